@@ -288,6 +288,20 @@ def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> N
     assert tokenizer.fingerprint != by_name.fingerprint
 
 
+def test_hugging_face_tokens_stated_beside_the_tokenizer(hf_folder: Path) -> None:
+    stated = {"259": {"content": "<|end|>", "special": True}, "257": {"content": "<stop>"}}
+    config = {"eos_token": "<|end|>", "added_tokens_decoder": stated}
+    (hf_folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = build_tokenizer(str(hf_folder))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (260, 259)
+    [encoded] = tokenizer.encode_special(["a<|end|>"])
+    assert encoded.ids[-1] == 259
+    config["added_tokens_decoder"] = {"300": {"content": "<|end|>"}}
+    (hf_folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="300"):
+        build_tokenizer(str(hf_folder))
+
+
 @pytest.mark.parametrize("config", ["[" * 100_000, "{", "\\xff"])
 def test_hugging_face_config_that_is_no_json(hf_folder: Path, config: str) -> None:
     (hf_folder / "tokenizer_config.json").write_bytes(config.encode("latin-1"))

@@ -278,7 +278,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert resumed.state_hash == through.state_hash
 
 
-@pytest.mark.parametrize("how", [(3, ()), (4, (ep(2),)), (4, (ep(4), TP2))], ids=str)
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "how",
+    [(3, ()), pytest.param((4, (ep(2),)), marks=LONG), pytest.param((4, (ep(4), TP2)), marks=LONG)],
+    ids=str,
+)
 def test_a_checkpoint_loads_into_other_layouts(
     how: tuple[int, tuple[str, ...]], ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:

@@ -22,7 +22,7 @@ from torchtitan.base.patterns import matches
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.checkpoint.start import LoadMode, Start
+from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import (
     COMPONENTS,
     RunState,
@@ -36,11 +36,6 @@ from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.settings import LRSchedulerConfig
 
 logger = logging.getLogger(__name__)
-COMPONENTS_BY_MODE: Mapping[LoadMode, tuple[str, ...]] = {
-    "recover": COMPONENTS,
-    "continue": COMPONENTS,
-    "finetune": ("model",),
-}
 
 
 def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
@@ -51,7 +46,8 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         DataError: The data position counts samples of other data.
     """
     source = start.source
-    loaded = [name for name in COMPONENTS_BY_MODE[start.mode] if name not in start.exclude]
+    components = ("model",) if start.mode == "finetune" else COMPONENTS
+    loaded = [name for name in components if name not in start.exclude]
     if isinstance(source, Checkpoint):
         _check_components(source, loaded)
     _log_excluded(state, start, loaded=loaded, group=group)

@@ -93,20 +93,6 @@ def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int
     return global_batch_size // at_once
 
 
-def num_steps(
-    num_samples: int, *, position: int, skipped: SkippedSamples, global_batch: int
-) -> int:
-    """Return how many global batches the samples from `position` on fill.
-
-    Args:
-        num_samples: Samples in the data.
-        position: Number of the first sample.
-        skipped: Samples that are passed over.
-        global_batch: Samples per step.
-    """
-    return max(0, skipped.place(num_samples) - skipped.place(position)) // global_batch
-
-
 def plan_steps(
     training: TrainingConfig,
     samples: MapSamples,
@@ -129,9 +115,8 @@ def plan_steps(
     if samples.num_samples is None:
         return training
     skipped = SkippedSamples(training.skip_samples)
-    last = step + num_steps(
-        samples.num_samples, position=position, skipped=skipped, global_batch=global_batch
-    )
+    num_left = skipped.place(samples.num_samples) - skipped.place(position)
+    last = step + max(0, num_left) // global_batch
     return replace(training, steps=last if training.steps == -1 else min(last, training.steps))
 
 

@@ -290,6 +290,7 @@ class HuggingFaceTokenizer:
                 f"install it, in the repository, with: pip install -e '.[hf]'"
             )
         self._file, self._content = file, _read_bytes(file)
+        self._config = read_tokenizer_config(file.with_name("tokenizer_config.json"))
         self._tokenizer = self._load(reads_special=False)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -298,8 +299,9 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_IDS:
             raise DataError(f"ids must be below {MAX_IDS}, {file} has {self.vocab_size - 1}")
-        self.eos_id = vocabulary[_find_end_token(file, vocabulary)]
-        self.fingerprint = hashlib.sha256(self._content + str(self.eos_id).encode()).hexdigest()
+        self.eos_id = vocabulary[_find_end_token(file, vocabulary, config=self._config)]
+        decides = self._content + f"{self.eos_id}{self._beside}".encode()
+        self.fingerprint = hashlib.sha256(decides).hexdigest()
         # some put a space before every text that they are given, so also before every piece
         pieces = ("one", " two\n", "three")
         self.encodes_pieces = self.encode("".join(pieces)) == [
@@ -315,7 +317,21 @@ class HuggingFaceTokenizer:
             tokenizer.no_truncation()
             tokenizer.no_padding()
             tokenizer.encode_special_tokens = not reads_special
-            return tokenizer
+        # older folders state tokens beside tokenizer.json, as transformers reads them
+        stated, self._beside = self._config.get("added_tokens_decoder"), ""
+        for i, token in sorted(stated.items(), key=_number) if isinstance(stated, dict) else []:
+            text = token.get("content") if isinstance(token, dict) else None
+            if not isinstance(text, str) or tokenizer.token_to_id(text) is not None:
+                continue
+            is_special = token.get("special") is True
+            self._beside += f"{i} {text}"
+            tokenizer.add_tokens([tokenizers.AddedToken(text, special=is_special)])
+            if tokenizer.token_to_id(text) != _number((i, token)):
+                raise DataError(
+                    f"{self._file} must have the tokens of tokenizer_config.json under the same "
+                    f"ids, {text!r:.60} is {i!r:.20} there and {tokenizer.token_to_id(text)} here"
+                )
+        return tokenizer
 
     @cached_property
     def _special_tokenizer(self) -> Any:
@@ -361,8 +377,11 @@ def _panic_as_data_error(rule: str) -> Iterator[None]:
         raise DataError(f"{rule}: {error}") from error
 
 
-def _find_end_token(file: Path, vocabulary: dict[str, int]) -> str:
-    config = read_tokenizer_config(file.with_name("tokenizer_config.json"))
+def _number(item: tuple[str, object]) -> int:
+    return int(item[0]) if item[0].isdecimal() and len(item[0]) < 10 else -1
+
+
+def _find_end_token(file: Path, vocabulary: dict[str, int], *, config: Mapping[str, Any]) -> str:
     for name in (special_token(config, "eos_token"), *KNOWN_END_TOKENS):
         if name in vocabulary:
             return name
