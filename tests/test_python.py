@@ -452,6 +452,7 @@ def test_a_folder_without_a_model_is_told(
         assert part in str(error.value)
 
 
+@pytest.mark.long
 def test_text_is_that_of_the_command(
     trained: Path,
 ) -> None:

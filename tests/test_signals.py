@@ -108,7 +108,7 @@ def test_one_process_saves_and_the_next_start_goes_on(
         assert find_steps(job.folder / "checkpoint")[-1] > step
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.long)])
 def test_the_launcher_passes_a_signal_on_and_waits(mode: str, tmp_path: Path) -> None:
     """Saves follow one another closely, so that the signal falls into one or right beside it."""
     keep = ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
@@ -216,6 +216,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     assert "rank 1: -9" in errors
 
 
+@pytest.mark.long
 def test_a_job_whose_rank_hangs_ends_as_one_to_start_again(tmp_path: Path) -> None:
     job = Job(tmp_path, "--comm.train_timeout_seconds=3", ranks=2)
     job.wait_for(STEP)
@@ -234,6 +235,7 @@ def test_a_job_whose_rank_hangs_ends_as_one_to_start_again(tmp_path: Path) -> No
     ("workers", "ranks", "source"),
     [(1, 1, "data workers (processes "), (0, 1, "own_faults.py"), (1, 2, "data workers (process")],
 )
+@pytest.mark.long
 def test_data_that_never_come_end_the_run_with_who_owes_them(
     workers: int, ranks: int, source: str, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_runs_follow_one_another_also_after_one_that_failed(tmp_path: Path) -> N
     assert len(losses(tmp_path / "third")) == 3
 
 
+@pytest.mark.long
 def test_the_folder_is_free_for_others_when_the_run_is_over(tmp_path: Path) -> None:
     run([*write_job(tmp_path), "--training.steps=1"])
     take = "import sys, pathlib; from torchtitan.checkpoint import lock; lock.SECONDS_TO_END = 0\n"
@@ -140,6 +141,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_several_ranks_train_once_per_process(tmp_path: Path) -> None:
     write_job(tmp_path)
     (tmp_path / "twice.py").write_text(TWICE)

@@ -67,6 +67,7 @@ def test_a_folder_has_one_holder_until_that_one_is_killed(
     assert (folder / lock.LOCK).read_text().startswith(f"process {os.getpid()} on host")
 
 
+@pytest.mark.long
 def test_a_run_that_is_ending_is_waited_for(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         process.send_signal(signal.SIGKILL)

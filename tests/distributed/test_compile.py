@@ -217,6 +217,7 @@ def train_anew(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_inductor_trains_the_same_and_later_starts_compile_nothing(
     tmp_path: Path, cache: Path, code: Path, plain: Trained
 ) -> None:

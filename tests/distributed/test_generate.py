@@ -37,6 +37,7 @@ def texts(folder: Path) -> tuple[list[list[int]], int] | str:
 
 
 @pytest.mark.parametrize("family", MODELS)
+@pytest.mark.long
 def test_greedy_text_of_two_ranks_is_that_of_transformers(
     family: str, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -211,6 +211,7 @@ def test_a_folder_of_steps_asks_for_the_name_of_one(
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("saved_by", "world"), [(1, 1), (5, 2), (2, 4)])
+@pytest.mark.long
 def test_a_qwen3_of_torchtitan_is_the_same_model(
     dim: int, saved_by: int, world: int, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -404,6 +404,7 @@ def test_a_planted_divergence_is_found_with_its_first_step(planted: Said) -> Non
     assert f"{DECAY}: final weights, most of all" in planted.out
 
 
+@pytest.mark.long
 def test_other_initial_weights_are_found(planted: Said) -> None:
     found = verdict(planted, SEED)
     assert found["verdict"] == "DIVERGES at the initial weights"
@@ -420,6 +421,7 @@ def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> Non
     assert crash["problem"] in planted.out
 
 
+@pytest.mark.long
 def test_nothing_else_is_trained_where_the_reference_fails(tmp_path: Path) -> None:
     said = compare(tmp_path, CRASH, "fsdp2", "--steps=3")
     assert said.code == 1

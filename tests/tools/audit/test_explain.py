@@ -72,6 +72,7 @@ def test_the_steps_of_each_document_are_those_that_have_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixed", "split", "packed"])
+@pytest.mark.long
 def test_a_real_run_that_goes_on_in_another_layout_with_another_batch(
     kind: str, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -259,6 +259,7 @@ def test_axes_that_fall_short_of_the_plan() -> None:
     assert promised == pytest.approx(8 * 25e9 * (63 / 64) / (7 / 8), rel=0.05)
 
 
+@pytest.mark.long
 def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchtitan.tools.check", *write_job(tmp_path)]
     command += [f"--json={tmp_path}/out/check.json"]

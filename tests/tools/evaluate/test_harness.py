@@ -68,6 +68,7 @@ def run(lm: Any, folder: Path, *, chats: bool = False, **settings: Any) -> dict[
 @pytest.mark.parametrize(
     "settings", [{}, {"num_fewshot": 1, "limit": 6}, {"chats": True, "num_fewshot": 1}]
 )
+@pytest.mark.long
 def test_scores_are_those_of_transformers(model, their_class, tmp_path, settings):
     """Most texts with examples before them are longer than what the model is given."""
     chats = settings.get("chats", False)

@@ -79,6 +79,7 @@ def on_ranks(words: list[str], cache: Path) -> dict[str, Any]:
         return command.evaluate(arguments(*words))
 
 
+@pytest.mark.long
 def test_two_ranks_that_share_a_model_find_what_one_finds(
     folder: Path, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ def traced(run: Path) -> None:
 ROW = re.compile(r"^(products|to device) +(\S+)   (\S+) to (\S+)$", re.MULTILINE)
 
 
+@pytest.mark.long
 def test_a_trace_is_compared_with_its_own_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
