@@ -64,7 +64,7 @@ from torchtitan.mesh.ranks import (
 from torchtitan.mesh.stop import StopRequest, launcher_started, sync_before_training, watch_signals
 from torchtitan.metrics.console import ProgressBar, Summary, shows_bar
 from torchtitan.metrics.rows import RECORD
-from torchtitan.trainer import Run, Trainer
+from torchtitan.trainer import Trainer
 
 logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when this is started
 
@@ -122,7 +122,8 @@ def train_job(
     with wording:
         check_alike(config)
         run = build_run(config, launch=launch, color=color, undo=undo, callbacks=callbacks)
-    bar = build_bar(run, show=shows_bar(launch.rank, shown=shown), color=color)
+    done, steps, show = run.progress.step, run.training.steps, shows_bar(launch.rank, shown=shown)
+    bar = ProgressBar(done_steps=done, total_steps=steps, show=show, color=color)
     trainer = Trainer(run, stop=stop, status=bar.status)
     undo.callback(trainer.close_after_failure)
     sync_before_training(stop)
@@ -159,12 +160,6 @@ def log_to(folder: Path | None, *, launch: RankInfo, color: bool) -> frozenset[i
     spec, world_size = os.environ.get("LOG_RANK"), launch.world_size
     init_logging(rank=launch.rank, world_size=world_size, log_rank=spec, folder=folder, color=color)
     return shown_ranks(spec or "0", world_size=world_size)
-
-
-def build_bar(run: Run, *, show: bool, color: bool) -> ProgressBar:
-    """Build the progress bar from the current step to the last one."""
-    done, steps = run.progress.step, run.training.steps
-    return ProgressBar(done_steps=done, total_steps=steps, show=show, color=color)
 
 
 def train_steps(trainer: Trainer, *, on_step: Callable[[int], None]) -> str | None:

@@ -417,7 +417,22 @@ def test_cross_entropy_as_ones_own_is_ours() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("name", "said"), [("V", "got "), ("crosed", "did you mean 'crossed'")])
+class OfASection:
+    def __init__(self, z_loss: object) -> None: ...
+
+
+def with_section(logits: Tensor, labels: Tensor, z_loss: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("V", "got "),
+        ("crosed", "did you mean 'crossed'"),
+        ("OfASection", "OfASection"),
+        ("with_section", "'z_loss'"),
+    ],
+)
 def test_a_loss_that_is_none(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         find_loss(f"{__name__}:{name}")

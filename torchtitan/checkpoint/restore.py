@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan.base.custom import is_import_path, is_trusted
 from torchtitan.base.errors import CheckpointError, DataError
@@ -138,10 +137,9 @@ def _restore_train_state(state: RunState, source: Checkpoint) -> None:
     state.progress.step = step
     state.progress.tokens_seen = stored["tokens_seen"]
     names = storage.stored_names(source.path, "train_state", group=source.group)
-    generators: dict[str, Tensor] = {}
-    if stored["world_size"] == dist.get_world_size():
-        generators = rng_tensors(rank=dist.get_rank())
-    else:
+    generators = rng_tensors(rank=dist.get_rank())
+    if stored["world_size"] != dist.get_world_size():
+        generators = {}
         logger.info("The number of ranks differs: random generators start from debug.seed")
     if missing := generators.keys() - names:  # of a GPU, if saved on CPUs
         text = ", ".join(sorted(missing))
@@ -173,6 +171,7 @@ def report_rate(state: RunState, *, start: Start) -> None:
     source, new, step = start.source, state.lr_settings, state.progress.step + 1
     assert isinstance(source, Checkpoint)
     schedule = _rebuild(new)
+    last, total = new["training_steps"], new["total_steps"] or new["training_steps"]
     rate, peak, is_as_planned = schedule(step), new["peak_lr"], False
     if "lr_scheduler" not in start.exclude:
         old = source.state("lr_scheduler", types={"training_steps": int})
@@ -183,9 +182,8 @@ def report_rate(state: RunState, *, start: Start) -> None:
             planned = _planned_rate(source.path, old, step=step)
         if planned != rate:
             logger.info("Learning rate at step %d: %g -> %g", step, planned, rate)
-        is_longer = new["training_steps"] > old["training_steps"]
-        is_as_planned = is_known and planned == rate and not is_longer
-    last, total = new["training_steps"], new["total_steps"] or new["training_steps"]
+        exceeds_plan = last > old["training_steps"] and (not new["total_steps"] or last > total)
+        is_as_planned = is_known and planned == rate and not exceeds_plan
     if step <= last and rate < peak / 2 and schedule(step + 1) <= rate and not is_as_planned:
         length = max(total, last)
         pinned = f"lr_scheduler.total_steps = {length} and " if total < length else ""

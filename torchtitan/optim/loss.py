@@ -25,7 +25,9 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
 from math import ceil
 from typing import Any
 
@@ -207,9 +209,14 @@ def find_loss(name: str) -> TokenLosses | None:
     if not is_import_path(name):
         return None
     losses: TokenLosses = load_object(name, key=LOSS)
-    if not callable(losses):
-        rule = f"'{name}' must be a function of logits (tokens, vocabulary) and labels (tokens)"
+    rule = f"'{name}' must be a function of logits (tokens, vocabulary) and labels (tokens)"
+    if not callable(losses) or isinstance(losses, type):
         raise ConfigError.at(LOSS, f"{rule}, got {losses!r:.80}")
+    try:
+        with suppress(ValueError):  # compiled code may have no signature
+            signature(losses).bind(None, None)
+    except TypeError as error:
+        raise ConfigError.at(LOSS, f"{rule} alone: {error}; no section reaches it") from error
     return losses
 
 
