@@ -317,7 +317,7 @@ def test_a_checkpoint_loads_into_other_layouts(
             [
                 "expert_parallel_degree",
                 "must divide the experts of a layer, got 2 for 5",
-                "to 1, 5",
+                "1, 5",
             ],
         ),
         ((ep(2), "--model.name=llama3"), ["expert_parallel_degree", "the model has no experts"]),

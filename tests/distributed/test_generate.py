@@ -62,8 +62,8 @@ def test_greedy_text_of_two_ranks_is_that_of_transformers(
 
 def test_a_model_that_cannot_be_split_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     for family, parts in (
-        ("qwen3", "got 2 for vocab_size 263; this model can be split by 1;"),
-        ("qwen3_moe", "the number of ranks must divide the experts of a layer, got 2 for 3;"),
+        ("qwen3", "got 2 for vocab_size 263"),
+        ("qwen3_moe", "experts of a layer, got 2 for 3"),
     ):
         folder = tmp_path / family
         config = MODELS[family].flavors["tiny"]
