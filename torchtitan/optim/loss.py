@@ -216,7 +216,7 @@ def find_loss(name: str) -> TokenLosses | None:
         with suppress(ValueError):  # compiled code may have no signature
             signature(losses).bind(None, None)
     except TypeError as error:
-        raise ConfigError.at(LOSS, f"{rule} alone: {error}; no section reaches it") from error
+        raise ConfigError.at(LOSS, f"{rule} only; no section is passed: {error}") from error
     return losses
 
 
