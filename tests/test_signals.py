@@ -22,6 +22,8 @@ from torchtitan.checkpoint.storage import find_steps
 ROOT = Path(__file__).parent.parent
 LONG = TINY.replace("steps = 20", "steps = 1000000") + "async_mode = '{mode}'\n"
 STEP, SECONDS = "step:      3", 300
+TRACEBACK = re.compile(r"Traceback .*\n(?!.*multiprocessing/forkserver)")
+"""Of ours: a data worker that still starts when its parent ends prints one that is Python's."""
 
 
 class Job:
@@ -67,7 +69,7 @@ class Job:
             _, errors = self.process.communicate(timeout=SECONDS)
         finally:
             self.kill()
-        assert "Traceback" not in errors, errors
+        assert not TRACEBACK.search(errors), errors
         return self.process.returncode, errors
 
     def kill(self) -> None:
@@ -247,6 +249,7 @@ def test_data_that_never_come_end_the_run_with_who_owes_them(
     assert source in errors
 
 
+@pytest.mark.long
 def test_validation_data_that_never_come_end_the_run(tmp_path: Path) -> None:
     name = "tests.own_faults:HangsHeldOut"
     data = [f"--training.dataset={name}", f"--validation.dataset={name}", "--validation.enable"]

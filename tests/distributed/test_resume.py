@@ -155,9 +155,8 @@ def test_a_checkpoint_without_the_generators_of_a_gpu_is_resumed(
     ranks.run(jobs.train, job, world=2)
     for rank, (taken, lines) in enumerate(ranks.run(resume_with_another_generator, job, world=2)):
         assert list(taken) == [f"rank_{rank}.cpu"]
-        kind = f"rank_{rank}.cuda"
-        said = f"The checkpoint lacks the random generators {kind}: they start from debug.seed"
-        assert said in lines
+        [said] = [line for line in lines if f"rank_{rank}.cuda" in line]
+        assert "debug.seed" in said
 
 
 def test_a_step_that_was_not_saved_is_an_error_that_says_what_is_there(

@@ -93,7 +93,8 @@ def test_another_vocabulary_is_refused_unless_it_is_smaller_and_asked_for(
     for options in ((LARGER[0],), ("--model.vocab_size=260", LARGER[1])):
         job = job_from(source, tmp_path, sources, *options)
         [said] = ranks.run(jobs.refusal, job, world=1)
-        assert "shape [264, 32], not [" in said or "vocab_size: 264 there" in said
+        assert "264" in said
+        assert "shape" in said or "vocab_size" in said
 
 
 def test_it_is_the_models_for_all_that_ask() -> None:

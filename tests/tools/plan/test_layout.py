@@ -121,6 +121,7 @@ def test_a_model_that_tp_does_not_divide(tmp_path: Path) -> None:
     assert {candidate.dims.tp for candidate in enumerate_layouts(job, samples=8)} == {1}
 
 
+@pytest.mark.long
 def test_the_command_writes_a_job_that_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_budget_is_named(tmp_path: Path) -> None:
     assert ["memory_budget" in text for text in said] == [False, True]
 
 
+@pytest.mark.long
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned(tmp_path, world=4)
     arguments = [

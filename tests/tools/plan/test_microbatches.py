@@ -58,6 +58,7 @@ LAYOUTS: dict[str, tuple[str, int, int, int, int, tuple[str, ...]]] = {
     "DualPipeV, first": ("DualPipeV", 2, 2, 0, 12, (layers(8),)),
     "DualPipeV, last, tp": ("DualPipeV", 2, 4, 2, 12, (layers(8), TP2)),
 }
+QUICK = ("1F1B, first", "1F1B, last, fsdp", "GPipe", "LoopedBFS", "ZBVZeroBubble, last")
 IN_ANY_ORDER = ("ZBVZeroBubble, experts",)
 """Several weights of an expert's layer hang on the same gradients, which torch keeps in sets (in
 pipelining/_backward.py): they are taken in the order of addresses, another in each rehearsal."""
@@ -76,7 +77,10 @@ def runs(folder: Path, name: str) -> tuple[Record, Sparse, Record]:
     return few, sparse, rehearse(config, layout=layout, rank=rank)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS],
+)
 def test_few_microbatches_become_all(name: str, tmp_path: Path) -> None:
     few, sparse, full = runs(tmp_path, name)
     assert len(few.entries) < len(full.entries)
@@ -92,6 +96,7 @@ def test_few_microbatches_become_all(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.long
 def test_blocks_and_microbatches_are_left_out_together(schedule: str, tmp_path: Path) -> None:
     size = "--training.local_batch_size=6"
     config, layout = placed(tmp_path, layers(28), size, *pipeline(schedule), world=2)
@@ -158,6 +163,7 @@ def test_actions_in_another_order_are_seen(few: tuple[Record, Sparse]) -> None:
         unroll_microbatches(record, replace(sparse, few=wrong))
 
 
+@pytest.mark.long
 def test_all_are_run_where_copying_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if what comes before a half of backward did not matter."""
     job = ("--training.local_batch_size=9", layers(8), *pipeline("ZBVZeroBubble"))

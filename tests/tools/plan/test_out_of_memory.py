@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 
 @pytest.mark.usefixtures("warm_starts")
+@pytest.mark.long
 def test_a_run_out_of_memory_prints_a_command_that_plans_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ REMEDY = re.compile(r"^ +([\d.]+) +[\d.e-]+-[\d.e-]+  (yes|no) +(--.*)$", re.MUL
 @pytest.mark.parametrize(
     ("layout", "share"), [([TP2], 0.75), ([PP2], 0.75), ([CP2], 0.4)], ids=["tp", "pp", "cp"]
 )
+@pytest.mark.long
 def test_a_remedy_needs_what_it_says(
     layout: list[str], share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_remedy_needs_what_it_says(
     assert max(map(float, needed)) == pytest.approx(float(size), abs=0.06)
 
 
+@pytest.mark.long
 def test_a_job_that_ran_out_gets_remedies_though_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,6 +99,7 @@ def test_more_tokens_make_the_peak(
     assert account.during == ("validation", None if is_head else 0)
 
 
+@pytest.mark.long
 def test_each_microbatch_is_validated(tmp_path: Path) -> None:
     """A step is rehearsed with as few as fill the pipeline; a validation keeps what a stage sends
     of each, beside its ids, labels and positions."""
