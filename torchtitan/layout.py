@@ -6,19 +6,25 @@ rank does the same, so that a mistake ends the job in its first second.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torchtitan.base.custom import convert_errors
 from torchtitan.base.errors import Mistakes
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config, own_sections
-from torchtitan.mesh.dims import resolve_dims
+from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.models.families import find_model
-from torchtitan.models.interface import LanguageModel, TrainableParams, count
+from torchtitan.models.interface import Counts, LanguageModel, TrainableParams, count
 from torchtitan.models.spec import ModelSpec, check_contract
 from torchtitan.optim.loss import find_loss
 from torchtitan.optim.optimizer import find_trainable
 from torchtitan.optim.schedule import find_decay
 from torchtitan.optim.settings import RouterConfig
-from torchtitan.parallel.layout import Adapt, Layout, check_parallel, plan_parallel
+from torchtitan.parallel.fsdp import find_reshard
+from torchtitan.parallel.layout import Adapt, Layout
+
+if TYPE_CHECKING:
+    from torchtitan.parallel.pipeline.layout import PipelineLayout
 
 
 def find_layout(config: Config, *, world_size: int) -> Layout:
@@ -45,15 +51,15 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     if dims is None:
         mistakes.report()
     assert dims is not None
-    planned = mistakes.of(
-        lambda: plan_parallel(
-            parallelism,
+    reshard = mistakes.of(lambda: find_reshard(parallelism, dims=dims))
+    frees_weights = reshard is not None and not reshard.keeps_last
+    pipeline = mistakes.of(
+        lambda: _find_stages(
+            config,
             dims=dims,
             counts=counts,
             num_layers=architecture.num_layers,
-            training=training,
-            recomputes=config.activation_checkpoint.mode != "none",
-            compiles=config.compile.enable,
+            frees_weights=frees_weights,
         )
     )
     accumulation = mistakes.of(
@@ -63,10 +69,9 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     )
     found_trained = mistakes.of(lambda: _find_trained(config, model=model))
     mistakes.report()
-    assert planned is not None
+    assert reshard is not None
     assert accumulation is not None
     assert found_trained is not None
-    reshard, pipeline = planned
     trained, adapt = found_trained
     return Layout(
         spec=spec,
@@ -88,18 +93,36 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
     Raises:
         ConfigError: Lists what it cannot.
     """
-    checkpoint = config.checkpoint
+    checkpoint, parallelism = config.checkpoint, config.parallelism
     mistakes = Mistakes()
-    float8 = config.quantize.linear.float8 if config.model.converters else None
-    mistakes.of(
-        lambda: check_parallel(
-            model,
-            spec=spec,
-            parallelism=config.parallelism,
-            float8=float8,
-            compilation=config.compile,
+    if config.compile.enable:
+        from torchtitan.parallel.compile import check_backend
+
+        mistakes.of(lambda: check_backend(config.compile, is_installed=False))
+    if parallelism.tensor_parallel_degree > 1:
+        from torchtitan.parallel.tensor import check_tensor_parallel
+
+        mistakes.of(
+            lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
         )
-    )
+    if parallelism.expert_parallel_degree > 1:
+        from torchtitan.parallel.expert import check_expert_parallel
+
+        mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
+    if parallelism.context_parallel_degree > 1:
+        from torchtitan.parallel.context.attention import check_attention
+
+        mistakes.of(lambda: check_attention(model, parallelism=parallelism))
+    if config.model.converters:
+        from torchtitan.parallel.float8 import find_converted
+
+        mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))
+    if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
+        mistakes.add(
+            "parallelism.pipeline_parallel_degree",
+            f"must be 1 for {spec.name}, got {pp}: it does not run in stages (its ModelSpec has "
+            f"stages = False)",
+        )
     if config.router != RouterConfig():
         from torchtitan.optim.balance import check_balance
 
@@ -110,6 +133,25 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
 
         mistakes.of(lambda: check_names_and_sizes(model, spec=spec, keys=keys))
     mistakes.report()
+
+
+def _find_stages(
+    config: Config, *, dims: ParallelDims, counts: Counts, num_layers: int, frees_weights: bool
+) -> PipelineLayout | None:
+    """Plan the stages of the pipeline, if there is one."""
+    if dims.pp == 1:
+        return None
+    from torchtitan.parallel.pipeline.layout import plan_pipeline
+
+    return plan_pipeline(
+        config.parallelism,
+        num_layers=num_layers,
+        counts=counts,
+        training=config.training,
+        frees_weights=frees_weights,
+        recomputes=config.activation_checkpoint.mode != "none",
+        compiles=config.compile.enable,
+    )
 
 
 def _find_trained(config: Config, *, model: LanguageModel) -> tuple[TrainableParams, Adapt | None]:

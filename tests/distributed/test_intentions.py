@@ -137,6 +137,16 @@ def test_results_without_a_checkpoint_are_protected(ranks: RankPool, tmp_path: P
         assert "continue" not in message
 
 
+def test_a_run_that_ended_before_its_first_step_may_be_started_anew(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = jobs.write_job(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    (tmp_path / "run/config.toml").write_text("[optimizer]\nlr = 0.5\n")
+    assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
+
+
 def first_rates(job: list[str]) -> list[float]:
     """Train one step; return the rate that the optimizer used in it."""
     run = jobs.start(job)

@@ -221,4 +221,3 @@ def test_opaque_attention_gets_the_documents_of_each_batch_and_compiles_nothing_
 def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"compile\] backend.* got 'induktor'"):
         check_backend(CompileConfig(enable=True, backend="induktor"), is_installed=True)
-    check_backend(CompileConfig(enable=False, backend="induktor"), is_installed=True)

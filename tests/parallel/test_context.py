@@ -19,7 +19,6 @@ from torchtitan.job import load_config
 from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import build_mesh, resolve_dims
 from torchtitan.mesh.settings import Balancer, ParallelismConfig
-from torchtitan.models.attention import causal_attention
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
@@ -70,18 +69,6 @@ def test_a_window_is_kept_by_ulysses_alone() -> None:
             find_layout(job, world_size=2)
         find_layout(load_config(["--model.name=mistral", *arguments(method, cp=1)]), world_size=1)
     find_layout(load_config(["--model.name=mistral", *arguments("ulysses", cp=2)]), world_size=2)
-
-
-def test_one_rank_keeps_the_model_as_it_is(ranks: RankPool) -> None:
-    assert ranks.run(attention_of_one, world=1) == [True]
-
-
-def attention_of_one() -> bool:
-    settings = ParallelismConfig()
-    mesh = build_mesh(resolve_dims(settings, world_size=1), device_type="cpu")
-    model = MODELS["llama3"].build(MODELS["llama3"].flavors["tiny"])
-    apply_context_parallel(model, mesh=mesh, parallelism=settings)
-    return all(block.attention.attend is causal_attention for block in model.layers.values())
 
 
 def largest_tensor(method: Method, balancer: Balancer, attention: Attention, cache: str) -> int:

@@ -135,11 +135,15 @@ def find_start(
         )
     everyone = dist.group.WORLD if io is None else io.group
     # one rank looks: a listing by each is slow on shared disks
-    has_metrics, has_steps = on_first_rank(
-        lambda: (any(run_folder.glob("metrics*.jsonl")), bool(find_steps(folder))), group=everyone
+    has_rows, has_steps = on_first_rank(
+        lambda: (
+            any(path.stat().st_size for path in run_folder.glob("metrics*.jsonl")),
+            bool(find_steps(folder)),
+        ),
+        group=everyone,
     )
     is_resumed = start is not None and start.source.path.parent == folder
-    if (has_metrics or has_steps) and not is_resumed:
+    if (has_rows or has_steps) and not is_resumed:
         refuse_differences(run_folder, compare_results(), has_checkpoint=has_steps)
     dist.barrier()  # no rank writes before every rank has looked
     return start

@@ -43,8 +43,6 @@ def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
     Raises:
         ConfigError: The backend is not installed, or its name looks like a typing error.
     """
-    if not settings.enable:
-        return
     # listing the backends takes a second
     known = torch.compiler.list_backends(exclude_tags=None)
     guess = did_you_mean(settings.backend, known)

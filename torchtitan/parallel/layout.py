@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from torchtitan.base.errors import Mistakes
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import Counts, LanguageModel, TrainableParams
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.parallel.fsdp import Reshard, find_reshard
+from torchtitan.parallel.fsdp import Reshard
 from torchtitan.parallel.settings import CompileConfig, Float8Config
 
 if TYPE_CHECKING:
@@ -47,97 +46,6 @@ class Layout:
     def samples_per_step(self, training: TrainingConfig) -> int:
         """Return the number of samples per optimizer step over all ranks."""
         return training.local_batch_size * self.dims.dp * self.accumulation
-
-
-def check_parallel(
-    model: LanguageModel,
-    *,
-    spec: ModelSpec,
-    parallelism: ParallelismConfig,
-    float8: Float8Config | None,
-    compilation: CompileConfig,
-) -> None:
-    """Check that the full model, on the meta device, can be split by these degrees.
-
-    Raises:
-        ConfigError: Lists what cannot be.
-    """
-    mistakes = Mistakes()
-    if compilation.enable:
-        from torchtitan.parallel.compile import check_backend
-
-        mistakes.of(lambda: check_backend(compilation, is_installed=False))
-    if parallelism.tensor_parallel_degree > 1:
-        from torchtitan.parallel.tensor import check_tensor_parallel
-
-        mistakes.of(
-            lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
-        )
-    if parallelism.expert_parallel_degree > 1:
-        from torchtitan.parallel.expert import check_expert_parallel
-
-        mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
-    if parallelism.context_parallel_degree > 1:
-        from torchtitan.parallel.context.attention import check_attention
-
-        mistakes.of(lambda: check_attention(model, parallelism=parallelism))
-    if float8 is not None:
-        from torchtitan.parallel.float8 import find_converted
-
-        mistakes.of(lambda: find_converted(model, settings=float8))
-    if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
-        mistakes.add(
-            "parallelism.pipeline_parallel_degree",
-            f"must be 1 for {spec.name}, got {pp}: it does not run in stages (its ModelSpec has "
-            f"stages = False)",
-        )
-    mistakes.report()
-
-
-def plan_parallel(
-    parallelism: ParallelismConfig,
-    *,
-    dims: ParallelDims,
-    counts: Counts,
-    num_layers: int,
-    training: TrainingConfig,
-    recomputes: bool,
-    compiles: bool,
-) -> tuple[Reshard, PipelineLayout | None]:
-    """Plan when gathered weights are freed, and the stages of the pipeline.
-
-    Args:
-        parallelism: Degrees and schedule.
-        dims: Resolved degrees.
-        counts: Parameters of the model.
-        num_layers: Layers of the model.
-        training: Batch sizes.
-        recomputes: Whether blocks are recomputed in backward.
-        compiles: Whether blocks are compiled.
-
-    Raises:
-        ConfigError: Layers, stages, microbatches and schedule do not fit together.
-    """
-    mistakes = Mistakes()
-    reshard = mistakes.of(lambda: find_reshard(parallelism, dims=dims))
-    pipeline: PipelineLayout | None = None
-    if dims.pp > 1:
-        from torchtitan.parallel.pipeline.layout import plan_pipeline
-
-        pipeline = mistakes.of(
-            lambda: plan_pipeline(
-                parallelism,
-                num_layers=num_layers,
-                counts=counts,
-                training=training,
-                frees_weights=reshard is not None and not reshard.keeps_last,
-                recomputes=recomputes,
-                compiles=compiles,
-            )
-        )
-    mistakes.report()
-    assert reshard is not None
-    return reshard, pipeline
 
 
 def check_device(

@@ -91,8 +91,6 @@ def check_tensor_parallel(
         ConfigError: A module has no role, or a size is not a multiple of the degree.
     """
     tp, architecture = parallelism.tensor_parallel_degree, model.config
-    if tp == 1:
-        return
     rules = []
     if unplanned := find_unplanned(model, plan=plan):
         rules.append(f"must be 1, got {tp}: {unplanned}")

@@ -69,8 +69,6 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
             the heads are not a multiple of the ranks of Ulysses times those of tensor parallelism.
     """
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    if cp == 1:
-        return
     for name, block in model.layers.items():
         if not any(isinstance(module, AttentionModule) for module in block.modules()):
             raise ConfigError.at(
@@ -105,8 +103,6 @@ def apply_context_parallel(
 
     `keep_output` is explained at `build_attention`.
     """
-    if mesh.dims.cp == 1:
-        return
     layout = SequenceLayout.from_config(parallelism)
     ranks = Ranks(group=mesh.data.get_group("cp"), layout=layout)
     for module in model.modules():
