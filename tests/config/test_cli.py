@@ -67,17 +67,17 @@ def test_lists_of_numbers(jobs: Jobs) -> None:
     assert one.training.dataset_weights == (2,)
 
 
-@pytest.mark.parametrize("words", [["a,b", "c"], ["a", "b", "c"], ["a,b,c"], ['["a", "b", "c"]']])
+@pytest.mark.parametrize("words", [["a, b", "c"], ["a", "b", "c"], ["a,b,c"], ['["a", "b", "c"]']])
 def test_lists_of_names(words: list[str]) -> None:
     job = load_config(["--optimizer.frozen_params", *words])
     assert job.optimizer.frozen_params == ("a", "b", "c")
 
 
-def test_quotes_and_brackets_keep_a_comma() -> None:
-    for word in ('["a,b"]', '"a,b"'):
-        assert load_config([f"--optimizer.frozen_params={word}"]).optimizer.frozen_params == (
-            "a,b",
-        )
+@pytest.mark.parametrize(
+    ("word", "kept"), [('["a,b"]', "a,b"), ('"a,b"', "a,b"), ("s3://x/a,b", "s3://x/a,b")]
+)
+def test_quotes_brackets_and_paths_keep_a_comma(word: str, kept: str) -> None:
+    assert load_config([f"--optimizer.frozen_params={word}"]).optimizer.frozen_params == (kept,)
 
 
 def test_lists_of_lists_of_names(jobs: Jobs) -> None:

@@ -292,8 +292,34 @@ def test_a_stream_that_would_repeat_a_sample_after_a_resume(tmp_path: Path, modu
     stuck = CustomStream(made.Stuck(), Raw(), {})  # type: ignore[arg-type]
     stuck.load_state({"next": 4}, position=4)
     assert stuck.state_at(4) == {"next": 4}
-    with pytest.raises(DataError, match="sample 5"):
-        stuck.state_at(5)
+    with pytest.raises(DataError, match="sample 4"):
+        stuck[4]
+
+
+class Cycle:
+    """An endless stream that keeps its state in the dictionary that it was given."""
+
+    def __init__(self) -> None:
+        self.state = {"next": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            number = self.state["next"]
+            self.state["next"] = (number + 1) % 3
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def test_a_stream_may_keep_the_state_that_it_was_given_and_come_back_to_it() -> None:
+    stream = CustomStream(Cycle(), Raw(), {})  # type: ignore[arg-type]
+    stream.load_state({"next": 1}, position=4)
+    assert [stream[k] for k in range(4, 7)] == [1, 2, 0]
+    assert stream.state_at(7) == {"next": 1}
 
 
 class CountsToThree:

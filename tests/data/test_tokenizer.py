@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import tiktoken
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.data import readers
+from torchtitan.data import prepare, readers
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.text import cut_point, split_text
@@ -279,6 +280,38 @@ def test_hugging_face_in_threads(hf_folder: Path) -> None:
         assert [[ids.tolist() for ids in batch] for batch in together] == alone
 
 
+def test_a_document_too_long_to_be_encoded_whole_is_encoded_in_parts(
+    hf_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(readers, "PIECE_CHARS", 100)
+    monkeypatch.setattr(prepare, "LONGEST_CHARS", 250)
+    with_change = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
+    with_change.normalizer = normalizers.Prepend("_")
+    with_change.save(str(hf_folder / "tokenizer.json"))
+    tokenizer = build_tokenizer(str(hf_folder))
+    (tmp_path / "long.txt").write_text("one two\n" * 100)
+    corpus = FileCorpus((tmp_path / "long.txt",), "text")
+    store = cached_store(corpus, tokenizer=tokenizer, cache=str(tmp_path / "cache"))
+    assert 1 < tokenizer.decode(store.tokens.tolist()).count("_") <= 4
+    assert sum("250 characters" in line for line in caplog.messages) == 1
+
+
+def test_hugging_face_words_without_a_token_for_unknown_ones(hf_folder: Path) -> None:
+    file = hf_folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"] = {"type": "WordLevel", "vocab": {"</s>": 0, "e4": 1}, "unk_token": "?"}
+    content["added_tokens"] = []
+    content["pre_tokenizer"] = {"type": "Whitespace"}
+    file.write_text(json.dumps(content))
+    tokenizer = build_tokenizer(str(hf_folder))
+    assert tokenizer.encode("e4 e4") == [1, 1]
+    with pytest.raises(DataError, match="fails on a text"):
+        tokenizer.encode("e5")
+
+
 @pytest.mark.parametrize("eos", ["<stop>", {"content": "<stop>"}])
 def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> None:
     by_name = build_tokenizer(str(hf_folder / "tokenizer.json"))
@@ -288,7 +321,9 @@ def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> N
     assert tokenizer.fingerprint != by_name.fingerprint
 
 
-def test_hugging_face_tokens_stated_beside_the_tokenizer(hf_folder: Path) -> None:
+def test_hugging_face_tokens_stated_beside_the_tokenizer(
+    hf_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     stated = {"259": {"content": "<|end|>", "special": True}, "257": {"content": "<stop>"}}
     config = {"eos_token": "<|end|>", "added_tokens_decoder": stated}
     (hf_folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -296,10 +331,15 @@ def test_hugging_face_tokens_stated_beside_the_tokenizer(hf_folder: Path) -> Non
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (260, 259)
     [encoded] = tokenizer.encode_special(["a<|end|>"])
     assert encoded.ids[-1] == 259
-    config["added_tokens_decoder"] = {"300": {"content": "<|end|>"}}
+    config["added_tokens_decoder"] = {"300": {"content": "<|end|>", "rstrip": True}}
     (hf_folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="300"):
-        build_tokenizer(str(hf_folder))
+    tokenizer = build_tokenizer(str(hf_folder))
+    assert tokenizer.eos_id == 259
+    assert "300" in caplog.text
+    public = PreTrainedTokenizerFast.from_pretrained(str(hf_folder))
+    text = "a<|end|> b<|end|>c"
+    [encoded] = tokenizer.encode_special([text])
+    assert encoded.ids == public(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("config", ["[" * 100_000, "{", "\\xff"])

@@ -273,7 +273,7 @@ def _read_option(path: Path, *, words: Sequence[str], key: Key | None) -> Settin
     except UnicodeEncodeError:  # the resolved TOML could not hold it
         given, problem = given.encode(errors="backslashreplace").decode(), "must be UTF-8"
     if key is not None and key.kind is tuple and key.item is str and not key.is_nested:
-        # also a,b, as in torchtitan's docs; quotes and brackets keep a comma
+        # also a,b, as in torchtitan's docs; quotes, brackets and slashes keep a comma
         words = [part for word in words for part in _split_at_commas(word)]
     values = [_read_word(word, key=key) for word in words] or [True]
     value = values if len(values) > 1 else values[0]
@@ -281,7 +281,7 @@ def _read_option(path: Path, *, words: Sequence[str], key: Key | None) -> Settin
 
 
 def _split_at_commas(word: str) -> list[str]:
-    return [word] if set(word) & set("[]{}\"'") else word.split(",")
+    return [word] if set(word) & set("[]{}\"'/") else [part.strip() for part in word.split(",")]
 
 
 def _read_word(word: str, *, key: Key | None) -> object:

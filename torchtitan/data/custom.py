@@ -20,6 +20,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import islice
 from typing import Any, NoReturn, Protocol
 
@@ -296,7 +297,7 @@ class CustomStream:
         self._iterator: Iterator[Any] | None = None
         self._next = 0
         self._loaded: dict[str, Any] | None = None
-        """The loaded state, until the stream has started another pass."""
+        """The loaded state, until a sample is read."""
 
     def __getitem__(self, k: int) -> Samples:
         self._skip_to(k)
@@ -306,20 +307,16 @@ class CustomStream:
         """Return the state before a sample that has not been read."""
         self._skip_to(position)
         with self._reader.as_data_error(position):
-            state = _as_json(self._data.state_dict(), name=f"'{self._reader.path}'")
-        if self._iterator is not None and state == self._loaded:
-            raise DataError(
-                f"the state of '{self._reader.path}' must change when samples are drawn, and at "
-                f"sample {position} is still the loaded one; check_resume in "
-                f"torchtitan.data.custom finds where it fails"
-            )
-        return state
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return _as_json(self._data.state_dict(), name=f"'{self._reader.path}'")
 
     def load_state(self, state: dict[str, Any], *, position: int) -> None:
         """Continue at sample `position`, given the state before it."""
+        self._iterator, self._next, self._loaded = None, position, deepcopy(state)
         with self._reader.as_data_error(position):
             self._data.load_state_dict(state)
-        self._iterator, self._next, self._loaded = None, position, state
 
     def _skip_to(self, k: int) -> None:
         assert k >= self._next, f"a stream is read forwards: {k} after {self._next}"
@@ -334,7 +331,15 @@ class CustomStream:
             if raw is None:  # at the end of a pass, also right after `load_state`
                 self._iterator, self._loaded = iter(self._data), None
                 raw = next(self._iterator, None)
+            stands_still = self._loaded is not None and self._state() == self._loaded
+            self._loaded = None
         if raw is None:
             raise DataError(f"'{self._reader.path}' must yield samples, got none")
+        if stands_still:
+            raise DataError(
+                f"the state of '{self._reader.path}' must change when samples are drawn, and after "
+                f"sample {self._next} is still the loaded one; check_resume in "
+                f"torchtitan.data.custom finds where it fails"
+            )
         self._next += 1
         return raw

@@ -55,7 +55,7 @@ class HubText:
         """State of the documents that were opened, None at the start of a pass."""
         self._has_read = False
         """Whether any of them was read. Before that, `datasets` returns a state at the start."""
-        self.fingerprint = repr(hub)
+        self.fingerprint = f"{hub!r}, without empty texts"
 
     def _open(self) -> Any:
         hub = self._hub

@@ -18,6 +18,7 @@ import base64
 import binascii
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,10 +35,12 @@ from torchtitan.base.files import check_is_file
 from torchtitan.data.files import user_path
 from torchtitan.data.text import any_of, check_fetched, split_text
 
+logger = logging.getLogger(__name__)
 Ids = npt.NDArray[np.uint32]
 
 BUILT_IN = {"bpe_2048": Path(__file__).parent / "assets" / "bpe_2048.tiktoken"}
 MAX_FILE_BYTES = 1 << 28
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 MAX_IDS = 1 << 30  # a token store can hold twice an id
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
@@ -304,9 +307,11 @@ class HuggingFaceTokenizer:
         self.fingerprint = hashlib.sha256(decides).hexdigest()
         # some put a space before every text that they are given, so also before every piece
         pieces = ("one", " two\n", "three")
-        self.encodes_pieces = self.encode("".join(pieces)) == [
-            i for piece in pieces for i in self.encode(piece)
-        ]
+        try:
+            parts = [i for piece in pieces for i in self.encode(piece)]
+            self.encodes_pieces = self.encode("".join(pieces)) == parts
+        except DataError:  # words that it does not know, and no token for unknown ones
+            self.encodes_pieces = False
 
     def _load(self, *, reads_special: bool) -> Any:
         import tokenizers
@@ -323,13 +328,17 @@ class HuggingFaceTokenizer:
             text = token.get("content") if isinstance(token, dict) else None
             if not isinstance(text, str) or tokenizer.token_to_id(text) is not None:
                 continue
-            is_special = token.get("special") is True
-            self._beside += f"{i} {text}"
-            tokenizer.add_tokens([tokenizers.AddedToken(text, special=is_special)])
-            if tokenizer.token_to_id(text) != _number((i, token)):
-                raise DataError(
-                    f"{self._file} must have the tokens of tokenizer_config.json under the same "
-                    f"ids, {text!r:.60} is {i!r:.20} there and {tokenizer.token_to_id(text)} here"
+            flags = {flag: token[flag] for flag in TOKEN_FLAGS if isinstance(token.get(flag), bool)}
+            self._beside += f"{i} {text} {flags}"
+            tokenizer.add_tokens([tokenizers.AddedToken(text, **flags)])
+            given = tokenizer.token_to_id(text)
+            if given != _number((i, token)) and not reads_special:
+                logger.warning(
+                    "%s: %.60r has id %d, as in transformers; tokenizer_config.json states %.20r",
+                    self._file,
+                    text,
+                    given,
+                    i,
                 )
         return tokenizer
 

@@ -311,13 +311,16 @@ def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -
     """Run `action` on rank 0 and return its result on every rank.
 
     Raises:
-        CheckpointError: The action raised a file-system or checkpoint error; raised on every rank.
+        CheckpointError: The action raised a UserError or one of the file system; raised on every
+            rank.
     """
     outcome: list[Any] = [None, None]
     if group is None or dist.get_rank(group) == 0:
         try:
             outcome[0] = action()
         except _EXPECTED as error:
+            if group is None and isinstance(error, UserError):
+                raise
             outcome[1] = str(error)
     if group is not None:
         dist.broadcast_object_list(outcome, group_src=0, group=group)
@@ -330,13 +333,15 @@ def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -
     """Run `action` on each rank and return all results in the order of ranks.
 
     Raises:
-        CheckpointError: A rank raised a file-system or checkpoint error; raised on every rank.
+        CheckpointError: A rank raised a UserError or one of the file system; raised on every rank.
     """
     value: T | None = None
     message: str | None = None
     try:
         value = action()
     except _EXPECTED as error:
+        if group is None and isinstance(error, UserError):
+            raise
         message = str(error)
     outcomes: list[Any] = [(value, message)]
     if group is not None:

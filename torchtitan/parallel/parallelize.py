@@ -23,6 +23,7 @@ from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.init import initialize
 from torchtitan.models.interface import (
+    GroupedExperts,
     HeadLoss,
     LanguageModel,
     ModelParts,
@@ -63,7 +64,7 @@ def parallelize(
             sequence_parallel=parallelism.enable_sequence_parallel,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
-    if layout.counts.num_experts:
+    if any(isinstance(module, GroupedExperts) for module in model.modules()):
         from torchtitan.parallel.expert import apply_expert_parallel, apply_grouped_products
 
         if mesh.dims.ep > 1:

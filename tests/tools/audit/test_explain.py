@@ -122,7 +122,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (["explai"], "did you mean 'explain'?"),
-        (["explain", "nowhere", "--step", "1"], "config.toml"),
+        (["explain", "nowhere", "--step", "1"], "nowhere/config.toml"),
         (["explain", "run", "--step", "5"], "must be one of the run's steps, 1 to 4, got 5"),
         (["explain", "run", "--document", "a.jsonl:9999"], "the first document is 'a.jsonl line "),
         (["explain", "run", "--step", "1", "--world_size", "3"], "must be a multiple of"),

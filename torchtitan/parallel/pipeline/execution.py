@@ -89,6 +89,8 @@ class Pipeline:
         """Run a batch of any number of microbatches forward through the stages."""
         num_samples, seq_len = shape = tuple(batch.tokens.shape)
         if shape not in self._evaluations:
+            if len(self._evaluations) == 2:  # each holds buffers for what its stages receive
+                self._evaluations.pop(next(iter(self._evaluations)))
             num_microbatches, rest = divmod(num_samples, self._layout.microbatch_size)
             assert not rest, f"{num_samples} samples are not a multiple of a microbatch"
             table = forward_table(self._layout.ranks, num_microbatches=num_microbatches)
