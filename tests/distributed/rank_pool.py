@@ -23,7 +23,19 @@ from typing import Any
 JOBS_OF_A_RANK = 30
 """New ranks are started after so many jobs: torch's caches of DTensor layouts hold on to process
 groups, and each has threads that wake a hundred times a second."""
-PRELOADED = ["torchtitan.train", "tests.distributed.pipeline_jobs"]
+PRELOADED = [
+    "torchtitan.train",
+    "tests.distributed.pipeline_jobs",
+    *(f"torchtitan.parallel.{name}" for name in ("tensor", "expert", "float8", "compile")),
+    "torchtitan.parallel.context.attention",
+    "torchtitan.parallel.pipeline.execution",
+    *(f"torchtitan.optim.{name}" for name in ("muon", "balance", "spikes")),
+    "torchtitan.validate",
+    "torchtitan.finetune.lora",
+    "torchtitan.hf.export",
+    "torchtitan.hf.source",
+    "torch._inductor.compile_fx",
+]
 """What ranks have imported when they start: they are forks of a server that has it."""
 
 
