@@ -149,7 +149,7 @@ def _find_stages(
         counts=counts,
         training=config.training,
         frees_weights=frees_weights,
-        recomputes=config.activation_checkpoint.mode != "none",
+        recomputation=config.activation_checkpoint.mode,
         compiles=config.compile.enable,
     )
 

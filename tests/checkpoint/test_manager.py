@@ -150,6 +150,28 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
     assert "remove it" in message
 
 
+def test_commands_of_torchtitan_in_a_folder_with_steps_are_told_the_way(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Those that torchtitan 0.2 takes; docs/from_torchtitan.md lists them."""
+    toml = jobs.TINY.replace("total_steps = 20", "").replace("warmup_steps = 5", "warmup_steps = 1")
+    job = [*jobs.write_job(tmp_path, toml), "--checkpoint.interval=2"]
+    ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
+    longer, excluding = "--training.steps=6", "--checkpoint.exclude_from_loading=optimizer"
+    rounding = ("--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16")
+    for options, parts in (
+        ([longer], ["lr_scheduler.total_steps", "--checkpoint.mode continue"]),
+        (["--training.steps=4", excluding], ["exclude_from_loading", 'mode = "continue"']),
+        (rounding, ["export_dtype", "last_save_in_hf = true"]),
+    ):
+        [message] = ranks.run(jobs.refusal, [*job, *options], world=1)
+        assert all(part in message for part in parts), message
+    way = [*job, longer, excluding, "--checkpoint.mode=continue"]
+    assert ranks.run(first_step, way, world=1) == [4]
+    ranks.run(jobs.train, way, world=1)
+    assert ranks.run(first_step, way, world=1) == [6]
+
+
 def test_a_job_that_names_its_newest_step_is_started_again_by_its_own_command(
     ranks: RankPool, tmp_path: Path
 ) -> None:

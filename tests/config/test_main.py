@@ -105,7 +105,7 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
             ["num_heads 8", "split by 1, 2, 4"],
         ),
         (["--parallelism.context_parallel_degree=8", ULYSSES], ["4 key/value heads"]),
-        (["--parallelism.pipeline_parallel_degree=9"], ["9 stages", "to at most 8"]),
+        (["--parallelism.pipeline_parallel_degree=11"], ["got 11", "to at most 10"]),
         (["--parallelism.pipeline_parallel_degree=8"], ["microbatch", "got 4"]),
         (
             ["--training.global_batch_size=12", "--parallelism.data_parallel_replicate_degree=2"],
@@ -130,11 +130,11 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
             [
                 "--parallelism.tensor_parallel_degree=3",
                 "--training.seq_len=36",
-                "--parallelism.pipeline_parallel_degree=9",
+                "--parallelism.pipeline_parallel_degree=11",
                 "--parallelism.fsdp_reshard_after_forward=4",
-                "--world_size=27",
+                "--world_size=33",
             ],
-            ["num_heads", "9 stages", "fsdp_reshard_after_forward"],
+            ["num_heads", "pipeline_parallel_degree", "fsdp_reshard_after_forward"],
         ),
     ],
 )

@@ -244,6 +244,14 @@ BROKEN = [
         "[parallelism] module_fqns_per_model_part",
         "layers_per_stage = 2",
     ),
+    *(
+        (
+            f'{PIPELINE}pipeline_parallel_schedule = "{name}"',
+            "[parallelism] pipeline_parallel_schedule",
+            "pipeline_parallel_schedule_csv",
+        )
+        for name in ("PipelineScheduleSingle", "PipelineScheduleMulti")
+    ),
     (
         f'{CONTEXT}context_parallel_load_balancer = "balanced"\n'
         'context_parallel_rotate_method = "ulysses"',
@@ -414,6 +422,8 @@ INSIDE = [
     '[activation_checkpoint]\nmode = "full"\nmemory_budget = 0.5',
     '[activation_checkpoint]\nselective_ac_option = "op"',
     '[activation_checkpoint]\nselective_ac_option = "op"\nmode = "full"\n[compile]\nenable = true',
+    f'{PIPELINE}pipeline_parallel_schedule = "PipelineScheduleMulti"\n'
+    'pipeline_parallel_schedule_csv = "own.csv"',
     f"{PIPELINE}pipeline_parallel_microbatch_size = 4",
     f"{PIPELINE}pipeline_parallel_num_microbatches = 2",
     f"{PIPELINE}pipeline_parallel_num_microbatches = 2\npipeline_parallel_microbatch_size = 4",

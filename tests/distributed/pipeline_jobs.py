@@ -189,6 +189,20 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
         assert gap.norm() <= 1e-4 * wanted.norm() + 1e-3 * moved.norm(), name
 
 
+def count_forwards(job: list[str]) -> float:
+    """Return how often each block of this rank starts its forward, per microbatch of a step."""
+    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
+        run = jobs.start(job)
+    blocks: list[Any] = [block for part in run.model for block in part.layers.values()]
+    calls: list[object] = []
+    for block in blocks:
+        block.attention_norm.register_forward_hook(lambda *_: calls.append(None))
+    batches = [run.sequence_shard.take(samples) for samples in next(run.loader)]
+    run.execution.forward_backward(batches, divisor=torch.tensor(100))
+    Trainer(run).close()
+    return len(calls) / len(blocks) / sum(len(batch.tokens) for batch in batches)
+
+
 def count_head_gradients(job: list[str]) -> tuple[int, int, int]:
     """Return how many gradients of the head's weight a step computes on this rank, the most of
     earlier microbatches that are still held when there is a new one, and how many an evaluation

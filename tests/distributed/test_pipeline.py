@@ -33,6 +33,10 @@ LISTS = [
 BATCH8 = "--training.local_batch_size=8"
 NEVER_CLIPPED = "--training.max_norm=inf"
 CHUNKS = "--training.loss_chunks=3"
+SELECTIVE = (
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=1",
+)
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     **{f"pp 2 {name}": (2, pipeline(name)) for name in SCHEDULES},
     **{f"pp 2 x fsdp 2 {name}": (4, pipeline(name)) for name in SCHEDULES},
@@ -51,6 +55,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         pipeline(
             "Interleaved1F1B",
             pipeline_parallel_layers_per_stage=1,
+            pipeline_parallel_first_stage_less_layers=0,
             pipeline_parallel_last_stage_less_layers=0,
         ),
     ),
@@ -59,6 +64,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         pipeline(
             "InterleavedZeroBubble",
             pipeline_parallel_layers_per_stage=1,
+            pipeline_parallel_first_stage_less_layers=0,
             pipeline_parallel_last_stage_less_layers=0,
         ),
     ),
@@ -73,6 +79,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "more microbatches than Interleaved's rounds": (2, (*pipeline("Interleaved1F1B"), BATCH8)),
     "listed modules": (2, pipeline("1F1B", module_fqns_per_model_part=json.dumps(LISTS))),
+    # recomputes nothing: torch would recompute a block for each group of its weights
+    "ZBVZeroBubble, selective": (2, (*pipeline("ZBVZeroBubble"), *SELECTIVE)),
+    # six stages for four layers: the embedding alone, norm and head alone
+    "ends without layers": (2, pipeline("Interleaved1F1B", pipeline_parallel_layers_per_stage=1)),
+    "pp 2 x fsdp 2, a rank without layers": (4, pipeline("ZBVZeroBubble", pp=2)),
     "pp 2 x hsdp 2x2": (8, (*pipeline("1F1B"), *jobs.HSDP, "--training.local_batch_size=2")),
     "never clipped": (2, (*pipeline("DualPipeV"), NEVER_CLIPPED)),
 }
@@ -81,6 +92,7 @@ DEEP = {
     "pp 4 DualPipeV": {"num_layers": 8},
     "4 stages a rank": {"num_layers": 8},
     "pp 2 x fsdp 2, 4 stages a rank": {"num_layers": 8},
+    "pp 2 x fsdp 2, a rank without layers": {"num_layers": 2},
 }
 
 
@@ -101,21 +113,36 @@ def test_the_same_model(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "world"), [("1F1B", 4), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)]
+    ("arguments", "world"),
+    [
+        (pipeline("1F1B"), 4),
+        (pipeline("Interleaved1F1B"), 2),
+        (pipeline("Interleaved1F1B", pipeline_parallel_layers_per_stage=1), 2),  # on its own stage
+        (pipeline("ZBVZeroBubble"), 2),
+    ],
 )
 def test_tied_embeddings_on_two_stages(
-    schedule: str,
+    arguments: tuple[str, ...],
     world: int,
     ranks: RankPool,
     tmp_path: Path,
     cache: Path,
     on_one_device: OneDevice,
 ) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *pipeline(schedule), CHUNKS]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *arguments, CHUNKS]
     results = ranks.run(pj.train_tied, job, evaluating=True, world=world)
     reference = on_one_device(pj.train, evaluating=True, sizes=pj.TIED)
     assert_same_training(results, reference)
     pj.assert_same_evaluation(results, reference)
+
+
+@pytest.mark.parametrize(("schedule", "forwards"), [("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)])
+def test_a_block_runs_forward_once_where_backward_is_split(
+    schedule: str, forwards: int, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *pipeline(schedule)]
+    for counted in ranks.run(pj.count_forwards, [*job, *SELECTIVE], world=2):
+        assert counted == forwards
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
@@ -128,7 +155,8 @@ def test_a_schedule_file_of_two_stages_with_halved_backwards(
         ",1F0,1F1,1I0,1I1,1W0,1F2,1F3,1I3,1W1,1B2,1W3\n0F0,0F1,,0F2,0F3,0I0,0B1,0W0,0B2,0I3,0W3\n"
     )
     csv = f"--parallelism.pipeline_parallel_schedule_csv={path}"
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *pipeline("1F1B"), csv]
+    multi = pipeline("PipelineScheduleMulti")
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *multi, csv]
     results = ranks.run(pj.train, job, evaluating=True, world=2 * fsdp)
     assert_same_training(results, on_one_device(pj.train, evaluating=True, sizes=pj.FOUR_LAYERS))
     assert [result.owns_loss for result in results] == [True] * fsdp + [False] * fsdp

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.mesh.settings import FromFile, ParallelismConfig, SplitBackward, WholeBackward
 from torchtitan.models.families import MODELS
 from torchtitan.models.interface import count
 from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
+from torchtitan.parallel.pipeline.schedules import SCHEDULES
 
 LLAMA3 = MODELS["llama3"]
 COUNTS = count(LLAMA3.build_meta(LLAMA3.flavors["tiny8"]))
@@ -22,7 +24,7 @@ CSV_HALVES = "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"
 def plan(
     local_batch_size: int = 4,
     *,
-    recomputes: bool = False,
+    recomputation: str = "none",
     compiles: bool = False,
     **keys: object,
 ) -> PipelineLayout:
@@ -39,7 +41,7 @@ def plan(
         counts=COUNTS,
         training=TrainingConfig(local_batch_size=local_batch_size, seq_len=32),
         frees_weights=keys.get("fsdp_reshard_after_forward") == "always",
-        recomputes=recomputes,
+        recomputation=recomputation,
         compiles=compiles,
     )
     assert layout is not None
@@ -112,14 +114,14 @@ def test_a_schedule_file_decides_stages_and_ranks(tmp_path: Path) -> None:
         ({"local_batch_size": 1}, ["1F1B needs at least as many microbatches as stages: 2"]),
         ({"local_batch_size": 3, "schedule": "DualPipeV"}, ["4 for 2 ranks of 2, got 3"]),
         ({"local_batch_size": 5, "schedule": "Interleaved1F1B"}, ["5 do not divide", "4 or 6"]),
-        ({"layers_per_stage": 2}, ["1F1B puts exactly 1 stage on a rank, got 2", "make 2 in all"]),
+        ({"layers_per_stage": 3}, ["1F1B puts exactly 1 stage on a rank, got 2", "make 2 in all"]),
         ({"layers_per_stage": 1, "schedule": "ZBVZeroBubble"}, ["exactly 2 stages on a rank"]),
-        ({"layers_per_stage": 3}, ["got 3: 3 stages of 8 layers; try 4"]),
+        ({"layers_per_stage": 4}, ["layers_per_stage", "got 4: 3 stages", "try 5"]),
         (
-            {"layers_per_stage": 3, "schedule": "LoopedBFS"},
-            ["got 3: 3 stages of 8 layers; try 1 or 2 or 4"],
+            {"layers_per_stage": 4, "schedule": "LoopedBFS"},
+            ["layers_per_stage", "got 4: 3 stages", "try 1 or 3 or 5"],
         ),
-        ({"degree": 8, "schedule": "Interleaved1F1B"}, ["got 16 stages for a model of 8 layers"]),
+        ({"degree": 8, "schedule": "Interleaved1F1B"}, ["pipeline_parallel_degree", "got 16"]),
         (
             {"module_fqns_per_model_part": [["tok_embeddings"], ["layers.0", "norm", "output"]]},
             ["missing: layers.1, layers.2"],
@@ -136,8 +138,8 @@ def test_a_schedule_file_decides_stages_and_ranks(tmp_path: Path) -> None:
         ),
         *(
             (
-                {"schedule": name, "recomputes": True},
-                [f'[activation_checkpoint] mode: must be "none": {name}'],
+                {"schedule": name, "recomputation": "full"},
+                ["[activation_checkpoint] mode", '"none" or "selective"', 'got "full"', name],
             )
             for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         ),
@@ -165,7 +167,7 @@ def test_refusals(keys: dict[str, object], parts: list[str]) -> None:
     [
         (CSV_1F1B, {"degree": 3}, "a row for each of 2 ranks, but pipeline_parallel_degree is 3"),
         (CSV_1F1B, {"local_batch_size": 4}, "has 2 microbatches, but local_batch_size makes 4"),
-        (CSV_1F1B, {"layers_per_stage": 2}, "has 2 stages, but the settings make 4"),
+        (CSV_1F1B, {"layers_per_stage": 3}, "has 2 stages, but the settings make 4"),
         (
             "0F1,0F0,,,0B1,,0B0\n,1F1,1B1,1F0,1B0,,\n",
             {},
@@ -203,4 +205,30 @@ def test_schedule_files_that_do_not_fit(
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
 def test_blocks_may_be_compiled_and_recomputed_where_backward_is_whole(schedule: str) -> None:
-    plan(schedule=schedule, compiles=True, recomputes=True)
+    for mode in ("selective", "full"):
+        plan(schedule=schedule, compiles=True, recomputation=mode)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_notice_that_selective_recomputes_nothing(
+    schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = plan(schedule=schedule, recomputation="selective")
+    notices = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(notices) == layout.splits_backward
+    assert all("[activation_checkpoint] mode" in notice.getMessage() for notice in notices)
+    assert all(schedule in notice.getMessage() for notice in notices)
+
+
+@pytest.mark.parametrize("name", get_args(FromFile))
+def test_torchtitan_s_names_of_a_schedule_from_a_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(CSV_1F1B)
+    layout = plan(local_batch_size=2, schedule=name, schedule_csv=str(path))
+    assert layout == plan(local_batch_size=2, schedule_csv=str(path))
+
+
+def test_every_schedule_can_be_named() -> None:
+    assert {*SCHEDULES} == {*get_args(WholeBackward), *get_args(SplitBackward)}
+    for facts in SCHEDULES.values():
+        assert facts.splits_backward == (facts.name in get_args(SplitBackward))

@@ -1,10 +1,11 @@
-"""Cuts against brute force over all cuts, and what is refused."""
+"""Cuts against brute force over all cuts and against torchtitan's, and what is refused."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from functools import cache
 
+import numpy
 import pytest
 
 from torchtitan.base.errors import ConfigError
@@ -15,6 +16,7 @@ from torchtitan.parallel.pipeline.layout import (
     Costs,
     check_modules,
     count_stages,
+    divide_evenly,
     find_costs,
     name_modules,
     split_layers,
@@ -24,9 +26,13 @@ LLAMA3 = MODELS["llama3"]
 COUNTS = count(LLAMA3.build_meta(LLAMA3.flavors["tiny8"]))
 
 
-def all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    for ends in itertools.combinations(range(1, num_layers), num_stages - 1):
-        yield tuple(b - a for a, b in itertools.pairwise((0, *ends, num_layers)))
+@cache
+def all_cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
+    """Return all cuts with a layer in each stage; if stages are more, both ends may have none."""
+    least = 0 if num_stages > num_layers else 1
+    ends = itertools.combinations_with_replacement(range(num_layers + 1), num_stages - 1)
+    cuts = [tuple(b - a for a, b in itertools.pairwise((0, *end, num_layers))) for end in ends]
+    return [cut for cut in cuts if min(cut[1:-1], default=1) and min(cut[0], cut[-1]) >= least]
 
 
 def costs_of(counts: tuple[int, ...], costs: Costs) -> list[float]:
@@ -38,7 +44,7 @@ def costs_of(counts: tuple[int, ...], costs: Costs) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 5, 8, 11])
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 8])
 @pytest.mark.parametrize("head", [0.0, 0.3, 1.0, 2.2, 20.0])
 @pytest.mark.parametrize("embedding", [0.0, 1.5])
 @pytest.mark.parametrize("unequal", [False, True])
@@ -47,10 +53,9 @@ def test_no_cut_has_a_cheaper_costliest_stage_or_is_more_even(
 ) -> None:
     by_layer = tuple(0.4 + i * i % 7 / 4 for i in range(num_layers)) if unequal else ()
     costs = Costs(embedding=embedding, head=head, by_layer=by_layer)
-    for num_stages in range(1, num_layers + 1):
+    for num_stages in range(1, num_layers + 3):
         found = split_layers(num_layers, num_stages=num_stages, costs=costs)
-        assert sum(found) == num_layers
-        assert min(found) >= 1
+        assert found in all_cuts(num_layers, num_stages)
         every = [costs_of(counts, costs) for counts in all_cuts(num_layers, num_stages)]
         least = min(map(max, every))
         assert max(costs_of(found, costs)) == pytest.approx(least)
@@ -99,37 +104,72 @@ def settings(pp: int, **keys: object) -> ParallelismConfig:
     return ParallelismConfig(pipeline_parallel_degree=pp, **keys)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("pp", "size", "ends", "wanted"), [(2, 4, None, 2), (2, 2, None, 4), (2, 3, 1, 4), (4, 1, 0, 8)]
-)
-def test_layers_per_stage_make_the_number_of_stages(
-    pp: int, size: int, ends: int | None, wanted: int
+def torchtitan_cut(num_layers: int, size: int, first: int, last: int) -> tuple[int, ...]:
+    """Return the layers of each stage in torchtitan 0.2.2: stages are equal parts, the larger ones
+    first, of a list in which the embedding stands `first` times and the head `last` times."""
+    total = num_layers + first + last
+    is_layer = numpy.array([0] * first + [1] * num_layers + [0] * last)
+    return tuple(int(part.sum()) for part in numpy.array_split(is_layer, -(-total // size)))
+
+
+@pytest.mark.parametrize("first", [None, 0, 1, 2])
+@pytest.mark.parametrize("last", [None, 0, 1, 2])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_layers_per_stage_make_torchtitan_s_stages(
+    first: int | None, last: int | None, pp: int
 ) -> None:
+    num_same = 0
+    for num_layers, size in itertools.product(range(1, 15), range(1, 12)):
+        ends = [1 if weight is None else weight for weight in (first, last)]
+        wanted = torchtitan_cut(num_layers, size, *ends)
+        if len(wanted) % pp or max(ends) > (num_layers + sum(ends)) // len(wanted):
+            continue  # refused there
+        given = settings(
+            pp,
+            pipeline_parallel_layers_per_stage=size,
+            pipeline_parallel_first_stage_less_layers=first,
+            pipeline_parallel_last_stage_less_layers=last,
+        )
+        num_stages = count_stages(given, num_layers=num_layers, default=pp, fixed=False)
+        found = divide_evenly(given, num_layers=num_layers, num_stages=num_stages)
+        assert found == wanted, (num_layers, size)
+        num_same += 1
+    assert num_same > 5
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "key"), [(2, 1, "first_stage"), (1, 2, "last_stage"), (0, 3, "last_stage")]
+)
+def test_an_end_that_is_heavier_than_a_stage(first: int, last: int, key: str) -> None:
     given = settings(
-        pp,
-        pipeline_parallel_layers_per_stage=size,
-        pipeline_parallel_first_stage_less_layers=ends,
-        pipeline_parallel_last_stage_less_layers=ends,
+        2,
+        pipeline_parallel_layers_per_stage=1,
+        pipeline_parallel_first_stage_less_layers=first,
+        pipeline_parallel_last_stage_less_layers=last,
     )
-    assert count_stages(given, num_layers=8, default=pp, fixed=False) == wanted
+    with pytest.raises(ConfigError) as refused:
+        divide_evenly(given, num_layers=5, num_stages=8)
+    assert f"{key}_less_layers" in str(refused.value)
+    assert f"got {max(first, last)}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("given", "default", "parts"),
     [
         (
-            settings(2, pipeline_parallel_layers_per_stage=3),
+            settings(2, pipeline_parallel_layers_per_stage=4),
             2,
-            ["multiple of pipeline_parallel_degree (2) stages, got 3: 3 stages", "try 1 or 2 or 4"],
+            # 8 layers, embedding and head: 10
+            ["pipeline_parallel_degree", "got 4: 3 stages", "try 1 or 3 or 5"],
         ),
         (
             settings(3, module_fqns_per_model_part=[["a"], ["b"]]),
             3,
             ["must hold a multiple of pipeline_parallel_degree (3) lists", "got 2; make it 3"],
         ),
-        (settings(9), 9, ["at least one layer, got 9 stages for a model of 8 layers; lower"]),
-        (settings(9), 18, ["got 18 stages", "lower pipeline_parallel_degree to at most 8"]),
-        (settings(5), 10, ["got 10 stages", "at most 1 stage per rank"]),
+        (settings(11), 11, ["pipeline_parallel_degree", "got 11", "at most 10"]),
+        (settings(11), 22, ["pipeline_parallel_degree", "got 22", "at most 10"]),
+        (settings(6), 12, ["pipeline_parallel_degree", "got 12", "at most 1 stage per rank"]),
     ],
 )
 def test_numbers_of_stages_that_do_not_work(
@@ -141,7 +181,7 @@ def test_numbers_of_stages_that_do_not_work(
 
 
 def test_what_a_message_suggests_works() -> None:
-    for size in (1, 2, 4):
+    for size in (1, 3, 5):
         given = settings(2, pipeline_parallel_layers_per_stage=size)
         assert count_stages(given, num_layers=8, default=2, fixed=False) % 2 == 0
 
@@ -159,9 +199,8 @@ EMBEDDING, HEAD = "tok_embeddings", ("norm", "output")
             "named twice: layers.1",
         ),
         ([[EMBEDDING, "layers.1"], ["layers.0", *HEAD]], "got layers.1 instead of layers.0"),
-        ([[EMBEDDING, "layers.0", "layers.1"], [*HEAD]], "got none in list 2"),
-        ([[EMBEDDING, "layers.0"], ["layers.1", "norm"], ["output"]], "got none in list 3"),
-        ([[EMBEDDING], ["layers.0", "layers.1", *HEAD]], "got none in list 1"),
+        ([[EMBEDDING, "layers.0"], [], ["layers.1", *HEAD], []], "got none in list 2, 4"),
+        ([[EMBEDDING, "layers.0"], ["layers.1", "norm"], ["output"]], "norm and output"),
     ],
 )
 def test_lists_of_modules_that_do_not_work(stages: list[list[str]], part: str) -> None:
@@ -170,6 +209,13 @@ def test_lists_of_modules_that_do_not_work(stages: list[list[str]], part: str) -
     assert part in str(refused.value)
 
 
-def test_a_list_of_modules_that_works() -> None:
-    stages = [[EMBEDDING, "layers.0"], ["layers.1", *HEAD]]
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [[EMBEDDING, "layers.0"], ["layers.1", *HEAD]],
+        [[EMBEDDING, "layers.0", "layers.1"], [*HEAD]],
+        [[EMBEDDING], ["layers.0"], ["layers.1"], [*HEAD]],
+    ],
+)
+def test_lists_of_modules_that_work(stages: list[list[str]]) -> None:
     assert check_modules(stages, num_layers=2) == tuple(map(tuple, stages))

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge
 
 from torchtitan.base.errors import Violation
 from torchtitan.config.schema import (
+    GIVEN,
     LocalPath,
     MinusOneOrMore,
     NonNegativeInt,
     Parse,
     PositiveInt,
+    Requires,
     Text,
     named_or_number,
 )
 
+WholeBackward = Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"]
+SplitBackward = Literal["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+FromFile = Literal["PipelineScheduleSingle", "PipelineScheduleMulti"]
 Balancer = Literal["headtail", "balanced", "none"]
 CHUNKS_A_RANK: Mapping[Balancer, int] = {"headtail": 2, "balanced": 8, "none": 1}
 """Chunks of a sequence per rank. Eight chunks allow different assignments."""
@@ -69,19 +74,14 @@ class ParallelismConfig:
     tensor_parallel_degree, whose ranks it uses; it adds no ranks."""
     pipeline_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that split the layers into stages."""
-    pipeline_parallel_schedule: Literal[
-        "GPipe",
-        "1F1B",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
+    pipeline_parallel_schedule: Annotated[
+        Literal[WholeBackward, SplitBackward, FromFile],
+        Requires("pipeline_parallel_schedule_csv", GIVEN, of=get_args(FromFile)),
     ] = "1F1B"
     """Order of the forward and backward passes of microbatches in each stage."""
     pipeline_parallel_schedule_csv: str = ""
-    """File with a custom schedule, one line of actions per rank. It replaces
-    pipeline_parallel_schedule."""
+    """File with a schedule, one line of actions per rank. pipeline_parallel_schedule then has no
+    effect, and may be PipelineScheduleMulti or PipelineScheduleSingle, torchtitan's names."""
     pipeline_parallel_microbatch_size: PositiveInt = 1
     """Samples of a microbatch; local_batch_size is a multiple of it."""
     pipeline_parallel_num_microbatches: PositiveInt | None = None
@@ -91,13 +91,12 @@ class ParallelismConfig:
     "output"]]; on the command line one comma-separated word per stage. Empty: layers are assigned
     so that the most expensive stage costs least."""
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
-    """Average number of layers per stage, which sets the number of stages. If not given, one stage
-    per rank, or two for schedules with several."""
+    """Layers per stage, with embedding and head as 1 each or as below; sets the number of stages.
+    If not given, one stage per rank, or two for schedules with several."""
     pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
-    """Number of layers that the embedding counts as; if not given, its cost decides."""
+    """Layers that the embedding counts as; by default 1 under layers_per_stage, else its cost."""
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
-    """Number of layers that the last norm and the output head count as; if not given, their cost
-    decides."""
+    """Layers that norm and head count as; by default 1 under layers_per_stage, else their cost."""
     context_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that split each sequence."""
     context_parallel_rotate_method: Literal["allgather", "ring", "alltoall", "ulysses"] = (

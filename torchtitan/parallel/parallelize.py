@@ -73,7 +73,8 @@ def parallelize(
         apply_grouped_products(model, device_type=mesh.params.device_type, dtype=dtype)
     layout.trained.freeze_rest(model)  # after tensor and expert parallel, which replace parameters
     mode, option = recomputation.mode, recomputation.selective_ac_option
-    recomputed: Mode = "none" if mode == "memory_budget" else mode  # the compiler recomputes
+    is_split = layout.pipeline is not None and layout.pipeline.splits_backward
+    recomputed: Mode = "none" if is_split or mode == "memory_budget" else mode  # the compiler does
     if mesh.dims.cp > 1:
         from torchtitan.parallel.context.attention import apply_context_parallel
 

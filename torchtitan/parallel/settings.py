@@ -27,8 +27,8 @@ class ActivationCheckpointConfig:
         # torch 2.13 weighs every input of a graph, and cannot weigh a DeviceMesh
         Requires("parallelism.tensor_parallel_degree", 1, BUDGET_REMEDY, of=BUDGET),
     ] = "selective"
-    """none: keep all; full: recompute every block; selective: see selective_ac_option;
-    memory_budget: the compiler chooses the parts of a block to recompute."""
+    """none: keep all; full: recompute every block; selective: see selective_ac_option, and none
+    under zero-bubble schedules; memory_budget: the compiler chooses what to recompute."""
     selective_ac_option: Annotated[str, named_or_number("op")] = "2"
     """A number n in quotes: recompute every n-th block; op: recompute every block except attention
     and every second matrix product, whose outputs are kept."""

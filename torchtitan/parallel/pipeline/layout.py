@@ -16,7 +16,11 @@ A layer with experts costs the products of the experts that a token is sent to. 
 the unit is their mean.
 
 Layers stay in order, so a cut is a list of layer counts. The best one is found exactly, by dynamic
-programming over (stages, layers).
+programming over (stages, layers). If there are more stages than layers, the first stage may have
+the embedding alone, and the last one norm and head alone.
+
+With `pipeline_parallel_layers_per_stage` the stages are those of torchtitan 0.2: embedding and head
+count as layers (1 each if not given), and all stages get equally many.
 """
 
 from __future__ import annotations
@@ -71,6 +75,11 @@ class PipelineLayout:
             most = max(most, waiting)
         return most
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed separately."""
+        return any(action.kind == "backward_weight" for row in self.table for action in row)
+
     def __str__(self) -> str:
         return "; ".join(
             f"stage {stage} on rank {rank} of pp, {modules[0]} to {modules[-1]}"
@@ -85,7 +94,7 @@ def plan_pipeline(
     counts: Counts,
     training: TrainingConfig,
     frees_weights: bool,
-    recomputes: bool,
+    recomputation: str,
     compiles: bool,
 ) -> PipelineLayout | None:
     """Plan the layout of the pipeline. None if its degree is 1.
@@ -96,7 +105,7 @@ def plan_pipeline(
         counts: FLOPs of the model, to divide the layers.
         training: Batch size and sequence length.
         frees_weights: Whether all gathered weights are freed after forward.
-        recomputes: Whether blocks are recomputed in backward.
+        recomputation: Mode of activation checkpointing.
         compiles: Whether blocks are compiled.
 
     Raises:
@@ -110,20 +119,21 @@ def plan_pipeline(
         table = read_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
     else:
         table = make_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
-    check_split_backward(
-        settings,
-        table=table,
-        frees_weights=frees_weights,
-        recomputes=recomputes,
-        compiles=compiles,
-    )
     ranks = ranks_of(table)
     if settings.module_fqns_per_model_part:
         modules = check_modules(settings.module_fqns_per_model_part, num_layers=num_layers)
+    elif settings.pipeline_parallel_layers_per_stage is not None:
+        modules = name_modules(
+            divide_evenly(settings, num_layers=num_layers, num_stages=len(ranks))
+        )
     else:
         costs = find_costs(settings, counts=counts, num_layers=num_layers, seq_len=training.seq_len)
         modules = name_modules(split_layers(num_layers, num_stages=len(ranks), costs=costs))
     layout = PipelineLayout(modules=modules, ranks=ranks, table=table, microbatch_size=size)
+    if layout.splits_backward:
+        check_split_backward(
+            settings, frees_weights=frees_weights, recomputation=recomputation, compiles=compiles
+        )
     logger.info("Pipeline of %s of %d: %s", plural(num_microbatches, "microbatch"), size, layout)
     return layout
 
@@ -184,33 +194,27 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
 
 
 def check_split_backward(
-    settings: ParallelismConfig,
-    *,
-    table: Table,
-    frees_weights: bool,
-    recomputes: bool,
-    compiles: bool,
+    settings: ParallelismConfig, *, frees_weights: bool, recomputation: str, compiles: bool
 ) -> None:
     """Check a schedule that computes the gradients of inputs and of weights separately.
 
     torch computes the gradients of weights for the parameters that exist at that time, so the
     gradients of freed weights would be lost silently. It requests them group by group, and each
-    time recomputes a checkpointed block: eleven forwards instead of two. The backward of a compiled
-    block is one operator and cannot be split.
+    time recomputes a checkpointed block: eleven forwards instead of two. So `selective`, which is
+    the default, recomputes nothing here, and a warning says so. The backward of a compiled block is
+    one operator and cannot be split.
 
     Raises:
-        ConfigError: The schedule splits backward, and weights are freed, or blocks are recomputed
-            or compiled.
+        ConfigError: Weights are freed, or all blocks are recomputed, or compiled.
     """
-    if not any(action.kind == "backward_weight" for row in table for action in row):
-        return
     fitting = ", ".join(name for name, facts in SCHEDULES.items() if not facts.splits_backward)
     schedule = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
     reshard = settings.fsdp_reshard_after_forward
     rules = {
         "parallelism.fsdp_reshard_after_forward": frees_weights
         and f'must be "default" or "never", got "{reshard}"',
-        "activation_checkpoint.mode": recomputes and 'must be "none"',
+        "activation_checkpoint.mode": recomputation in ("full", "memory_budget")
+        and f'must be "none" or "selective", which recomputes nothing here, got "{recomputation}"',
         "compile.enable": compiles and "must be false",
     }
     why = f"{schedule} computes gradients of inputs and weights separately; or use one of {fitting}"
@@ -220,6 +224,12 @@ def check_split_backward(
     ]
     if broken:
         raise ConfigError(broken)
+    if recomputation == "selective":
+        logger.warning(
+            '[activation_checkpoint] mode = "selective" recomputes nothing under %s, and all '
+            'activations are kept; mode = "none" says the same',
+            schedule,
+        )
 
 
 FIRST = ("tok_embeddings",)
@@ -228,6 +238,7 @@ DEGREE = "parallelism.pipeline_parallel_degree"
 ROUNDING = 1e-9
 """Tolerance when sums of layers' costs are compared."""
 EXPLICIT = "parallelism.module_fqns_per_model_part"
+LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 
 Stages = tuple[tuple[str, ...], ...]
 """The modules of each stage, in order: tok_embeddings, layers.0 ..., norm, output."""
@@ -287,7 +298,8 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
         fixed: The schedule supports only `default`, so errors suggest no other number.
 
     Raises:
-        ConfigError: It is not a multiple of the pipeline degree, or above the number of layers.
+        ConfigError: It is not a multiple of the pipeline degree, or above the number of parts that
+            can be a stage: the layers, the embedding, and norm with output.
     """
     pp = settings.pipeline_parallel_degree
     size = settings.pipeline_parallel_layers_per_stage
@@ -300,46 +312,80 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
                 f"got {num_stages}; make it {ceil(num_stages / pp) * pp}",
             )
     elif size is not None:
-        ends = (settings.pipeline_parallel_first_stage_less_layers or 0) + (
-            settings.pipeline_parallel_last_stage_less_layers or 0
-        )
-        num_stages = ceil((num_layers + ends) / size)
+        first, last = end_weights(settings)
+        total = num_layers + first + last
+        num_stages = ceil(total / size)
         if num_stages % pp:
-            sizes = range(1, num_layers + ends + 1)
-            counts = {n: ceil((num_layers + ends) / n) for n in sizes}
-            suits = {default} if fixed else set(range(pp, num_layers + 1, pp))
-            fits = [n for n, count in counts.items() if count in suits]
+            suits = {default} if fixed else set(range(pp, total + 1, pp))
+            smallest = {ceil(total / n): n for n in range(total, 0, -1)}
+            fits = sorted(smallest[count] for count in suits & smallest.keys())
             raise ConfigError.at(
-                ("parallelism.pipeline_parallel_layers_per_stage", DEGREE),
+                (LAYERS_PER_STAGE, DEGREE),
                 f"must make a multiple of pipeline_parallel_degree ({pp}) stages, got {size}: "
-                f"{num_stages} stages of {num_layers} layers"
-                f"{f' and {ends} for the ends' if ends else ''}; "
+                f"{num_stages} stages of {num_layers} layers, {first} for the embedding and {last} "
+                f"for the head; "
                 + (f"try {' or '.join(map(str, fits))}" if fits else "lower the degree"),
             )
     else:
-        num_stages = default
-    if num_stages > num_layers:
-        raise ConfigError.at(
-            DEGREE,
-            f"must leave every stage at least one layer, got {num_stages} stages for a model of "
-            f"{num_layers} layers; "
-            + (
-                f"lower pipeline_parallel_degree to at most {num_layers}"
-                if pp > num_layers
-                else f"lower pipeline_parallel_degree, or use a schedule or layers_per_stage with "
-                f"at most {plural(num_layers // pp, 'stage')} per rank"
-            ),
-        )
+        num_stages, most = default, num_layers + 2
+        if num_stages > most:
+            raise ConfigError.at(
+                DEGREE,
+                f"must make at most {most} stages of {num_layers} layers, the embedding, and norm "
+                f"with output, got {num_stages}; lower it"
+                + (
+                    f" to at most {most}"
+                    if pp > most
+                    else f", or use a schedule or layers_per_stage with at most "
+                    f"{plural(most // pp, 'stage')} per rank"
+                ),
+            )
     return num_stages
 
 
+def end_weights(settings: ParallelismConfig) -> tuple[int, int]:
+    """Return how many layers embedding and head count as under layers_per_stage."""
+    first = settings.pipeline_parallel_first_stage_less_layers
+    last = settings.pipeline_parallel_last_stage_less_layers
+    return 1 if first is None else first, 1 if last is None else last
+
+
+def divide_evenly(
+    settings: ParallelismConfig, *, num_layers: int, num_stages: int
+) -> tuple[int, ...]:
+    """Return the number of layers of each stage under layers_per_stage, as torchtitan 0.2 does.
+
+    All stages get equally many of the layers and of those that embedding and head count as. If they
+    do not divide, earlier stages get one more.
+
+    Raises:
+        ConfigError: Embedding or head count as more layers than a stage gets.
+    """
+    ends = end_weights(settings)
+    size, rest = divmod(num_layers + sum(ends), num_stages)
+    counts = [size + (stage < rest) for stage in range(num_stages)]
+    for stage, name, weight in zip((0, -1), ("first", "last"), ends, strict=True):
+        if weight > counts[stage]:
+            raise ConfigError.at(
+                (f"parallelism.pipeline_parallel_{name}_stage_less_layers", LAYERS_PER_STAGE),
+                f"must be at most {counts[stage]}, the layers of that stage if {num_stages} stages "
+                f"are equal, got {weight}; or raise layers_per_stage",
+            )
+        counts[stage] -= weight
+    return tuple(counts)
+
+
 def split_layers(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int, ...]:
-    """Return the number of layers of each stage, at least one.
+    """Return the number of layers of each stage.
 
     The cost of the most expensive stage is minimal. Among such cuts the sum of squared costs is
-    minimal, so that the stages are as even as possible.
+    minimal, so that the stages are as even as possible. Each stage has at least one layer; if there
+    are more stages than layers, the first and the last stage may have none.
     """
-    assert 1 <= num_stages <= num_layers
+    assert 1 <= num_stages <= num_layers + 2
+    fewest = [1] * num_stages
+    if num_stages > num_layers:
+        fewest[0] = fewest[-1] = 0
 
     cost_before = list(accumulate(costs.by_layer or [1.0] * num_layers, initial=0.0))
 
@@ -360,7 +406,7 @@ def split_layers(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int
         )
 
     def choices(stage: int, left: int) -> range:
-        return range(1, left - (num_stages - 1 - stage) + 1)
+        return range(fewest[stage], left - sum(fewest[stage + 1 :]) + 1)
 
     limit = least(0, num_layers)
 
@@ -396,7 +442,7 @@ def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages
     """Check the lists of modules in the settings, and return them as stages.
 
     Raises:
-        ConfigError: A module is unknown, missing, repeated or misplaced, or a stage has no layer.
+        ConfigError: A module is unknown, missing, repeated or misplaced, or a list is empty.
     """
     layers = [f"layers.{layer}" for layer in range(num_layers)]
     wanted = [*FIRST, *layers, *LAST]
@@ -418,11 +464,16 @@ def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages
             EXPLICIT,
             f"must name the modules in order, got {named[at]} instead of {wanted[at]}",
         )
-    empty = [number for number, stage in enumerate(stages) if not set(stage) & set(layers)]
+    empty = [str(number) for number, stage in enumerate(stages, start=1) if not stage]
     if empty:
         raise ConfigError.at(
             EXPLICIT,
-            f"must give every stage at least one layer, got none in list "
-            f"{', '.join(str(number + 1) for number in empty)}; move a layer there",
+            f"must name a module in every list, got none in list {', '.join(empty)}",
+        )
+    if not {*LAST} <= {*stages[-1]}:
+        raise ConfigError.at(
+            EXPLICIT,
+            f"must name {' and '.join(LAST)} in the same list, got {stages[-2:]}; move norm to the "
+            f"last one",
         )
     return tuple(map(tuple, stages))

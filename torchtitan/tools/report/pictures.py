@@ -65,7 +65,9 @@ def _planned(config: Config, *, world_size: int) -> tuple[str, Timeline]:
     layout = find_layout(resolve_model(config), world_size=world_size)
     assert layout.pipeline is not None, "the degree is above 1"
     timeline = simulate(layout.pipeline.table, costs=Costs())
-    return config.parallelism.pipeline_parallel_schedule, timeline
+    parallelism = config.parallelism
+    name = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+    return name, timeline
 
 
 def draw_timeline(timeline: Timeline) -> str:
