@@ -17,18 +17,53 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import CheckpointError
+from torchtitan.base.errors import CheckpointError, Mistakes, did_you_mean
 from torchtitan.base.log import plural
 from torchtitan.base.patterns import matches
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import COMPONENTS, RunState, model_tensors
 from torchtitan.mesh.ranks import union
+from torchtitan.models.interface import HasParameters
 
 logger = logging.getLogger(__name__)
 KEY = "checkpoint.exclude_from_loading"
 OPTIMIZER = "optimizer."
 """Prefix of a parameter's name: its optimizer state."""
+
+
+def check_excluded(entries: Collection[str], *, model: HasParameters) -> None:
+    """Check that each entry without a dot or wildcard is a component or a parameter of the model.
+
+    Patterns may match parameters that only the checkpoint has.
+
+    Raises:
+        ConfigError: Lists the other entries.
+    """
+    mistakes, parameters = Mistakes(), dict(model.named_parameters())
+    for entry in entries:
+        name = entry.removeprefix(OPTIMIZER)
+        if entry in COMPONENTS or name in parameters or set(name) & set(".*?["):
+            continue
+        parts = {f"{parameter.partition('.')[0]}.*" for parameter in parameters}
+        mistakes.add(
+            KEY,
+            f"'{entry}' must be a component ({', '.join(COMPONENTS)}) or a pattern of parameters, "
+            f'as "output.*"{did_you_mean(entry, [*COMPONENTS, *sorted(parts)])}',
+        )
+    mistakes.report()
+
+
+def warn_of_unmatched(entries: Collection[str], *, model: HasParameters) -> None:
+    """Log a warning for each pattern that matches no parameter of the model."""
+    for entry in sorted(set(entries) - {*COMPONENTS}):
+        pattern = entry.removeprefix(OPTIMIZER)
+        if not any(matches(name, [pattern, entry]) for name, _ in model.named_parameters()):
+            logger.warning(
+                "%s: '%s' matches no parameter of the model, so the checkpoint must have one",
+                KEY,
+                entry,
+            )
 
 
 def log_excluded(
