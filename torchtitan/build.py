@@ -262,6 +262,7 @@ def open_initial(
         model=config.model,
         spec=layout.spec,
         architecture=layout.architecture,
+        seq_len=config.training.seq_len,
         optional=is_adapter if config.lora.rank else None,
         folder=io.folder,
         group=io.group,

@@ -127,6 +127,10 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
         from torchtitan.optim.balance import check_balance
 
         mistakes.of(lambda: check_balance(config.router, model=model))
+    if checkpoint.exclude_from_loading:
+        from torchtitan.checkpoint.partial import check_excluded
+
+        mistakes.of(lambda: check_excluded(checkpoint.exclude_from_loading, model=model))
     keys = [k for k in ("initial_load_in_hf", "last_save_in_hf") if getattr(checkpoint, k)]
     if keys:
         from torchtitan.hf.source import check_names_and_sizes

@@ -91,6 +91,11 @@ def test_sizes_written_as_settings_are_the_same_model(name: str) -> None:
         assert (spec.name, found) == (name, wanted)
 
 
+FLAVOR = ["--model.name=qwen2", "--model.flavor=tiny"]
+STRETCHED = ["--model.rope_scaling.type=yarn", "--model.rope_scaling.factor=4"]
+STRETCHED += ["--model.rope_scaling.original_max_position=64"]
+
+
 def folder_of(path: Path, *, name: str = "qwen2", **changes: object) -> Path:
     spec = MODELS[name]
     sizes = sizes_of(dataclasses.replace(spec.flavors["tiny"], num_layers=3), spec.hf)
@@ -119,6 +124,30 @@ def test_a_folder_that_is_named_once_says_family_sizes_and_tokenizer(tmp_path: P
         assert (found.num_layers, found.qkv_bias, found.norm_eps) == (3, True, 1e-6)
         assert resolve_model(config) == config
     assert find_layout(config, world_size=1).architecture == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "is_noticed"),
+    [
+        ({"max_position_embeddings": 64}, ["--training.seq_len=64"], False),
+        ({"max_position_embeddings": 64}, ["--training.seq_len=65"], True),
+        ({"max_position_embeddings": 64}, ["--training.seq_len=65", *FLAVOR], True),
+        ({"max_position_embeddings": 64}, ["--training.seq_len=65", *STRETCHED], False),
+        ({}, ["--training.seq_len=65"], False),
+    ],
+)
+def test_sequences_beyond_the_stated_positions_are_noticed(
+    changes: dict[str, object],
+    options: list[str],
+    is_noticed: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = folder_of(tmp_path / "theirs", **changes)
+    assert check_config([*job_from(folder, *options), "--model.tokenizer_path=byte"]) == 0
+    found = [text for text in caplog.messages if "max_position_embeddings = 64" in text]
+    assert len(found) == is_noticed
+    assert all("training.seq_len is 65" in text for text in found)
 
 
 def test_without_a_tokenizer_in_the_folder_none_is_assumed(tmp_path: Path) -> None:

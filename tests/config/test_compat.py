@@ -316,7 +316,8 @@ def test_one_word_stands_for_a_list_of_one() -> None:
     assert changed(load("", "--compile.enable", "--compile.components=model")) == {
         "compile.enable": True
     }
-    assert not load("", "--compile.components", "model", "loss", "--compile.enable").mistakes
+    for both in (["model", "loss"], ["model,loss"], ["loss,model"]):
+        assert not load("", "--compile.components", *both, "--compile.enable").mistakes
 
 
 MEANINGS = {

@@ -75,6 +75,13 @@ def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_co
 
 
 SMALL = ("--model.flavor=tiny8", "--model.tokenizer_path=byte")
+CONTINUE = (
+    "--checkpoint.enable",
+    "--checkpoint.mode=continue",
+    "--checkpoint.initial_load_path=x",
+    "--checkpoint.initial_load_model_only=false",
+    "--checkpoint.exclude_from_loading",
+)
 FEW_TOKENS = ("--training.seq_len=32", "--training.local_batch_size=4")
 
 
@@ -125,6 +132,12 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--lora.rank=2", "--lora.modules=*.wx"], ["--lora.modules", "'*.wx'"]),
         ([*FLOAT8, "--quantize.linear.float8.filter_fqns=outptu"], ["filter_fqns", '"outptu"']),
         (["--compile.enable", "--compile.backend=induktor"], ["did you mean 'inductor'?"]),
+        (["--compile.components=model,los"], ["--compile.components", "model, loss", "got los"]),
+        (["--compile.enable", "--compile.components", "los"], ["model, loss", "got los"]),
+        (["--model.converters=float8,flot8"], ["--model.converters", "did you mean 'float8'?"]),
+        ([*CONTINUE, "lr_schedulr,dataloader"], ["'lr_schedulr'", "did you mean 'lr_scheduler'?"]),
+        ([*CONTINUE, "output"], [CONTINUE[-1], "'output'", "did you mean 'output.*'?"]),
+        ([*CONTINUE, "optimizer.output"], ["'optimizer.output'", "dataloader, train_state"]),
         (["--parallelism.pipeline_parallel_schedule=zb"], ["did you mean 'ZBVZeroBubble'?"]),
         (
             [
@@ -157,6 +170,9 @@ def test_it_refuses_what_a_start_would(
         ["--parallelism.data_parallel_replicate_degree=4", "--training.global_batch_size=32"],
         ["--parallelism.pipeline_parallel_degree=4", "--parallelism.fsdp_reshard_after_forward=1"],
         ["--parallelism.data_parallel_shard_degree=64"],
+        ["--compile.enable", "--compile.components=loss,model"],
+        [*CONTINUE, "optimizer,output.weight,optimizer.norm.*"],
+        [*CONTINUE, "*.lora_?", "--lora.rank=2"],
         # of the job's machines
         ["--model.tokenizer_path=/data/no/such/tokenizer.json"],
     ],
@@ -188,6 +204,14 @@ def test_adapters_without_a_base_are_warned_of(
         caplog.clear()
         assert checked(*options, capsys=capsys)[0] == 0
         assert ("name the base by checkpoint.initial_load_path" in caplog.text) == warns
+
+
+def test_a_pattern_that_only_the_checkpoint_can_match_is_a_remark(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert checked(*CONTINUE, "layers.8.*,output.*", capsys=capsys)[0] == 0
+    (remark,) = [text for text in caplog.messages if CONTINUE[-1].removeprefix("--") in text]
+    assert "'layers.8.*'" in remark
 
 
 def test_there_are_job_files() -> None:

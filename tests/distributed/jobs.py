@@ -143,25 +143,25 @@ def close(trainer: Trainer) -> None:
 
 
 @contextmanager
-def listening() -> Iterator[list[str]]:
-    """Collect what is logged inside."""
+def listening(level: int = logging.INFO) -> Iterator[list[str]]:
+    """Collect what is logged inside at `level` or above."""
     lines: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(level)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("torchtitan")
-    level = logger.level
+    before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         yield lines
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        logger.setLevel(before)
 
 
-def logged(job: list[str]) -> list[str]:
+def logged(job: list[str], level: int = logging.INFO) -> list[str]:
     """Begin a job, and return what it logged."""
-    with listening() as lines:
+    with listening(level) as lines:
         start(job)
     return lines
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
+from logging import WARNING
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,9 +19,9 @@ from tests.distributed.test_intentions import (
     FINETUNE,
     begin,
     elsewhere,
-    equal,
     excluding,
 )
+from tests.distributed.test_matrix import frozen
 
 T = TypeVar("T")
 IN_A_LAYER = 9
@@ -121,15 +123,64 @@ def test_more_or_fewer_layers_by_pattern(
     assert begun.step == 3
 
 
-def test_a_pattern_leaves_out_the_optimizer_state_too(
-    saved: Path, job: list[str], ranks: RankPool
+@pytest.mark.parametrize(
+    ("pattern", "num_dropped"), [("norm.*", 32), ("*norm.weight", 5 * 32), ("optimizer.norm.*", 0)]
+)
+def test_a_pattern_excludes_weights_with_their_state_or_state_alone(
+    pattern: str, num_dropped: int, saved: Path, job: list[str], ranks: RankPool
 ) -> None:
+    """Dropped weights are a warning that counts them."""
     [old] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
-    [begun] = ranks.run(begin, [*job, CONTINUE, EVERYTHING, excluding("norm.*")], world=2)[:1]
-    assert equal(begun.model, old.model, but="norm.")
-    state = {name: value for name, value in begun.optimizer.items() if name.startswith("norm.")}
-    assert len(state) == 3
-    assert not any(value.any() for value in state.values())
+    part = [*job, CONTINUE, EVERYTHING, excluding(pattern)]
+    begun = ranks.run(begin, part, world=2)[0]
+    dropped = {name for name in old.model if fnmatchcase(name, pattern)}
+    left_out = dropped or {"norm.weight"}
+    for name, value in begun.model.items():
+        assert value.equal(old.model[name]) == (name not in dropped)
+    for name, value in begun.optimizer.items():
+        is_left_out = name.rpartition(".")[0] in left_out
+        assert not value.any() if is_left_out else value.equal(old.optimizer[name])
+    warned = [line for line in ranks.run(logged, part, WARNING, world=1)[0] if pattern in line]
+    assert len(warned) == bool(num_dropped)
+    assert all(f"{num_dropped} weights" in line for line in warned)
+
+
+ADAPT = ("--lora.rank=2", "--lora.modules=*.wq", excluding("*.lora_?"))
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "num_fresh", "num_unread"),
+    [
+        ((frozen("output.*"),), (frozen("norm.*", "tok*"),), 1, 2),
+        ((frozen("[!o]*"),), (frozen("output.*"),), 20, 1),
+        ((), ADAPT, 4, 21),
+    ],
+    ids=["others", "all others", "adapters"],
+)
+def test_a_continued_run_may_train_other_parameters(
+    then: tuple[str, ...],
+    now: tuple[str, ...],
+    num_fresh: int,
+    num_unread: int,
+    saved: Path,
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    """State of both is kept, other state is fresh; one line counts them."""
+    cache = saved.parent / "cache"
+    first = [*jobs.write_job(tmp_path, cache=cache), *then, "--training.steps=3"]
+    ranks.run(jobs.train, first, world=1)
+    [old] = ranks.run(begin, first, world=1)
+    job = [*jobs.write_job(tmp_path, name="new", cache=cache), *now]
+    job += [CONTINUE, EVERYTHING, elsewhere(tmp_path / "run")]
+    begun = ranks.run(begin, job, world=2)[0]
+    assert all(begun.model[name].equal(value) for name, value in old.model.items())
+    before, after = ({n.rpartition(".")[0] for n in x.optimizer} for x in (old, begun))
+    assert (len(after - before), len(before - after)) == (num_fresh, num_unread)
+    for name, value in begun.optimizer.items():
+        assert value.equal(old.optimizer[name]) if name in old.optimizer else not value.any()
+    [line] = [x for x in ranks.run(logged, job, world=1)[0] if "fresh" in x and "not read" in x]
+    assert all(f"{count} parameter" in line for count in (num_fresh, num_unread))
 
 
 def test_a_pattern_that_stands_for_nothing(job: list[str], ranks: RankPool) -> None:

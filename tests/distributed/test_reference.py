@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed import jobs
+from tests.distributed.pipeline_jobs import pipeline
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_matrix import frozen
+from torchtitan.base.patterns import matches
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 
-STEPS, PEAK_LR, WARMUP, TOTAL = 10, 8e-4, 5, 20
+STEPS, HALF, PEAK_LR, WARMUP, TOTAL = 10, 5, 8e-4, 5, 20
 
 
-def reference(job: list[str]) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of Llama."""
+def reference(
+    job: list[str], first: Sequence[str] = (), then: Sequence[str] = ()
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of Llama; parameters `first` are frozen, and `then` others."""
     model = MODELS["llama3"].build(MODELS["llama3"].flavors["tiny"])
     initialize(model, seed=0)
-    return train_plainly(model.double(), job, logits=lambda out: out)
+    return train_plainly(
+        model.double(), job, logits=lambda out: out, freezes=lambda k: first if k <= HALF else then
+    )
 
 
 def train_plainly(
-    model: nn.Module, job: list[str], *, logits: Callable[[Any], Tensor]
+    model: nn.Module,
+    job: list[str],
+    *,
+    logits: Callable[[Any], Tensor],
+    freezes: Callable[[int], Sequence[str]] = lambda step: (),
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms before clipping, of AdamW at torch's own hand.
 
-    `logits` takes them from what the model returns.
+    `logits` takes them from what the model returns; `freezes` returns patterns for a step.
     """
     config = load_config(job)
     dataset = build_dataset(config.training, tokenizer=build_tokenizer("byte"), seed=0)
@@ -47,6 +58,8 @@ def train_plainly(
         lr = PEAK_LR * min(step / WARMUP, 1 - (step - 1 - WARMUP) / (TOTAL - WARMUP))
         for group in optimizer.param_groups:
             group["lr"] = lr
+        for name, p in model.named_parameters():
+            p.requires_grad_(not matches(name, freezes(step)))
         batch = [dataset[k] for k in range(8 * (step - 1), 8 * step)]
         tokens = torch.stack([sample["tokens"] for sample in batch])
         labels = torch.stack([sample["labels"] for sample in batch])
@@ -66,5 +79,21 @@ def test_losses_and_norms(world: int, ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), f"--training.steps={STEPS}"]
     rows = ranks.run(jobs.train, job, world=world)[0].rows
     [(losses, norms)] = ranks.run(reference, job, world=1)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize(("world", "options"), [(1, ()), (2, ()), (2, pipeline("1F1B"))])
+@pytest.mark.parametrize("then", [(), ("output.*",)], ids=["all", "others"])
+def test_other_parameters_are_trained_after_a_continue(
+    then: tuple[str, ...], world: int, options: tuple[str, ...], ranks: RankPool, tmp_path: Path
+) -> None:
+    first = ("tok_embeddings.*", "layers.0.*")
+    job = [*jobs.write_job(tmp_path), *options]
+    begun = [*job, f"--training.steps={HALF}", frozen(*first)]
+    ranks.run(jobs.train, begun, world=world)
+    job += [f"--training.steps={STEPS}", "--checkpoint.mode=continue", frozen(*then)]
+    rows = ranks.run(jobs.train, job, world=world)[0].rows
+    [(losses, norms)] = ranks.run(reference, job, first, then, world=1)
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)

@@ -371,6 +371,7 @@ def test_two_layouts_that_train_the_same_unclipped_and_clipped(tmp_path: Path) -
     assert said.runs[1]["weights"]["largest"] < 1e-5
     assert len(said.runs[1]["gradients"]) == 2
     assert all(gap["largest"] < 1e-5 for gap in said.runs[1]["gradients"])
+    assert "max_loss" not in said.runs[1]["steps"]["gaps"]  # of other samples
     config = (tmp_path / "out" / "clipped" / "2" / "run" / "config.toml").read_text()
     assert "data_parallel_shard_degree = 2" in config
     assert "global_batch_size = 16" in config
@@ -416,6 +417,7 @@ def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> Non
     assert [crash["verdict"], refused["verdict"]] == ["FAILED", "FAILED"]
     assert crash["problem"].startswith("ended with exit code 3; its last lines:\n")
     assert "checkpoint.mode = 'continue' and a lower optimizer.lr" in crash["problem"]
+    assert verdict(planted, DECAY)["steps"]["gaps"]["max_loss"]["beyond"]
     assert "its settings are refused" in refused["problem"]
     assert "num_workers" in refused["problem"]
     assert crash["problem"] in planted.out

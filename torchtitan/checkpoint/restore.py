@@ -2,7 +2,7 @@
 
 Every name is accounted for. A parameter that the checkpoint or the model lacks is an error unless a
 pattern of `exclude_from_loading` matches it, so that a renamed layer never keeps its random initial
-weights unnoticed. A pattern excludes a parameter and its optimizer state.
+weights unnoticed. `partial.py` has the exceptions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from torchtitan.base.custom import is_import_path, is_trusted
 from torchtitan.base.errors import CheckpointError, DataError
-from torchtitan.base.log import plural
-from torchtitan.base.patterns import matches
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.source import Checkpoint
@@ -30,7 +28,6 @@ from torchtitan.checkpoint.state import (
     rng_tensors,
     set_rng,
 )
-from torchtitan.mesh.ranks import union
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.settings import LRSchedulerConfig
 
@@ -49,7 +46,10 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     loaded = [name for name in components if name not in start.exclude]
     if isinstance(source, Checkpoint):
         _check_components(source, loaded)
-    _log_excluded(state, start, loaded=loaded, group=group)
+    if start.exclude:
+        from torchtitan.checkpoint.partial import log_excluded
+
+        log_excluded(state, start, loaded=loaded, group=group)
     if "model" in loaded:
         source.read(model_tensors(state.model))
     if start.mode != "finetune":
@@ -73,43 +73,21 @@ def _check_components(source: Checkpoint, loaded: Collection[str]) -> None:
         )
 
 
-def _log_excluded(
-    state: RunState, start: Start, *, loaded: Collection[str], group: dist.ProcessGroup
-) -> None:
-    """Log the parameters of model and source that each pattern excludes.
-
-    Raises:
-        CheckpointError: A pattern matches nothing.
-    """
-    patterns = [entry for entry in start.exclude if entry not in COMPONENTS]
-    if not patterns:
-        return
-    names = set(union(dict.fromkeys(model_tensors(state.model)), group=group))
-    if "model" in loaded:
-        names.update(start.source.names())
-    if "optimizer" in loaded:
-        stored = storage.stored_names(start.source.path, "optimizer", group=group)
-        names.update(name.rpartition(".")[0] for name in stored)
-    for pattern in patterns:
-        excluded = sorted(name for name in names if matches(name, [pattern]))
-        if not excluded:
-            raise CheckpointError(
-                f"checkpoint.exclude_from_loading: '{pattern}' must be a component "
-                f"({', '.join(COMPONENTS)}) or match a parameter of the model or the checkpoint"
-            )
-        shown = ", ".join(excluded[:8]) + (" ..." if len(excluded) > 8 else "")
-        count = plural(len(excluded), "parameter")
-        logger.info("Excluded by '%s': %s: %s", pattern, count, shown)
-
-
 def _restore_optimizer(state: RunState, source: Checkpoint, start: Start) -> None:
-    def is_excluded(name: str) -> bool:
-        return matches(name.rpartition(".")[0], start.exclude)
+    wanted, may_skip = optimizer_tensors(state.model, state.optimizer), set[str]()
+    if start.mode == "continue":
+        from torchtitan.checkpoint.partial import skipped_optimizer_state
 
-    tensors = optimizer_tensors(state.model, state.optimizer)
-    wanted = {name: tensor for name, tensor in tensors.items() if not is_excluded(name)}
+        may_skip = skipped_optimizer_state(wanted, state=state, start=start, group=source.group)
+        wanted = {name: tensor for name, tensor in wanted.items() if name not in may_skip}
     storage.read_tensors(
-        source.path, "optimizer", into=wanted, group=source.group, may_skip=is_excluded
+        source.path,
+        "optimizer",
+        into=wanted,
+        group=source.group,
+        may_skip=may_skip.__contains__,
+        remedy="restore [optimizer], or start with fresh state: checkpoint.exclude_from_loading = "
+        '["optimizer.output.*"] for some parameters, or ["optimizer"]',
     )
 
 

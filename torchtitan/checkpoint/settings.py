@@ -109,8 +109,9 @@ class CheckpointConfig:
     halves: channels (i, i + D/2), as in Hugging Face files. auto: the order that the folder states,
     else that of torchtitan 0.2: Llama interleaved, Qwen3 halves."""
     exclude_from_loading: Annotated[tuple[Text, ...], HAS_NO_EFFECT] = ()
-    """Components (model, optimizer, lr_scheduler, dataloader, train_state) and parameters (shell
-    patterns of names, e.g. "output.*") that keep their initial values."""
+    """What keeps its initial values: components (model, optimizer, lr_scheduler, dataloader,
+    train_state), parameters with their optimizer state (shell patterns of names, e.g. "output.*"),
+    or their optimizer state alone ("optimizer.output.*")."""
     grow_vocab: Annotated[bool, SAVES, ELSEWHERE, WEIGHTS_ALONE] = False
     """Load embedding and output head from weights with a smaller vocabulary. Further rows keep
     their initial values."""

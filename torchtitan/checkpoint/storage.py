@@ -57,6 +57,10 @@ STATE = "state.json"
 STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 SMALL = 1 << 10
 """Elements up to which a tensor is small."""
+SKIP = (
+    "use the model.flavor and training.dtype of the checkpoint, or name parameters to skip: "
+    'checkpoint.exclude_from_loading = ["output.*"]'
+)
 Shape = tuple[int, ...]
 _TEMPORARY = re.compile(r"\.step-[0-9]+\.(tmp|deleted(-[0-9]+)?)")
 _MANIFEST_TYPES = {"step": int, "components": list, "layout": dict, "config": str}
@@ -361,6 +365,7 @@ def read_tensors(
     may_skip: Callable[[str], bool] = lambda name: True,
     may_grow: Collection[str] = (),
     rope_head_dim: HeadDim = lambda name: None,
+    remedy: str = SKIP,
 ) -> None:
     """Fill tensors in place from a component that any layout saved.
 
@@ -373,6 +378,7 @@ def read_tensors(
         may_grow: Tensors that may be stored with fewer rows. Further rows keep their values.
         rope_head_dim: Head width of a tensor that is stored in the half-split order (`rows.py`),
             None if it has the interleaved order.
+        remedy: What to do if names, shapes or types differ.
 
     Raises:
         CheckpointError: Names, shapes or types differ, or a file is missing, damaged or refused.
@@ -387,7 +393,8 @@ def read_tensors(
         reader = TensorReader(folder, metadata)
         reader.check_whole(into)
         stored = {name: _shape_and_dtype(entry) for name, entry in reader.entries.items()}
-        reader.grow(check_match(folder, stored, wanted, may_skip=may_skip, may_grow=may_grow))
+        check = partial(check_match, folder, stored, wanted, may_skip=may_skip, remedy=remedy)
+        reader.grow(check(may_grow=may_grow))
         reader.read_half_split_rope({name: rope_head_dim(name) for name in into})
         readers.append(reader)
 
@@ -409,6 +416,7 @@ def check_match(
     may_skip: Callable[[str], bool],
     may_grow: Collection[str] = (),
     spell: Callable[[str], str] = repr,
+    remedy: str = SKIP,
 ) -> dict[str, Shape]:
     """Check that stored tensors fit the wanted ones.
 
@@ -419,6 +427,7 @@ def check_match(
         may_skip: Whether a stored tensor that is not wanted may stay unread.
         may_grow: Tensors that may be stored with fewer rows.
         spell: Formats a name in messages.
+        remedy: What to do if they do not fit.
 
     Returns:
         The wanted shapes of the tensors that grow.
@@ -455,7 +464,6 @@ def check_match(
         raise CheckpointError(
             f"{place} does not fit this job, which reads {len(wanted)} tensors:\n  "
             + "\n  ".join(lines)
-            + "\nuse the model.flavor and training.dtype of the checkpoint, or name parameters to "
-            'skip: checkpoint.exclude_from_loading = ["output.*"], or ["optimizer"]'
+            + f"\n{remedy}"
         )
     return grown

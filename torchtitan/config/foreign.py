@@ -18,6 +18,7 @@ The table is a TOML file:
     values."section.key" = [values that are refused, of a key that is built]
     whole_job."section.key" = [the same, and nothing else of such a job is checked]
 
+    [items]                         "key" = [names]: all that a list may hold, also while it is off
     [other_defaults]                "key" = {meaning = "default there and here", when = a switch}:
                                     logged if a file of the program leaves the key out
 
@@ -86,6 +87,7 @@ class Foreign:
         keys: Keys that are not built, with the values that request nothing.
         values: Refused values of keys that are built.
         whole_job: Refused values that make the rest of a job meaningless.
+        items: Names that a list may hold.
         other_defaults: Keys with another default there: the difference, and when it matters.
         other_trainers: What to write here, by names of other trainers.
     """
@@ -95,6 +97,7 @@ class Foreign:
     keys: Mapping[Path, Values]
     values: Mapping[Path, list[Values]]
     whole_job: Mapping[Path, list[Values]]
+    items: Mapping[Path, list[str]]
     other_defaults: Mapping[Path, tuple[str, Switch | None]]
     other_trainers: Mapping[str, str]
 
@@ -165,7 +168,11 @@ class Foreign:
             is_wrong = isinstance(setting.value, str) and setting.value not in choices
             if is_off and choices and is_wrong:
                 reason = f"{setting.value} {reason or 'is none of ' + ', '.join(choices)}"
-            if reason and is_off:
+            given = setting.value if isinstance(setting.value, list) else [setting.value]
+            if unknown := [str(item) for item in given if item not in self.items.get(path, given)]:
+                rule = f"names must be of {', '.join(self.items[path])}, got {', '.join(unknown)}"
+                report.mistakes.append(f"{setting.where()}: {rule}: {reason}{accepted}")
+            elif reason and is_off:
                 ineffective[self.switches[path][0], reason].append(setting.where())
             elif reason:
                 report.mistakes.append(f"{setting.where()}: {reason}{accepted}")
@@ -266,6 +273,7 @@ def read_foreign(
         keys=known,
         values=refused["values"],
         whole_job=refused["whole_job"],
+        items={_path(key): names for key, names in table.get("items", {}).items()},
         other_defaults={
             _path(key): (one["meaning"], _switch(one["when"]) if "when" in one else None)
             for key, one in table.get("other_defaults", {}).items()

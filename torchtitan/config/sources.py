@@ -272,7 +272,7 @@ def _read_option(path: Path, *, words: Sequence[str], key: Key | None) -> Settin
         given.encode()
     except UnicodeEncodeError:  # the resolved TOML could not hold it
         given, problem = given.encode(errors="backslashreplace").decode(), "must be UTF-8"
-    if key is not None and key.kind is tuple and key.item is str and not key.is_nested:
+    if key is None or (key.kind is tuple and key.item is str and not key.is_nested):
         # also a,b, as in torchtitan's docs; quotes, brackets and slashes keep a comma
         words = [part for word in words for part in _split_at_commas(word)]
     values = [_read_word(word, key=key) for word in words] or [True]

@@ -40,13 +40,13 @@ from torchtitan.hf.config import (
 )
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
-from torchtitan.hf.names import Names
+from torchtitan.hf.names import CONFIG, Names
 from torchtitan.hf.tokenizer_files import warn_of_other_tokenizer
 from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.models.families import MODELS, find_spec, to_settings
 from torchtitan.models.interface import LanguageModel
 from torchtitan.models.settings import ALL_SIZES, HF, ModelConfig, given_sizes
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig, RopeScaling
 from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,17 @@ def with_model_of(found: ModelConfig, settings: ModelConfig) -> ModelConfig:
     own_scaling = settings.rope_scaling.type != "flavor"
     scaling = settings.rope_scaling if own_scaling else found.rope_scaling
     return replace(settings, name=found.name, rope_scaling=scaling, **sizes)
+
+
+def warn_beyond_positions(folder: Path, *, scaling: RopeScaling | None, seq_len: int) -> None:
+    """Log a warning if sequences are longer than a Hugging Face folder states for its model.
+
+    For a model with `scaling`, `warn_beyond_rope` does this.
+    """
+    stated = read_config(folder).get("max_position_embeddings", seq_len)
+    if scaling is None and stated < seq_len:
+        text = "training.seq_len is %d, beyond max_position_embeddings = %d in %s"
+        logger.warning(text, seq_len, stated, folder / CONFIG)
 
 
 def missing_folder(path: Path) -> ConfigError:
@@ -149,6 +160,7 @@ def open_initial(
     model: ModelConfig,
     spec: ModelSpec,
     architecture: DecoderConfig,
+    seq_len: int,
     optional: Callable[[str], bool] | None,
     folder: Path,
     group: dist.ProcessGroup,
@@ -161,6 +173,7 @@ def open_initial(
         model: The section [model].
         spec: Family of the model.
         architecture: Sizes of the model.
+        seq_len: Tokens per sequence.
         optional: Selects parameters that the source may lack.
         folder: Parent of the run's own `step-N` folders.
         group: All ranks.
@@ -190,17 +203,32 @@ def open_initial(
     if is_file:
         return open_file(path, rope=settings.initial_load_rope, **sizes, **how)
     if settings.initial_load_in_hf:
-        if not on_first_rank(path.is_dir, group=group):
-            raise missing_folder(path)
-        found = open_folder(path, may_differ=chosen_rotation(model), **sizes, **how)
-        warn_of_other_tokenizer(model.tokenizer_path, base=path)
-        return found
+        return _open_folder(path, model=model, seq_len=seq_len, **sizes, **how)
     if on_first_rank(lambda: is_hf_folder(path), group=group):
         raise CheckpointError(
             f"{PATH} {path} is a Hugging Face folder; to start from its weights write "
             f"checkpoint.initial_load_in_hf = true"
         )
     return _open_step(path, settings=settings, **sizes, **how)
+
+
+def _open_folder(
+    path: Path,
+    *,
+    model: ModelConfig,
+    architecture: DecoderConfig,
+    seq_len: int,
+    group: dist.ProcessGroup,
+    **how: Any,
+) -> WeightSource:
+    """Open a Hugging Face folder; warn of another tokenizer, and of too long sequences."""
+    if not on_first_rank(path.is_dir, group=group):
+        raise missing_folder(path)
+    how |= {"architecture": architecture, "group": group}
+    found = open_folder(path, may_differ=chosen_rotation(model), **how)
+    warn_of_other_tokenizer(model.tokenizer_path, base=path)
+    warn_beyond_positions(path, scaling=architecture.rope_scaling, seq_len=seq_len)
+    return found
 
 
 def _open_step(

@@ -13,6 +13,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.config.sources import to_toml
@@ -58,8 +59,11 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
     """
     # here: mistakes in the settings alone are told without the seconds that torch takes
     from torchtitan.base.device import device_type
+    from torchtitan.checkpoint.partial import warn_of_unmatched
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
     from torchtitan.finetune.lora import warn_of_random_base
+    from torchtitan.hf.names import CONFIG
+    from torchtitan.hf.source import warn_beyond_positions
     from torchtitan.layout import find_layout
     from torchtitan.mesh.dims import fewest_ranks
     from torchtitan.models.rope import warn_beyond_rope
@@ -72,7 +76,16 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
     if tokenizer is not None:
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
     warn_beyond_rope(layout.architecture.rope_scaling, seq_len=config.training.seq_len)
-    if config.checkpoint.initial_load_path is None:
+    checkpoint, scaling = config.checkpoint, layout.architecture.rope_scaling
+    folder = Path(checkpoint.initial_load_path or "")
+    if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
+        warn_beyond_positions(folder, scaling=scaling, seq_len=config.training.seq_len)
+    if checkpoint.exclude_from_loading:
+        model = layout.spec.build_meta(layout.architecture)
+        if layout.adapt is not None:
+            layout.adapt(model)
+        warn_of_unmatched(checkpoint.exclude_from_loading, model=model)
+    if checkpoint.initial_load_path is None:
         warn_of_random_base(config.lora)
     try:
         check_device(config.compile, float8=layout.float8, device_type=device_type())

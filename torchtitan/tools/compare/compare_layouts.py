@@ -8,8 +8,9 @@ single is one device) and options of the trainer behind them; epN adds no ranks,
 experts among those of fsdp, cp and tp. Each is a real launch with the same global batch; the first
 one is the reference, and single goes before a layout that is given alone.
 Initial weights must be equal bit for bit; losses, gradient norms before clipping, the gradient of
-every parameter in the first steps and final weights within the tolerances. Options of the trainer
-outside quotes count for all layouts.
+every parameter in the first steps and final weights within the tolerances; max_loss too, where the
+data-parallel ranks have the samples of the reference's. Options of the trainer outside quotes count
+for all layouts.
 
 A model with experts is compared twice: with its tokens sent where the reference sent them
 (replayed), and with each layout choosing by itself (free), where two scores that nearly tie may be
@@ -34,6 +35,7 @@ from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.job import load_config
 from torchtitan.models.families import find_model
 from torchtitan.models.sizes import MoEConfig
+from torchtitan.tools.compare.compare_runs import MAX_LOSS, find_max_loss
 from torchtitan.tools.compare.layouts import report
 from torchtitan.tools.compare.layouts.flips import Flips, compare_choices
 from torchtitan.tools.compare.layouts.gaps import (
@@ -176,6 +178,8 @@ def judge(
         "loss": options.loss_tolerance,
         "grad_norm": options.grad_norm_tolerance,
     }
+    if find_max_loss(reference.folder, outcome.folder)(1):
+        tolerances[MAX_LOSS] = options.loss_tolerance
     rows = [[row for row in x.rows if row["step"] <= num_steps] for x in (reference, outcome)]
     verdict = replace(
         verdict,

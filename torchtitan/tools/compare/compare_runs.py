@@ -4,9 +4,11 @@
 
 Prints the first difference and a table; exit code 0 equal, 1 different, 2 a mistake. Equal means
 bit for bit, unless --tolerance allows a relative difference: two layouts add in another order, and
-their random generators, one a rank, are then left out. Losses can agree where an optimizer's state
-does not; hence the tensors. They are read one at a time, without a process group, so that two runs
-of any size and layout fit into a laptop's memory.
+their random generators, one a rank, are then left out. So is max_loss, the largest mean loss of a
+data-parallel rank, where these ranks had other samples: it is comparable between layouts with as
+many of them and the same local batch, or with one each, as single, tp2, pp2 and cp2. Losses can
+agree where an optimizer's state does not; hence the tensors. They are read one at a time, without a
+process group, so that two runs of any size and layout fit into a laptop's memory.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,27 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.errors import DataError, UserError, printable
+from torchtitan.base.log import plural
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.reader import METADATA, read_metadata
 from torchtitan.checkpoint.storage import find_steps
+from torchtitan.mesh.dims import resolve_dims
+from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row, read_rows
+from torchtitan.resume_rules import Job
 
 # figures of a row that no two runs share: how fast it went, and on what
 TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak", "slowest_")
 # what belongs to the ranks, which another layout has others of
-OF_RANKS = ("rank_", "world_size", "max_loss")
+OF_RANKS = ("rank_", "world_size")
+MAX_LOSS = "max_loss"
 PROG = "python -m torchtitan.tools.audit compare runs"
 AT_ONCE = 2**26
 """Bytes that are read in one go."""
+
+
+HasMaxLoss = Callable[[int], bool]
+"""Tells whether the max_loss of a step is comparable."""
 
 
 @dataclass
@@ -46,9 +57,16 @@ class Comparison:
     differences: list[str] = field(default_factory=list)
     table: list[tuple[str, int, int, float]] = field(default_factory=list)
     """(part, tensors or figures, how many of them differ, largest difference)"""
+    steps_without_max_loss: list[int] = field(default_factory=list)
+    """Steps whose max_loss was left out."""
 
-    def compare_rows(self, a: Sequence[Row], b: Sequence[Row]) -> None:
-        """Compare the figures of every step; the later of two rows of one step counts."""
+    def compare_rows(
+        self, a: Sequence[Row], b: Sequence[Row], *, has_max_loss: HasMaxLoss = lambda step: True
+    ) -> None:
+        """Compare the figures of every step; the later of two rows of one step counts.
+
+        `has_max_loss` tells whether the max_loss of a step is comparable if there is a tolerance.
+        """
         rows_a, rows_b = ({int(row["step"]): row for row in rows} for rows in (a, b))
         num_differing, largest, num_figures = 0, 0.0, 0
         for step in sorted(rows_a.keys() | rows_b.keys()):
@@ -57,6 +75,9 @@ class Comparison:
                 num_differing += 1
                 continue
             row_a, row_b = (_exact(rows[step], self.tolerance) for rows in (rows_a, rows_b))
+            if self.tolerance and not has_max_loss(step):
+                self.steps_without_max_loss.append(step)
+                row_a, row_b = ({k: row[k] for k in row if k != MAX_LOSS} for row in (row_a, row_b))
             num_figures += len(row_a.keys() | row_b.keys())
             for key in {**row_a, **row_b}:
                 gap, text = _gap(row_a.get(key), row_b.get(key), tolerance=self.tolerance)
@@ -170,6 +191,32 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._metadata)
 
 
+def find_max_loss(a: Path, b: Path) -> HasMaxLoss:
+    """Return in which steps the data-parallel ranks of two runs had the same samples.
+
+    The ledgers tell the layout of each start. Without a ledger nothing is known.
+
+    Raises:
+        UserError: A ledger is damaged.
+    """
+    splits: list[list[tuple[int, tuple[int, int]]]] = []
+    for run in (a, b):
+        splits.append([])
+        for row in read_ledger(run):
+            if row["event"] == "start":
+                config = Job.stored(row["config"], file=run / LEDGER).config
+                dp = resolve_dims(config.parallelism, world_size=row["world_size"]).dp
+                # one rank has all samples, whatever its microbatches are
+                block = config.training.local_batch_size if dp > 1 else 0
+                splits[-1].append((row["step"], (dp, block)))
+
+    def is_same(step: int) -> bool:
+        now = [next((s for first, s in reversed(x) if first < step), None) for x in splits]
+        return now[0] is not None and now[0] == now[1]
+
+    return is_same
+
+
 def compare_checkpoints(found: Comparison, a: Path, b: Path, *, states: bool = True) -> None:
     """Compare two checkpoints, component by component; without `states` their tensors alone."""
     parts_a, parts_b = (storage.read_manifest(c)["components"] for c in (a, b))
@@ -199,7 +246,7 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
         if not (run / "metrics.jsonl").is_file():
             raise DataError(f"each RUN must be a run's folder with a metrics.jsonl, got {run}")
         rows.append(read_rows(run / "metrics.jsonl"))
-    found.compare_rows(*rows)
+    found.compare_rows(*rows, has_max_loss=find_max_loss(a, b) if tolerance else lambda step: True)
     steps = [find_steps(run / folder) for run in (a, b)]
     if not any(rows) and not set(steps[0]) & set(steps[1]):
         raise DataError(
@@ -233,6 +280,9 @@ def main(argv: Sequence[str], *, prog: str = PROG) -> int:
     say(f"{'':<28}{'compared':>10}{'differ':>10}{'by at most':>14}")
     for part, compared, differing, largest in found.table:
         say(f"{part:<28}{compared:>10}{differing:>10}{largest:>14.3g}")
+    if found.steps_without_max_loss:
+        count = plural(len(found.steps_without_max_loss), "step")
+        say(f"max_loss of {count} is left out: the data-parallel ranks had other samples")
     if len(found.table) == 1:
         say("no step has a checkpoint in both: figures alone were compared")
     if found.differences:
