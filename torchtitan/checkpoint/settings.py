@@ -112,8 +112,8 @@ class CheckpointConfig:
     """Components (model, optimizer, lr_scheduler, dataloader, train_state) and parameters (shell
     patterns of names, e.g. "output.*") that keep their initial values."""
     grow_vocab: Annotated[bool, SAVES, ELSEWHERE, WEIGHTS_ALONE] = False
-    """Load embedding and output head from weights with a smaller vocabulary. Further rows keep
-    their initial values."""
+    """Load embedding and output head from weights with a smaller vocabulary. New rows start
+    near the mean of the stored ones."""
     verify_on_load: bool = True
     """Compare a checkpoint's files with its checksums before loading it."""
     save_timeout_seconds: PositiveInt = 3600

@@ -181,15 +181,9 @@ class DCPFolder:
         Raises:
             CheckpointError: They differ: the model would compute with another head.
         """
-        # rows beyond the stored ones stay equal to the embedding's
         head = {} if embedding is None else {OUTPUT: embedding.clone()}
-        storage.read_tensors(
-            self.path.parent,
-            self.path.name,
-            into=head,
-            group=self.group,
-            may_grow=(OUTPUT,) if EMBEDDING in self.filter.may_grow else (),
-        )
+        place, grows = (self.path.parent, self.path.name), self.filter.may_grow
+        storage.read_tensors(*place, into=head, group=self.group, may_grow=grows)
         same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
         found = on_every_rank(lambda: (embedding is not None, same), group=self.group)
         if not (any(held for held, _ in found) and all(equal for _, equal in found)):

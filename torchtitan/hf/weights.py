@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.growth import fill_new_rows
 from torchtitan.checkpoint.reader import PieceReader, fill
 from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.hf.names import Names, Slot
@@ -177,6 +178,8 @@ class HFWeights:
         reader.grow({name: tensor.shape for name, tensor in wanted.items()})
         reader.read_half_split_rope({name: t.rope_head_dim for name, t in reader.stored.items()})
         fill(wanted, reader=reader, group=self.group)
+        if grows := self.filter.may_grow:
+            fill_new_rows(wanted, may_grow=grows, reader=reader, group=self.group)
 
 
 class _HFReader(PieceReader):
