@@ -86,9 +86,9 @@ def _log_excluded(
         return
     names = set(union(dict.fromkeys(model_tensors(state.model)), group=group))
     if "model" in loaded:
-        names.update(start.source.names())
+        names.update(start.source.shapes())
     if "optimizer" in loaded:
-        stored = storage.stored_names(start.source.path, "optimizer", group=group)
+        stored = storage.stored_shapes(start.source.path, "optimizer", group=group)
         names.update(name.rpartition(".")[0] for name in stored)
     for pattern in patterns:
         excluded = sorted(name for name in names if matches(name, [pattern]))
@@ -136,7 +136,7 @@ def _restore_train_state(state: RunState, source: Checkpoint) -> None:
         )
     state.progress.step = step
     state.progress.tokens_seen = stored["tokens_seen"]
-    names = storage.stored_names(source.path, "train_state", group=source.group)
+    names = storage.stored_shapes(source.path, "train_state", group=source.group)
     generators = rng_tensors(rank=dist.get_rank())
     if stored["world_size"] != dist.get_world_size():
         generators = {}

@@ -23,12 +23,7 @@ from torchtitan.config.schema import (
 
 WEIGHT_FILES = (".pt", ".pth")
 """Endings of a single file of weights."""
-_OF_A_STORE = (
-    "staging_folder",
-    "staging_keep_latest_k",
-    "upload_check",
-    "upload_timeout_seconds",
-)
+_OF_A_STORE = ("staging_folder", "staging_keep_latest_k", "upload_check", "upload_timeout_seconds")
 
 
 def _folder_or_url(value: str) -> None:

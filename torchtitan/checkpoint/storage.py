@@ -340,16 +340,16 @@ def read_manifest(checkpoint: Path) -> StoredJSON:
     return manifest
 
 
-def stored_names(
+def stored_shapes(
     checkpoint: Path, component: str, *, group: dist.ProcessGroup | None
-) -> dict[str, bool]:
-    """Return the entries of a component by name, and whether each is a tensor."""
+) -> dict[str, Shape | None]:
+    """Return the shapes of a component's entries by name; None for one that is not a tensor."""
 
-    def names() -> dict[str, bool]:
+    def shapes() -> dict[str, Shape | None]:
         stored = read_metadata(checkpoint / component).state_dict_metadata
-        return {name: is_tensor(entry) for name, entry in stored.items()}
+        return {name: _shape_and_dtype(entry)[0] for name, entry in stored.items()}
 
-    return on_first_rank(names, group=group)
+    return on_first_rank(shapes, group=group)
 
 
 def read_tensors(
