@@ -179,11 +179,8 @@ def build_parts(
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
     if start is not None:
         assert io is not None, "a run without checkpoints starts from none"
-        restore(state, start=start, group=io.group)
-        if config.lora.rank and config.checkpoint.grow_vocab:
-            from torchtitan.checkpoint.growth import train_new_rows
-
-            state = train_new_rows(state, parts=model, source=start.source)
+        new_rows_of = model if config.lora.rank and config.checkpoint.grow_vocab else None
+        state = restore(state, start=start, group=io.group, new_rows_of=new_rows_of)
     config = plan_end(config, layout=layout, loader=loader, step=progress.step)
     state = replace(state, lr_settings=describe_lr(config))
     if start is not None:

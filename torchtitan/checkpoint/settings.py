@@ -106,7 +106,7 @@ class CheckpointConfig:
     exclude_from_loading: Annotated[tuple[Text, ...], HAS_NO_EFFECT] = ()
     """Components (model, optimizer, lr_scheduler, dataloader, train_state) and parameters (shell
     patterns of names, e.g. "output.*") that keep their initial values."""
-    grow_vocab: Annotated[bool, SAVES, ELSEWHERE, WEIGHTS_ALONE] = False
+    grow_vocab: Annotated[bool, SAVES, ELSEWHERE] = False
     """Load embedding and output head from weights with a smaller vocabulary. New rows start
     near the mean of the stored ones."""
     verify_on_load: bool = True
