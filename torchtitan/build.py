@@ -33,7 +33,7 @@ from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, Expor
 from torchtitan.checkpoint.restore import report_rate, restore
 from torchtitan.checkpoint.source import Checkpoint, WeightSource
 from torchtitan.checkpoint.start import Comparison, LoadMode, Start, find_start, stored_layout
-from torchtitan.checkpoint.state import Progress, RunState
+from torchtitan.checkpoint.state import VOCABULARY, Progress, RunState
 from torchtitan.config.sources import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.files import Once
@@ -179,7 +179,8 @@ def build_parts(
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
     if start is not None:
         assert io is not None, "a run without checkpoints starts from none"
-        restore(state, start=start, group=io.group)
+        new_rows_of = model if config.lora.rank and config.checkpoint.grow_vocab else None
+        state = restore(state, start=start, group=io.group, new_rows_of=new_rows_of)
     config = plan_end(config, layout=layout, loader=loader, step=progress.step)
     state = replace(state, lr_settings=describe_lr(config))
     if start is not None:
@@ -221,11 +222,7 @@ def build_parts(
 
 
 def choose_start(
-    config: Config,
-    *,
-    layout: Layout,
-    samples: Callable[[], MapSamples],
-    io: CheckpointIO | None,
+    config: Config, *, layout: Layout, samples: Callable[[], MapSamples], io: CheckpointIO | None
 ) -> Start | None:
     """Return what the run starts from, or None for the initial weights."""
     group = None if io is None else io.group
@@ -345,7 +342,7 @@ def check_adapter_scale(start: Start, *, alpha: float) -> None:
     source = start.source
     if start.mode != "finetune" or not isinstance(source, Checkpoint):
         return
-    if not any(is_adapter(name) and not matches(name, start.exclude) for name in source.names()):
+    if not any(is_adapter(name) and not matches(name, start.exclude) for name in source.shapes()):
         return
     manifest = source.manifest
     trained = Job.stored(manifest["config"], file=manifest.path).config.lora.alpha
@@ -533,9 +530,11 @@ def build_model(
 
 def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Optimizer:
     """Build the optimizer of this rank's parts of the model."""
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    sections = own_sections(config)
-    return build_optimizer(model, settings=config.optimizer, dtype=dtype, sections=sections)
+    dtype, settings = getattr(torch, config.training.mixed_precision_param), config.optimizer
+    if config.lora.rank:  # of the vocabulary only new rows are trained: decay would change all
+        undecayed = (*settings.no_decay_params, *VOCABULARY)
+        settings = replace(settings, no_decay_params=undecayed)
+    return build_optimizer(model, settings=settings, dtype=dtype, sections=own_sections(config))
 
 
 def build_balance_of(

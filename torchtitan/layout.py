@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.base.custom import convert_errors
 from torchtitan.base.errors import Mistakes
+from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config, own_sections
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
@@ -166,6 +167,7 @@ def _find_trained(config: Config, *, model: LanguageModel) -> tuple[TrainablePar
         from torchtitan.finetune.lora import ADAPTERS, build_adapt
 
         adapt, only = build_adapt(config.lora, model=model), ADAPTERS
+        only += VOCABULARY if config.checkpoint.grow_vocab else ()
         adapt(model)
     sections = own_sections(config)
     trained = find_trainable(model, settings=config.optimizer, only=only, sections=sections)

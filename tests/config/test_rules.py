@@ -167,11 +167,6 @@ BROKEN = [
     ),
     (f"{SAVES}grow_vocab = true", "[checkpoint] grow_vocab", "needs initial_load_path"),
     (
-        f"{ELSEWHERE}grow_vocab = true\ninitial_load_model_only = false",
-        "[checkpoint] grow_vocab",
-        "needs initial_load_model_only = true",
-    ),
-    (
         f'{SAVES}initial_load_rope = "halves"',
         "[checkpoint] initial_load_rope",
         "needs initial_load_path",

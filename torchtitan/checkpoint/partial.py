@@ -78,10 +78,10 @@ def log_excluded(
     if not patterns:
         return
     sizes = union({n: p.numel() for n, p in model_tensors(state.model).items()}, group=group)
-    stored = set(start.source.names()) if "model" in loaded else set[str]()
+    stored = set(start.source.shapes()) if "model" in loaded else set[str]()
     states = set[str]()
     if "optimizer" in loaded:
-        names = storage.stored_names(start.source.path, "optimizer", group=group)
+        names = storage.stored_shapes(start.source.path, "optimizer", group=group)
         states = set(map(_parameter, names))
     for pattern in patterns:
         found = {name for name in sizes.keys() | stored | states if matches(name, [pattern])}
@@ -118,7 +118,7 @@ def skipped_optimizer_state(
     parts = dict(state.model.named_parameters())
     is_trained = union({name: p.requires_grad for name, p in parts.items()}, group=group)
     names = union(dict.fromkeys(wanted), group=group).keys()
-    stored_names = storage.stored_names(start.source.path, "optimizer", group=group).keys()
+    stored_names = storage.stored_shapes(start.source.path, "optimizer", group=group).keys()
     stored, held = set(map(_parameter, stored_names)), set(map(_parameter, names))
     excluded = {
         name

@@ -305,9 +305,7 @@ def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         return BytesStorageMetadata()
     properties, size, chunks = _fields(entry, TensorStorageMetadata, "properties", "size", "chunks")
     _check_type(properties, TensorProperties)
-    dtype = properties.state[
-        0
-    ]  # other fields are deprecated or, like torch 2.15's strides, not needed
+    dtype = properties.state[0]  # other fields are deprecated, or not needed, like 2.15's strides
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"it has a tensor of type {type(dtype).__name__}")
     pieces = [_fields(chunk, ChunkStorageMetadata, "offsets", "sizes") for chunk in chunks]
@@ -353,6 +351,9 @@ class PieceReader(dcp.FileSystemReader):
     def open_piece(self, index: MetadataIndex) -> AbstractContextManager[Any]:
         """Open a piece for `copy`; slices of the result are tensors."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the files that are open."""
 
     def copy(self, piece: Any, region: tuple[slice, ...], *, into: Tensor) -> None:
         """Copy a region of an open piece."""

@@ -28,14 +28,19 @@ from torchtitan.checkpoint.state import (
     rng_tensors,
     set_rng,
 )
+from torchtitan.models.interface import ModelParts
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.settings import LRSchedulerConfig
 
 logger = logging.getLogger(__name__)
 
 
-def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
+def restore(
+    state: RunState, *, start: Start, group: dist.ProcessGroup, new_rows_of: ModelParts | None
+) -> RunState:
     """Load into the run what `start` asks for. Everything else keeps its initial state.
+
+    `new_rows_of` is the model if of its vocabulary only the new rows are trained.
 
     Raises:
         CheckpointError: The checkpoint lacks a component, or does not fit the run.
@@ -61,6 +66,11 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         if "train_state" in loaded:
             _restore_train_state(state, source)
     _log_start(start, loaded=loaded, step=state.progress.step)
+    if new_rows_of is None:
+        return state
+    from torchtitan.checkpoint.growth import train_new_rows
+
+    return train_new_rows(state, parts=new_rows_of, source=source)
 
 
 def _check_components(source: Checkpoint, loaded: Collection[str]) -> None:
@@ -114,7 +124,7 @@ def _restore_train_state(state: RunState, source: Checkpoint) -> None:
         )
     state.progress.step = step
     state.progress.tokens_seen = stored["tokens_seen"]
-    names = storage.stored_names(source.path, "train_state", group=source.group)
+    names = storage.stored_shapes(source.path, "train_state", group=source.group)
     generators = rng_tensors(rank=dist.get_rank())
     if stored["world_size"] != dist.get_world_size():
         generators = {}

@@ -23,12 +23,7 @@ from torchtitan.config.schema import (
 
 WEIGHT_FILES = (".pt", ".pth")
 """Endings of a single file of weights."""
-_OF_A_STORE = (
-    "staging_folder",
-    "staging_keep_latest_k",
-    "upload_check",
-    "upload_timeout_seconds",
-)
+_OF_A_STORE = ("staging_folder", "staging_keep_latest_k", "upload_check", "upload_timeout_seconds")
 
 
 def _folder_or_url(value: str) -> None:
@@ -112,9 +107,9 @@ class CheckpointConfig:
     """What keeps its initial values: components (model, optimizer, lr_scheduler, dataloader,
     train_state), parameters with their optimizer state (shell patterns of names, e.g. "output.*"),
     or their optimizer state alone ("optimizer.output.*")."""
-    grow_vocab: Annotated[bool, SAVES, ELSEWHERE, WEIGHTS_ALONE] = False
-    """Load embedding and output head from weights with a smaller vocabulary. Further rows keep
-    their initial values."""
+    grow_vocab: Annotated[bool, SAVES, ELSEWHERE] = False
+    """Load embedding and output head from weights with a smaller vocabulary. New rows start
+    near the mean of the stored ones."""
     verify_on_load: bool = True
     """Compare a checkpoint's files with its checksums before loading it."""
     save_timeout_seconds: PositiveInt = 3600

@@ -42,8 +42,8 @@ class WeightSource(Protocol):
     def path(self) -> Path:
         """File or folder of the weights."""
 
-    def names(self) -> Collection[str]:
-        """Return the names of all tensors, translated to torchtitan's names. Collective."""
+    def shapes(self) -> Mapping[str, storage.Shape | None]:
+        """Return the shapes of all tensors, by torchtitan's names. Collective."""
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill the parameters of this rank in place, except those that its `ParameterFilter`
@@ -105,16 +105,16 @@ class Checkpoint:
             group=self.group,
         )
 
-    def names(self) -> Collection[str]:
-        """Return the names of the stored parameters."""
-        return storage.stored_names(self.path, "model", group=self.group).keys()
+    def shapes(self) -> Mapping[str, storage.Shape | None]:
+        """Return the shapes of the stored parameters."""
+        return storage.stored_shapes(self.path, "model", group=self.group)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill parameters in place."""
         storage.read_tensors(
             self.path,
             "model",
-            into=self.filter.wanted(into, names=self.names),
+            into=self.filter.wanted(into, names=self.shapes),
             group=self.group,
             may_skip=self.filter.excludes,
             may_grow=self.filter.may_grow,
@@ -138,26 +138,23 @@ class DCPFolder:
     rope_head_dim: HeadDim
     """Head width of the parameters that are stored in the half-split order."""
 
-    def names(self) -> Collection[str]:
-        """Return the names of all entries."""
-        return self._stored().keys()
-
-    def _stored(self) -> Mapping[str, bool]:
-        return storage.stored_names(self.path.parent, self.path.name, group=self.group)
+    def shapes(self) -> Mapping[str, storage.Shape | None]:
+        """Return the shapes of all entries."""
+        return storage.stored_shapes(self.path.parent, self.path.name, group=self.group)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill parameters in place."""
-        stored, excludes = self._stored(), self.filter.excludes
+        stored, excludes = self.shapes(), self.filter.excludes
         wanted = self.filter.wanted(into, names=stored.keys)
         parameters = union(dict.fromkeys(into), group=self.group)
         others = {
             name
-            for name, is_tensor in stored.items()
+            for name, shape in stored.items()
             if name not in parameters
             and not excludes(name)
-            and not (is_tensor and name.partition(".")[0] not in COMPONENTS[1:])
+            and not (shape is not None and name.partition(".")[0] not in COMPONENTS[1:])
         }
-        has_tied_copy = OUTPUT not in parameters and stored.get(OUTPUT, False)
+        has_tied_copy = OUTPUT not in parameters and stored.get(OUTPUT) is not None
         has_tied_copy = has_tied_copy and not excludes(OUTPUT)
         skipped = {*others, *([OUTPUT] if has_tied_copy else [])}
         storage.read_tensors(
@@ -181,15 +178,9 @@ class DCPFolder:
         Raises:
             CheckpointError: They differ: the model would compute with another head.
         """
-        # rows beyond the stored ones stay equal to the embedding's
         head = {} if embedding is None else {OUTPUT: embedding.clone()}
-        storage.read_tensors(
-            self.path.parent,
-            self.path.name,
-            into=head,
-            group=self.group,
-            may_grow=(OUTPUT,) if EMBEDDING in self.filter.may_grow else (),
-        )
+        place, grows = (self.path.parent, self.path.name), self.filter.may_grow
+        storage.read_tensors(*place, into=head, group=self.group, may_grow=grows)
         same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
         found = on_every_rank(lambda: (embedding is not None, same), group=self.group)
         if not (any(held for held, _ in found) and all(equal for _, equal in found)):

@@ -236,8 +236,7 @@ def _start_from_own(
     elif already_excluded:
         # what they reset has been trained since; resetting it again would lose that
         logger.info(
-            "checkpoint.exclude_from_loading was applied before %s was saved, and is not again",
-            own,
+            "checkpoint.exclude_from_loading was applied before %s was saved, and is not again", own
         )
         exclude = ()
     elif "train_state" in exclude:

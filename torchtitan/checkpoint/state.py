@@ -63,11 +63,13 @@ class RunState:
     progress: Progress
     more: Mapping[str, Tensor] = field(default_factory=dict)
     """Replicated tensors saved in train_state."""
+    model_state: Mapping[str, Any] = field(default_factory=lambda: MODEL_STATE)
+    """State stored with the weights."""
 
     def components(self) -> dict[str, Component]:
         """Return the current state. Tensors are not copied."""
         return {
-            "model": Component(tensors=model_tensors(self.model), state=MODEL_STATE),
+            "model": Component(tensors=model_tensors(self.model), state=self.model_state),
             "optimizer": Component(tensors=optimizer_tensors(self.model, self.optimizer)),
             "lr_scheduler": Component(state=self.lr_settings),
             "dataloader": Component(state=self.loader.state_dict()),

@@ -344,16 +344,16 @@ def read_manifest(checkpoint: Path) -> StoredJSON:
     return manifest
 
 
-def stored_names(
+def stored_shapes(
     checkpoint: Path, component: str, *, group: dist.ProcessGroup | None
-) -> dict[str, bool]:
-    """Return the entries of a component by name, and whether each is a tensor."""
+) -> dict[str, Shape | None]:
+    """Return the shapes of a component's entries by name; None for one that is not a tensor."""
 
-    def names() -> dict[str, bool]:
+    def shapes() -> dict[str, Shape | None]:
         stored = read_metadata(checkpoint / component).state_dict_metadata
-        return {name: is_tensor(entry) for name, entry in stored.items()}
+        return {name: _shape_and_dtype(entry)[0] for name, entry in stored.items()}
 
-    return on_first_rank(names, group=group)
+    return on_first_rank(shapes, group=group)
 
 
 def read_tensors(
@@ -375,7 +375,7 @@ def read_tensors(
         into: Tensors to fill, by name.
         group: Ranks that load together. None: this process only.
         may_skip: Whether a stored tensor that is not in `into` may stay unread.
-        may_grow: Tensors that may be stored with fewer rows. Further rows keep their values.
+        may_grow: Tensors that may be stored with fewer rows (`growth.py` fills the others).
         rope_head_dim: Head width of a tensor that is stored in the half-split order (`rows.py`),
             None if it has the interleaved order.
         remedy: What to do if names, shapes or types differ.
@@ -400,6 +400,10 @@ def read_tensors(
 
     on_every_rank(open_component, group=group)
     fill(into, reader=readers[0], group=group)
+    if may_grow:
+        from torchtitan.checkpoint.growth import fill_new_rows
+
+        fill_new_rows(into, may_grow=may_grow, reader=readers[0], group=group)
 
 
 def _shape_and_dtype(entry: Any) -> tuple[Shape | None, str]:
@@ -443,7 +447,7 @@ def check_match(
             continue
         if name in may_grow and stored_shape[1:] == shape[1:] and stored_shape[0] < shape[0]:
             grown[name] = shape
-            text = "%s: %d rows come from %s, %d rows keep their initial values"
+            text = "%s: %d rows come from %s, %d new rows start near their mean"
             logger.info(text, name, stored_shape[0], place, shape[0] - stored_shape[0])
         elif stored_shape != shape:
             shapes.append(f"{spell(name)} has shape {list(stored_shape)}, not {list(shape)}")

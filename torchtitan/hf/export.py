@@ -27,8 +27,10 @@ from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import HashingFile, write_json
+from torchtitan.checkpoint.growth import stored_base_rows
 from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor
 from torchtitan.checkpoint.rows import to_their_rows
+from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.checkpoint.storage import commit, draft_of
 from torchtitan.hf.config import find_inexpressible, new_config
 from torchtitan.hf.names import (
@@ -41,7 +43,7 @@ from torchtitan.hf.names import (
     WEIGHTS,
     Names,
 )
-from torchtitan.hf.peft import AdapterExport
+from torchtitan.hf.peft import AdapterExport, describe_new_rows, new_rows_to_hf
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 from torchtitan.models.spec import EACH
 
@@ -68,6 +70,8 @@ class HFExport:
     """Largest size of a file of weights, unless it has only one tensor."""
     adapter: AdapterExport | None = None
     """How LoRA adapters in the checkpoint are written."""
+    num_tokens: int | None = None
+    """Number of ids of the tokenizer in `files`. None: there is none."""
     card: Callable[[Path], str] | None = None
     """Returns the model card, given the checkpoint. None: no card."""
 
@@ -96,8 +100,8 @@ class PlannedTensor:
     """Name in the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    index: int | None = None
-    """Index along the parameter's first dimension. None: the full parameter."""
+    index: int | slice | None = None
+    """Index, or rows, along the parameter's first dimension. None: the full parameter."""
 
     @property
     def num_bytes(self) -> int:
@@ -133,7 +137,7 @@ def export(
         reader = TensorReader(checkpoint / "model")
         check_names(checkpoint, reader.entries, settings=settings)
         reader.check_whole(reader.entries)
-        return plan_files(reader, settings=settings)
+        return plan_files(reader, settings=settings, base_rows=stored_base_rows(checkpoint))
 
     def prepare() -> None:
         if draft.exists():  # from a process that died
@@ -172,15 +176,26 @@ def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport
         raise CheckpointError(f"{checkpoint} cannot be exported to Hugging Face: {problem}")
 
 
-def plan_files(reader: TensorReader, *, settings: HFExport) -> Plan:
-    """Distribute the tensors over files, in the order of the model."""
+def plan_files(reader: TensorReader, *, settings: HFExport, base_rows: int | None = None) -> Plan:
+    """Distribute the tensors over files, in the order of the model.
+
+    Args:
+        reader: The checkpoint's weights.
+        settings: Contents of the folder.
+        base_rows: Vocabulary rows of the base: an adapter has the others. None: has no others.
+    """
     files: Plan = [[]]
     size = 0
     limit = math.inf if settings.adapter_only else settings.max_file_bytes  # PEFT reads one file
     for parameter in sorted(reader.entries, key=_layer_order):
-        if settings.is_adapter(parameter) != settings.adapter_only:
+        entry = reader.entries[parameter]
+        if settings.is_adapter(parameter) == settings.adapter_only:
+            tensors = _plan_tensors(parameter, entry, settings=settings)
+        elif settings.adapter_only and parameter in VOCABULARY and base_rows is not None:
+            tensors = _plan_new_rows(parameter, entry, settings=settings, first=base_rows)
+        else:
             continue
-        for tensor in _plan_tensors(parameter, reader.entries[parameter], settings=settings):
+        for tensor in tensors:
             if files[-1] and size + tensor.num_bytes > limit:
                 files.append([])
                 size = 0
@@ -214,6 +229,27 @@ def _plan_tensors(parameter: str, entry: Any, *, settings: HFExport) -> list[Pla
             index=index,
         )
         for index in range(shape[0])
+    ]
+
+
+def _plan_new_rows(
+    parameter: str, entry: Any, *, settings: HFExport, first: int
+) -> list[PlannedTensor]:
+    """Return the tensor of the rows from `first` on, without those that no id of a token has."""
+    # PEFT resizes the base to the tokenizer beside the adapter
+    num_rows, width = entry.size
+    last = num_rows if settings.num_tokens is None else min(num_rows, settings.num_tokens)
+    if last <= first:
+        return []
+    names, dtype = settings.names, settings.dtype or entry.properties.dtype
+    return [
+        PlannedTensor(
+            parameter=parameter,
+            name=new_rows_to_hf(parameter, names=names),
+            shape=(last - first, width),
+            dtype=names.stored_dtype(parameter, dtype),
+            index=slice(first, last),
+        )
     ]
 
 
@@ -277,6 +313,8 @@ def _write_other_files(checkpoint: Path, target: Path, plan: Plan, *, settings: 
     if settings.adapter is not None and settings.adapter_only:
         names = [tensor.name for tensor in tensors]
         content = settings.adapter.config(names, num_layers=architecture.num_layers)
+        new_rows = {t.name: t.index for t in tensors if isinstance(t.index, slice)}
+        content |= describe_new_rows(new_rows)
         write_json(draft / ADAPTER_CONFIG, content)
     else:
         format, dtype = settings.names.format, tensors[0].dtype

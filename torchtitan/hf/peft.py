@@ -2,12 +2,16 @@
 
 PEFT stores an adapter as one safetensors file and a small JSON file. B has the rows of its weight,
 so its row order changes with that of the weight.
+
+New rows of the vocabulary, which the base lacks, are stored as PEFT's trainable tokens: their
+values and, in the JSON file, their ids. AutoPeftModelForCausalLM resizes the base to the tokenizer
+in the folder before it loads them; PeftModel needs a base that is resized already.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +22,7 @@ from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.hf.names import Names
 
 _PREFIX = "base_model.model."
+_NEW_ROWS = "token_adapter.trainable_tokens_delta"  # values, not differences
 _ENDINGS = {DOWN: "lora_A.weight", UP: "lora_B.weight"}
 
 
@@ -82,3 +87,17 @@ class AdapterExport:
             "inference_mode": True,
             "target_modules": [*sorted(in_all_layers), *single],
         }
+
+
+def new_rows_to_hf(weight: str, *, names: Names) -> str:
+    """Return PEFT's name of the new rows of an embedding or output head."""
+    return f"{_PREFIX}{names.to_hf(weight).removesuffix('weight')}{_NEW_ROWS}"
+
+
+def describe_new_rows(new_rows: Mapping[str, slice]) -> dict[str, Any]:
+    """Return the entries of adapter_config.json about new rows, given the rows of each tensor."""
+    ids = {
+        name.removesuffix(f".{_NEW_ROWS}").rpartition(".")[2]: list(range(rows.start, rows.stop))
+        for name, rows in new_rows.items()
+    }
+    return {"trainable_token_indices": ids} if ids else {}

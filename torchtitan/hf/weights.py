@@ -8,7 +8,7 @@ scales in float32 and rounded once, to the type of the parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.growth import fill_new_rows
 from torchtitan.checkpoint.reader import PieceReader, fill
 from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.hf.names import Names, Slot
@@ -162,9 +163,9 @@ class HFWeights:
     """Ranks that read together. None: this process only."""
     open_tensor: OpenTensor = open_slice
 
-    def names(self) -> Collection[str]:
-        """Return the names of all tensors."""
-        return self.tensors.keys()
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all tensors."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill parameters in place, each in its own type.
@@ -172,11 +173,13 @@ class HFWeights:
         Raises:
             CheckpointError: A file is missing or damaged.
         """
-        wanted = self.filter.wanted(into, names=self.names)
+        wanted = self.filter.wanted(into, names=self.shapes)
         reader = _HFReader(self)
         reader.grow({name: tensor.shape for name, tensor in wanted.items()})
         reader.read_half_split_rope({name: t.rope_head_dim for name, t in reader.stored.items()})
         fill(wanted, reader=reader, group=self.group)
+        if grows := self.filter.may_grow:
+            fill_new_rows(wanted, may_grow=grows, reader=reader, group=self.group)
 
 
 class _HFReader(PieceReader):

@@ -123,6 +123,7 @@ def _settings(
         initial_load_path=str((run / own.local_folder).resolve()),
         initial_load_model_only=False,
         load_step=saved,
+        grow_vocab=own.grow_vocab,  # beside an adapter: which rows are trained
         # what a start leaves out it leaves out once
         exclude_from_loading=own.exclude_from_loading
         if own.mode == "continue" and any(row["step"] == saved for row in starts)
@@ -152,6 +153,7 @@ def _settings(
         profiling=ProfilingConfig(),
         validation=ValidationConfig(holdout_fraction=config.validation.holdout_fraction),
         checkpoint=start,
+        lora=replace(config.lora, export_format="merged"),  # it exports nothing
         lr_scheduler=replace(config.lr_scheduler, total_steps=total),
         training=replace(
             config.training,
