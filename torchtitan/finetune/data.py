@@ -43,7 +43,7 @@ from torchtitan.data.sampler import Permutation
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, find_template
-from torchtitan.finetune.encoder import Encoder
+from torchtitan.finetune.encoder import Encoder, WrittenSpecialTokenError
 from torchtitan.finetune.examples import Example, check_has_rows, read_examples
 from torchtitan.finetune.synthetic import SyntheticExamples
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # parts of fingerprints: raise them if the same examples get other tokens or samples
-FORMAT, ORDER = "examples 2", "1"
+FORMAT, ORDER = "examples 3", "1"
 PACKING_WINDOW = 1 << 14
 ENCODED_AT_ONCE = 64
 
@@ -131,16 +131,16 @@ def build_examples(
     Raises:
         DataError: Examples or the template are missing or wrong, or no example has an answer.
     """
-    path = tokenizer_path
-    template = find_template(training.chat_template, tokenizer=tokenizer, tokenizer_path=path)
+    encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=tokenizer_path)
     source = find_examples(training, held_out=held_out, once=once)
-    template_hash = _hash(template)
+    template_hash, special = _hash(encoder.template), training.special_tokens_in_examples
+    decides = [FORMAT, tokenizer.fingerprint, template_hash, special]
     examples, encoded = cached(
-        [FORMAT, tokenizer.fingerprint, template_hash, source.name, once(source.identity)],
+        [*decides, source.name, once(source.identity)],
         name=source.name,
         cache=training.dataset_cache,
         vocab_size=2 * tokenizer.vocab_size,
-        write=lambda writer: _encode(source, Encoder(tokenizer, template), writer=writer),
+        write=lambda writer: _encode(source, encoder, writer=writer),
     )
     content = examples.content_hash()
     part = holdout.fingerprint() if holdout else {}
@@ -169,6 +169,16 @@ def build_examples(
             "seed": str(seed),
         },
     )
+
+
+def build_encoder(
+    training: TrainingConfig, *, tokenizer: Tokenizer, tokenizer_path: str
+) -> Encoder:
+    """Return what encodes the examples of `[training]`; raise DataError for a wrong template."""
+    template = find_template(
+        training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
+    )
+    return Encoder(tokenizer, template, special_tokens=training.special_tokens_in_examples)
 
 
 def find_examples(
@@ -202,11 +212,14 @@ def _encode(
 ) -> dict[str, Any]:
     """Write the numbers of all examples with an answer; return notes about them."""
     num_skipped = 0
-    for _, row in encode_all(source, encoder):
-        if row is None:
-            num_skipped += 1
-        else:
-            writer.add(row, ends_document=True)
+    try:
+        for _, row in encode_all(source, encoder):
+            if row is None:
+                num_skipped += 1
+            else:
+                writer.add(row, ends_document=True)
+    except WrittenSpecialTokenError as error:
+        raise count_written(source, encoder) from error
     if not writer.num_documents:
         got = f"{plural(num_skipped, 'example')} without one" if num_skipped else "only blank lines"
         raise DataError(
@@ -218,7 +231,21 @@ def _encode(
         "num_examples": writer.num_documents + num_skipped,
         "without_answer": num_skipped,
         "without_end": encoder.num_without_end,
+        "unread_keys": dict(encoder.unread_keys),
     }
+
+
+def count_written(source: FileExamples | SyntheticExamples, encoder: Encoder) -> DataError:
+    """Return the error for the examples whose text names a special token, with their number."""
+    named = ((example.where, encoder.written_token(example)) for example in source.examples())
+    found = [(where, name) for where, name in named if name is not None]
+    where, name = found[0]
+    rule = (
+        f'must be "encode" if special tokens in the text of examples are meant as tokens, got '
+        f'"refuse"; else remove them. {plural(len(found), "example")} of {source.name} '
+        f"{'has' if len(found) == 1 else 'have'} some, {where} the first: {name!r}"
+    )
+    return DataError.at("special_tokens_in_examples", rule)
 
 
 def _plan(
@@ -301,6 +328,9 @@ def _log(encoded: Mapping[str, Any], planned: Mapping[str, Any], training: Train
             num_cut,
             plural(seq_len, "token"),
         )
+    if unread := encoded["unread_keys"]:
+        named = ", ".join(f"{key!r} in {plural(num, 'message')}" for key, num in unread.items())
+        logger.warning("%s: nothing reads these keys of messages: %s", encoded["source"], named)
     if encoded["without_end"]:
         logger.warning(
             "The chat template's {%% generation %%} tags leave out the token that ends the turn in "
