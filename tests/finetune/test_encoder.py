@@ -16,14 +16,24 @@ from tests.finetune.chats import CHAT, CHATML, write_lines, write_tokenizer
 from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer, encode_with_special
 from torchtitan.finetune.chat import Conversation, find_template
-from torchtitan.finetune.encoder import Encoder, WrittenSpecialTokenError, overlaps_spans
-from torchtitan.finetune.examples import Completion, check_has_rows, read_examples
+from torchtitan.finetune.encoder import (
+    Encoder,
+    WrittenSpecialTokenError,
+    is_answered,
+    overlaps_spans,
+)
+from torchtitan.finetune.examples import Completion, Example, check_has_rows, read_examples
 
 BYTE = ByteTokenizer()
 
 
 def encoder() -> Encoder:
     return Encoder(BYTE, find_template(None, tokenizer=BYTE, tokenizer_path="byte"))
+
+
+def labelled(encoder: Encoder, examples: list[Example]) -> list[tuple[list[int], list[bool]]]:
+    rows = encoder.encode(examples)
+    return [((row >> 1).tolist(), (row & 1).astype(bool).tolist()) for row in rows]
 
 
 def say(role: str, content: object) -> dict[str, object]:
@@ -68,7 +78,8 @@ def test_a_completion_is_learnt_with_its_end() -> None:
     ],
 )
 def test_nothing_to_learn(example: Conversation | Completion) -> None:
-    assert encoder().encode([example]) == [None]
+    [row] = encoder().encode([example])
+    assert not is_answered(row)
 
 
 def test_a_token_of_two_is_the_answers() -> None:
@@ -201,18 +212,18 @@ def test_special_tokens_that_are_meant(tmp_path: Path) -> None:
     assert completion.endswith("<|im_end|>\n")
     encoder = Encoder(tokenizer, template, special_tokens="encode")
     text = Completion(prompt, completion.removesuffix("\n"), "here")
-    (oracle, trained), (ids, labelled) = encoder.label([chat, text])
+    (oracle, trained), (ids, learnt) = labelled(encoder, [chat, text])
     end = tokenizer.eos_id
     # after the answer the template writes a line end, and a completion has an end token
-    assert ids.tolist() == [*oracle[:-1], end]
-    assert labelled.tolist() == [*trained[:-1], True]
+    assert ids == [*oracle[:-1], end]
+    assert learnt == [*trained[:-1], True]
     # an end token that is written is not added
     for tail in ("<|end|>", "<|end|>\n"):
-        [(ids, _)] = encoder.label([Completion("a", f"b{tail}", "here")])
-        assert ids.tolist().count(end) == 1
+        [(ids, _)] = labelled(encoder, [Completion("a", f"b{tail}", "here")])
+        assert ids.count(end) == 1
     quoted = [CHAT[0], {"role": "assistant", "content": "a<|end|>b"}]
-    [(ids, labelled)] = encoder.label([Conversation(quoted, None, "here")])
-    assert labelled[ids.tolist().index(end)]
+    [(ids, learnt)] = labelled(encoder, [Conversation(quoted, None, "here")])
+    assert learnt[ids.index(end)]
 
 
 @pytest.mark.parametrize("setting", ["refuse", "encode"])
@@ -222,16 +233,16 @@ def test_a_prompt_begins_as_in_inference(
     folder = write_tokenizer(tmp_path, begins=True)
     tokenizer, oracle = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
     encoder = Encoder(tokenizer, None, special_tokens=setting)
-    rows = encoder.label([Completion(prompt, " then", "here") for prompt in ("the user", "")])
+    rows = labelled(encoder, [Completion(prompt, " then", "here") for prompt in ("the user", "")])
     for prompt, (ids, trained) in zip(("the user", ""), rows, strict=True):
         given = oracle(prompt)["input_ids"]
-        assert ids[: len(given)].tolist() == given
+        assert ids[: len(given)] == given
         assert given[0] == tokenizer.special_tokens["<|begin|>"]
-        assert trained.tolist() == [i >= len(given) for i in range(len(ids))]
+        assert trained == [i >= len(given) for i in range(len(ids))]
     if setting == "encode":  # written already
-        [(written, _)] = encoder.label([Completion("<|begin|>the user", " then", "here")])
-        assert written.tolist() == rows[0][0].tolist()
-    assert encoder.encode([Completion("", "then", "here")])[0] is not None
+        [(written, _)] = labelled(encoder, [Completion("<|begin|>the user", " then", "here")])
+        assert written == rows[0][0]
+    assert is_answered(encoder.encode([Completion("", "then", "here")])[0])
 
 
 def test_who_puts_a_token_before_a_text(tmp_path: Path) -> None:

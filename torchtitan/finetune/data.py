@@ -25,7 +25,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,12 @@ from torchtitan.data.sampler import Permutation
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, find_template
-from torchtitan.finetune.encoder import Encoder, WrittenSpecialTokenError
+from torchtitan.finetune.encoder import (
+    Encoder,
+    Numbers,
+    WrittenSpecialTokenError,
+    is_answered,
+)
 from torchtitan.finetune.examples import Example, check_has_rows, read_examples
 from torchtitan.finetune.synthetic import SyntheticExamples
 
@@ -54,6 +59,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # parts of fingerprints: raise them if the same examples get other tokens or samples
 FORMAT, ORDER = "examples 3", "1"
+Fate = Literal["kept", "cut", "without an answer", "without one within seq_len", "too long"]
+"""What becomes of an example: all but the first two are left out."""
 PACKING_WINDOW = 1 << 14
 ENCODED_AT_ONCE = 64
 
@@ -191,13 +198,32 @@ def find_examples(
     return FileExamples(tuple(file for files in found for file in files))
 
 
-def encode_all(
+def label_all(
     source: FileExamples | SyntheticExamples, encoder: Encoder
-) -> Iterator[tuple[Example, npt.NDArray[np.int64] | None]]:
-    """Yield each example with its numbers, None if nothing in it is trained on."""
+) -> Iterator[tuple[Example, Numbers]]:
+    """Yield each example with its numbers.
+
+    Raises:
+        DataError: An example or the template is wrong, or examples name special tokens.
+    """
     examples = source.examples()
-    while batch := [*islice(examples, ENCODED_AT_ONCE)]:
-        yield from zip(batch, encoder.encode(batch), strict=True)
+    try:
+        while batch := [*islice(examples, ENCODED_AT_ONCE)]:
+            yield from zip(batch, encoder.encode(batch), strict=True)
+    except WrittenSpecialTokenError as error:
+        raise count_written(source, encoder) from error
+
+
+def fate_of(row: npt.NDArray[Any], training: TrainingConfig) -> Fate:
+    """Return what becomes of an example with these numbers."""
+    if not is_answered(row):
+        return "without an answer"
+    is_long = len(row) > training.seq_len + 1
+    if is_long and training.long_examples == "skip":
+        return "too long"
+    if not is_answered(row[: training.seq_len + 1]):
+        return "without one within seq_len"
+    return "cut" if is_long else "kept"
 
 
 def _hash(template: ChatTemplate | None) -> str:
@@ -212,14 +238,11 @@ def _encode(
 ) -> dict[str, Any]:
     """Write the numbers of all examples with an answer; return notes about them."""
     num_skipped = 0
-    try:
-        for _, row in encode_all(source, encoder):
-            if row is None:
-                num_skipped += 1
-            else:
-                writer.add(row, ends_document=True)
-    except WrittenSpecialTokenError as error:
-        raise count_written(source, encoder) from error
+    for _, row in label_all(source, encoder):
+        if is_answered(row):
+            writer.add(row, ends_document=True)
+        else:
+            num_skipped += 1
     if not writer.num_documents:
         got = f"{plural(num_skipped, 'example')} without one" if num_skipped else "only blank lines"
         raise DataError(
@@ -268,15 +291,13 @@ def _plan(
         if holdout is not None and not holdout.selects(row):
             counts["other_side"] += 1
             continue
-        if len(row) > seq_len + 1:
-            counts["too_long"] += 1
-            if training.long_examples == "skip":
-                continue
-            row = row[: seq_len + 1]
-        if not (num_labels := int((row[1:] & 1).sum())):
-            counts["answer_cut_off"] += 1
+        fate = fate_of(row, training)
+        counts["too_long"] += len(row) > seq_len + 1
+        counts["answer_cut_off"] += fate == "without one within seq_len"
+        if fate not in ("kept", "cut"):
             continue
-        counts["num_labels"] += num_labels
+        row = row[: seq_len + 1]
+        counts["num_labels"] += int((row[1:] & 1).sum())
         indices.append(index)
         lengths.append(len(row) - 1)
     num_selected = examples.num_documents - counts["other_side"]
@@ -328,14 +349,19 @@ def _log(encoded: Mapping[str, Any], planned: Mapping[str, Any], training: Train
             num_cut,
             plural(seq_len, "token"),
         )
-    if unread := encoded["unread_keys"]:
-        named = ", ".join(f"{key!r} in {plural(num, 'message')}" for key, num in unread.items())
-        logger.warning("%s: nothing reads these keys of messages: %s", encoded["source"], named)
-    if encoded["without_end"]:
+    warn_of_encoded(encoded["source"], encoded["without_end"], encoded["unread_keys"])
+
+
+def warn_of_encoded(name: str, num_without_end: int, unread_keys: Mapping[str, int]) -> None:
+    """Warn of what the template leaves out of examples; see `Encoder`."""
+    if unread_keys:
+        named = ", ".join(f"{k!r} in {plural(num, 'message')}" for k, num in unread_keys.items())
+        logger.warning("%s: nothing reads these keys of messages: %s", name, named)
+    if num_without_end:
         logger.warning(
             "The chat template's {%% generation %%} tags leave out the token that ends the turn in "
             "%s: the model will not learn to stop; move {%% endgeneration %%} after it",
-            plural(encoded["without_end"], "example"),
+            plural(num_without_end, "example"),
         )
 
 

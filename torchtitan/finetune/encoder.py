@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ from torchtitan.finetune.examples import Completion, Example, strings_in
 
 READ_HERE = ("role", "content", "weight", "train")
 """Keys of messages that have a meaning whatever the template reads."""
+Numbers = npt.NDArray[np.int64]
+"""2 * id + 1 for each token that is trained on, 2 * id for each other."""
 Labelled = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """Token ids, and which of them are trained on."""
 
@@ -70,8 +72,8 @@ class Encoder:
         self.num_without_end = 0
         self.unread_keys: Counter[str] = Counter()
 
-    def encode(self, examples: Sequence[Example]) -> list[npt.NDArray[np.int64] | None]:
-        """Return the numbers of each example, None if nothing in it is trained on.
+    def encode(self, examples: Sequence[Example]) -> list[Numbers]:
+        """Return the numbers of each example.
 
         The tokenizer encodes the texts of many examples on all cores.
 
@@ -79,21 +81,14 @@ class Encoder:
             DataError: A conversation has no template.
             WrittenSpecialTokenError: An example names a special token.
         """
-        # the first token is never a label
-        return [
-            2 * ids + trained if trained[1:].any() else None
-            for ids, trained in self.label(examples)
-        ]
-
-    def label(self, examples: Sequence[Example]) -> list[Labelled]:
-        """Return the tokens and labels of each example; raises as `encode`."""
         chats = [example for example in examples if isinstance(example, Conversation)]
         completions = [example for example in examples if isinstance(example, Completion)]
         rows = {
             Conversation: iter(self._conversations(chats) if chats else ()),
             Completion: iter(self._completions(completions) if completions else ()),
         }
-        return [next(rows[type(example)]) for example in examples]
+        labelled = (next(rows[type(example)]) for example in examples)
+        return [2 * ids + trained for ids, trained in labelled]
 
     def encode_prompt(self, question: Conversation) -> list[int]:
         """Return the token ids after which the model writes the next answer."""
@@ -158,6 +153,11 @@ class Encoder:
             texts = [*strings_in([*example.messages, *(example.tools or ())])]
         found = (self._forbidden.search(text) for text in texts)
         return next((one[0] for one in found if one), None)
+
+
+def is_answered(row: npt.NDArray[Any]) -> bool:
+    """Return whether anything in the numbers of an example is trained on."""
+    return bool((row[1:] & 1).any())  # the first token is never a label
 
 
 def with_begin(ids: Sequence[int], *, begin_ids: Sequence[int]) -> list[int]:

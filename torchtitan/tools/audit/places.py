@@ -24,7 +24,8 @@ from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.finetune.data import ExampleSource, build_encoder, encode_all, find_examples
+from torchtitan.finetune.data import ExampleSource, build_encoder, find_examples, label_all
+from torchtitan.finetune.encoder import is_answered
 from torchtitan.job import Config, own_sections
 
 StoreKey = tuple[int, int]
@@ -177,8 +178,8 @@ class Places:
             return
         training, path = self.config.training, self.config.model.tokenizer_path
         encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
-        encoded = encode_all(examples, encoder)
-        yield from (example.where for example, row in encoded if row is not None)
+        encoded = label_all(examples, encoder)
+        yield from (example.where for example, row in encoded if is_answered(row))
 
     def find(self, name: str) -> list[tuple[StoreKey, int]]:
         """Return the documents that are, or lie in, what `name` says: a file, FILE:ROW, or what
