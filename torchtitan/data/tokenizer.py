@@ -21,7 +21,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -300,16 +300,15 @@ class HuggingFaceTokenizer:
         self.eos_id = vocabulary[_find_end_token(file, vocabulary, config=self._config)]
         decides = self._content + f"{self.eos_id}{self._beside}".encode()
         self.fingerprint = hashlib.sha256(decides).hexdigest()
-        # what the post-processor of the file puts before a text
-        plain, whole = self.encode("a"), self._tokenizer.encode("a").ids
-        self.begin_ids = whole[: whole.index(plain[0])] if plain else []
-        # some put a space before every text that they are given, so also before every piece
+        self.begin_ids: list[int] = []
+        self.encodes_pieces = False
         pieces = ("one", " two\n", "three")
-        try:
+        with suppress(DataError):  # words that it does not know, and no token for unknown ones
+            plain, whole = self.encode(pieces[0]), self._tokenizer.encode(pieces[0]).ids
+            self.begin_ids = whole[: whole.index(plain[0])] if plain else []  # post-processor's
+            # some put a space before every text that they are given, so also before every piece
             parts = [i for piece in pieces for i in self.encode(piece)]
             self.encodes_pieces = self.encode("".join(pieces)) == parts
-        except DataError:  # words that it does not know, and no token for unknown ones
-            self.encodes_pieces = False
 
     def _load(self, *, reads_special: bool) -> Any:
         import tokenizers
