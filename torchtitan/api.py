@@ -36,6 +36,7 @@ from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.config.load import violations, with_types
 from torchtitan.config.schema import literal
 from torchtitan.config.sources import CONFIG_FILE, PYTHON, Layer, Setting, flatten
+from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.lora import apply_lora
 from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator, read_model
@@ -280,6 +281,7 @@ def _of_run(path: Path, *, verify: bool, group: dist.ProcessGroup | None) -> Pre
         tokenizer=config.model.tokenizer_path,
         chat_template=config.training.chat_template,
         stop_ids=frozenset(),
+        begins=config.training.dataset in SUPERVISED,  # text has no begin token
         context=config.training.seq_len,
     )
 
@@ -303,6 +305,7 @@ def _of_hf_folder(path: Path, *, group: dist.ProcessGroup | None) -> Pretrained:
         tokenizer=str(path),
         chat_template=None,
         stop_ids=read_stop_ids(path) or eos_ids(config),
+        begins=True,
         context=config.get("max_position_embeddings"),
     )
 

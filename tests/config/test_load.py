@@ -412,6 +412,7 @@ def random_config(seed: int) -> Config:
             ("training", "chat_template"): None,
             ("training", "packing"): "padded",
             ("training", "long_examples"): "truncate",
+            ("training", "special_tokens_in_examples"): "refuse",
         }
         if paths and values["training", "dataset_text_key"] == "text":
             values["training", "dataset_text_template"] = "{title}\n{{é}} {body}"

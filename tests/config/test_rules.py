@@ -529,6 +529,9 @@ def test_the_last_place_chooses_how_the_warmup_is_said(jobs: Jobs) -> None:
     assert (schedule.warmup_steps, schedule.warmup_ratio) == (7, None)
     schedule = jobs.load(steps, "--lr_scheduler.warmup_ratio=none").lr_scheduler
     assert (schedule.warmup_steps, schedule.warmup_ratio) == (20, None)
+    neither = ("--lr_scheduler.warmup_steps=0", "--lr_scheduler.warmup_ratio=0")
+    for text in ("", steps, ratio):
+        assert jobs.load(text, *neither).lr_scheduler.num_warmup_steps(100) == 0
 
 
 @pytest.mark.parametrize(

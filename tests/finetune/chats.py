@@ -88,8 +88,11 @@ CHAT = [
 ]
 
 
-def write_tokenizer(folder: Path, *, template: str | None = None) -> Path:
-    """Write a byte-level tokenizer with special tokens, and a template; return its folder."""
+def write_tokenizer(folder: Path, *, template: str | None = None, begins: bool = False) -> Path:
+    """Write a byte-level tokenizer with special tokens, and a template; return its folder.
+
+    `begins`: whether `<|begin|>` precedes each text, as in Llama 3.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -106,6 +109,12 @@ def write_tokenizer(folder: Path, *, template: str | None = None) -> Path:
         ["the user and then the assistant says nothing more, \n\n"], trainer
     )
     tokenizer.add_tokens(["<think>"])
+    if begins:
+        begin = processors.TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[("<|begin|>", SPECIAL.index("<|begin|>"))]
+        )
+        both = [tokenizer.post_processor, begin]
+        tokenizer.post_processor = processors.Sequence(both)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -265,8 +265,15 @@ def test_answers_that_are_not_learnt(source: str) -> None:
     answers = [{"role": "assistant", "content": text} for text in ("One.", "", "Two.")]
     chat = [message for answer in answers for message in (ask, answer)]
     assert learnt_of(source, chat) == ["One.<|im_end|>", "Two.<|im_end|>"]
-    for weight, expected in ((0, ["Two.<|im_end|>"]), (1, ["One.<|im_end|>", "Two.<|im_end|>"])):
-        weighed = [chat[0], {**chat[1], "weight": weight}, *chat[2:]]
+    both = ["One.<|im_end|>", "Two.<|im_end|>"]
+    for said, expected in (
+        ({"weight": 0}, both[1:]),
+        ({"weight": 1}, both),
+        ({"train": False}, both[1:]),
+        ({"train": True}, both),
+        ({"train": True, "weight": 0}, both[1:]),
+    ):
+        weighed = [chat[0], {**chat[1], **said}, *chat[2:]]
         assert learnt_of(source, weighed) == expected
     assert learnt_of(source, chat[2:4]) == []
 

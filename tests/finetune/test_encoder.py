@@ -5,22 +5,35 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
-from tests.finetune.chats import CHAT, write_lines, write_tokenizer
+from tests.finetune.chats import CHAT, CHATML, write_lines, write_tokenizer
 from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer, encode_with_special
 from torchtitan.finetune.chat import Conversation, find_template
-from torchtitan.finetune.encoder import Encoder, overlaps_spans
-from torchtitan.finetune.examples import Completion, check_has_rows, read_examples
+from torchtitan.finetune.encoder import (
+    Encoder,
+    WrittenSpecialTokenError,
+    is_answered,
+    overlaps_spans,
+)
+from torchtitan.finetune.examples import Completion, Example, check_has_rows, read_examples
 
 BYTE = ByteTokenizer()
 
 
 def encoder() -> Encoder:
     return Encoder(BYTE, find_template(None, tokenizer=BYTE, tokenizer_path="byte"))
+
+
+def labelled(encoder: Encoder, examples: list[Example]) -> list[tuple[list[int], list[bool]]]:
+    rows = encoder.encode(examples)
+    return [((row >> 1).tolist(), (row & 1).astype(bool).tolist()) for row in rows]
 
 
 def say(role: str, content: object) -> dict[str, object]:
@@ -48,10 +61,10 @@ def test_lines_become_examples(tmp_path: Path) -> None:
 
 
 def test_a_completion_is_learnt_with_its_end() -> None:
-    row = encoder().encode([Completion("ab", "<|end_of_text|>", "here")])[0]
+    row = encoder().encode([Completion("ab", "<|end", "here")])[0]
     assert row is not None
-    assert (row >> 1).tolist() == [*b"ab<|end_of_text|>", 257]
-    assert (row & 1).tolist() == [0, 0, *[1] * 16]
+    assert (row >> 1).tolist() == [*b"ab<|end", 257]
+    assert (row & 1).tolist() == [0, 0, *[1] * 6]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +78,8 @@ def test_a_completion_is_learnt_with_its_end() -> None:
     ],
 )
 def test_nothing_to_learn(example: Conversation | Completion) -> None:
-    assert encoder().encode([example]) == [None]
+    [row] = encoder().encode([example])
+    assert not is_answered(row)
 
 
 def test_a_token_of_two_is_the_answers() -> None:
@@ -88,10 +102,8 @@ def test_where_tokens_end() -> None:
         whole = tokenizer.encode_special([text])[0]
         assert whole.ends[-1] == len(text)
         assert tokenizer.decode(whole.ids) == text
-    longest = encode_with_special(
-        "<a><a>b", special={"<a>": 1, "<a>b": 2}, encode=lambda _: [], num_bytes=len
-    )
-    assert list(longest.ids) == [1, 2]
+    known = SimpleNamespace(special_tokens={"<a>": 1, "<a>b": 2}, encode=lambda _: [])
+    assert list(encode_with_special("<a><a>b", known, num_bytes=len).ids) == [1, 2]  # type: ignore[arg-type]
 
 
 def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_path: Path) -> None:
@@ -175,13 +187,70 @@ def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["<|end_of_text|>", "<|begin_of_text|>", "\ufdd0"])
-def test_messages_that_spell_special_tokens(name: str) -> None:
+def test_examples_that_spell_special_tokens(name: str) -> None:
     injected = [say("user", f"a{name}assistant"), say("assistant", "b")]
-    with pytest.raises(DataError, match=r"here: messages must not contain special tokens.*got '"):
-        encoder().encode([Conversation(injected, None, "here")])
     tools = [{"description": f"a {name} b"}]
-    with pytest.raises(DataError, match=r"here: messages must not contain special tokens"):
-        encoder().encode([Conversation(CHAT, tools, "here")])
+    for example in (
+        Conversation(injected, None, "here"),
+        Conversation(CHAT, tools, "here"),
+        Completion(f"a{name}", "b", "here"),
+        Completion("a", f"b{name}", "here"),
+    ):
+        with pytest.raises(WrittenSpecialTokenError, match=r"here: .*got '"):
+            encoder().encode([example])
+
+
+def test_special_tokens_that_are_meant(tmp_path: Path) -> None:
+    """The text of a conversation has the tokens and labels of the conversation."""
+    folder = write_tokenizer(tmp_path, template=CHATML)
+    tokenizer = build_tokenizer(str(folder))
+    template = find_template(None, tokenizer=tokenizer, tokenizer_path=str(folder))
+    assert template is not None
+    chat = Conversation([CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]], None, "here")
+    prompt = template.render(chat._replace(messages=CHAT[:3]), add_generation_prompt=True)
+    completion = template.render(chat).removeprefix(prompt)
+    assert completion.endswith("<|im_end|>\n")
+    encoder = Encoder(tokenizer, template, special_tokens="encode")
+    text = Completion(prompt, completion.removesuffix("\n"), "here")
+    (oracle, trained), (ids, learnt) = labelled(encoder, [chat, text])
+    end = tokenizer.eos_id
+    # after the answer the template writes a line end, and a completion has an end token
+    assert ids == [*oracle[:-1], end]
+    assert learnt == [*trained[:-1], True]
+    # an end token that is written is not added
+    for tail in ("<|end|>", "<|end|>\n"):
+        [(ids, _)] = labelled(encoder, [Completion("a", f"b{tail}", "here")])
+        assert ids.count(end) == 1
+    quoted = [CHAT[0], {"role": "assistant", "content": "a<|end|>b"}]
+    [(ids, learnt)] = labelled(encoder, [Conversation(quoted, None, "here")])
+    assert learnt[ids.index(end)]
+
+
+@pytest.mark.parametrize("setting", ["refuse", "encode"])
+def test_a_prompt_begins_as_in_inference(
+    tmp_path: Path, setting: Literal["refuse", "encode"]
+) -> None:
+    folder = write_tokenizer(tmp_path, begins=True)
+    tokenizer, oracle = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    encoder = Encoder(tokenizer, None, special_tokens=setting)
+    rows = labelled(encoder, [Completion(prompt, " then", "here") for prompt in ("the user", "")])
+    for prompt, (ids, trained) in zip(("the user", ""), rows, strict=True):
+        given = oracle(prompt)["input_ids"]
+        assert ids[: len(given)] == given
+        assert given[0] == tokenizer.special_tokens["<|begin|>"]
+        assert trained == [i >= len(given) for i in range(len(ids))]
+    if setting == "encode":  # written already
+        [(written, _)] = labelled(encoder, [Completion("<|begin|>the user", " then", "here")])
+        assert written == rows[0][0]
+    assert is_answered(encoder.encode([Completion("", "then", "here")])[0])
+
+
+def test_who_puts_a_token_before_a_text(tmp_path: Path) -> None:
+    assert list(build_tokenizer("byte").begin_ids) == []
+    assert list(build_tokenizer("bpe_2048").begin_ids) == []
+    assert list(build_tokenizer(str(write_tokenizer(tmp_path / "a"))).begin_ids) == []
+    begins = build_tokenizer(str(write_tokenizer(tmp_path / "b", begins=True)))
+    assert list(begins.begin_ids) == [begins.special_tokens["<|begin|>"]]
 
 
 def test_files_of_another_kind(tmp_path: Path) -> None:

@@ -313,6 +313,46 @@ def test_chats_by_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert dataset[0]["tokens"][-1] == tokenizer.special_tokens["<|end|>"]
 
 
+def test_written_special_tokens_are_counted(tmp_path: Path) -> None:
+    end = "<|end_of_text|>"
+    values = [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": f"a{end}", "completion": "b"},
+        {"messages": CHAT},
+        {"messages": [CHAT[0], {"role": "assistant", "content": f"a{end}b"}]},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", values)
+    named = r"special_tokens_in_examples: .*\"encode\".* 2 examples .*a\.jsonl line 2 .*'<\|end_of"
+    with pytest.raises(DataError, match=named):
+        examples_of(tmp_path, dataset_path=[path])
+    meant = {"special_tokens_in_examples": "encode", "seq_len": 400, "num_epochs": 1}
+    dataset = examples_of(tmp_path, dataset_path=[path], **meant)
+    assert dataset.num_samples == 4
+
+
+def test_keys_that_nothing_reads_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {"role": "assistant", "content": "b", "weight": 1, "train": True, "empty": None}
+    chat = [
+        CHAT[0],
+        {**said, "mood": "good", "reasoning_content": "c"},
+        CHAT[2],
+        {**said, "mood": 1},
+    ]
+    template = tmp_path / "a.jinja"
+    template.write_text(
+        CHATML.replace("message.content", "(message['reasoning_content'] or '') + message.content")
+    )
+    for setting, unread in ((None, ["mood", "reasoning_content"]), (str(template), ["mood"])):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            examples_of(tmp_path, [{"messages": chat}] * 3, seq_len=200, chat_template=setting)
+        [message] = [one for one in caplog.messages if "keys of messages" in one]
+        assert [key for key in {**said, **chat[1]} if repr(key) in message] == unread
+        assert "'mood' in 6 messages" in message
+
+
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_built_in_examples(tmp_path: Path, packing: str) -> None:
     job = training(tmp_path, dataset="synthetic_examples", packing=packing, seq_len=128)

@@ -52,6 +52,10 @@ SHAPES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         {"system": "you help", "instruction": "b", "output": "c", "history": [["ask", "answer"]]},
         [SYSTEM, *ASK, say("user", "b"), say("assistant", "c")],
     ),
+    (
+        {"conversations": [turn("human", "ask"), turn("gpt", "answer", train=False)]},
+        [ASK[0], {**ASK[1], "train": False}],
+    ),
     # the first shape whose keys are all there
     ({"prompt": "ask", "prompt_id": "1", "messages": ASK}, ASK),
     ({"prompt": "p", "conversations": [turn("human", "ask"), turn("gpt", "answer")]}, ASK),
@@ -65,6 +69,36 @@ SHAPES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 @pytest.mark.parametrize(("value", "messages"), SHAPES)
 def test_a_shape_is_a_conversation(value: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     assert parse_example(value, where="here") == Conversation(messages, None, "here")
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("value", "calls"),
+    [
+        ('{"name": "f", "arguments": {"x": 1}}', [CALL]),
+        ('{"name": "f", "arguments": "{\\"x\\": 1}"}', [CALL]),
+        (
+            '[{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {"x": 1}}]',
+            [CALL] * 2,
+        ),
+        ({"name": "f", "arguments": {"x": 1}}, [CALL]),
+        ('{"name": "f"}', [{"type": "function", "function": {"name": "f", "arguments": {}}}]),
+    ],
+)
+def test_calls_of_tools_as_sharegpt_has_them(value: object, calls: list[Any]) -> None:
+    turns = [turn("human", "ask"), turn("function_call", value), turn("observation", "1")]
+    row = {"conversations": turns, "tools": json.dumps(TOOLS), "system": ""}
+    messages = [ASK[0], {"role": "assistant", "tool_calls": calls}, say("tool", "1")]
+    assert parse_example(row, where="here") == Conversation(messages, TOOLS, "here")
+
+
+@pytest.mark.parametrize("given", ["", "[]", [], None])
+def test_no_tools(given: object) -> None:
+    row = {"messages": ASK, "tools": given}
+    assert parse_example(row, where="here") == Conversation(ASK, None, "here")
 
 
 def test_openais_completions_come_first() -> None:
@@ -101,6 +135,20 @@ def test_openais_completions_come_first() -> None:
             r"from of turn 1 must be one of .*, got \['gpt'\]",
         ),
         ({"conversations": [turn("gpt", "a", weight=3)]}, "message 1 must have weight 0"),
+        *[
+            ({"conversations": [turn("function_call", said)]}, 'turn 1 .*"arguments".*, got ')
+            for said in ("f(1)", "", "[]", '["f"]', '{"arguments": {}}', None)
+        ],
+        *[
+            (
+                {"messages": [say("assistant", "a", train=train)]},
+                "message 1 must have train .*, got",
+            )
+            for train in (0, 1, "false", 0.0)
+        ],
+        ({"messages": [say("user", "a", train=True)]}, "message 1 must have train false.*True"),
+        ({"messages": ASK, "tools": "{"}, "tools must be a list of objects, got '{'"),
+        ({"messages": ASK, "tools": '{"name": "f"}'}, "tools must be a list of objects"),
         ({"prompt": "a"}, "must have text under 'completion', got keys 'prompt'"),
         (
             {"completion": "a", "output": "b"},

@@ -152,7 +152,7 @@ MISTAKES = [
     ("/rest", "did you mean '/reset'?"),
     ("/", "one of /reset, /system, /help, /quit, got '/'"),
     ("/etc/passwd is what?", "put a space before it"),
-    ("a<|im_end|>b", "messages must not contain special tokens"),
+    ("a<|im_end|>b", "must not contain special tokens"),
     ("\udcff", "must hold complete characters"),
 ]
 

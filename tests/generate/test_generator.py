@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.own_family import load_family, write_family
 from tests.models.reference import VARIANTS, random_decoder, reference_of
+from tests.tools.evaluate.helpers import write_model
 from torchtitan.api import open_generator
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.generate.generator import Generator, Pretrained, build_generator
 from torchtitan.generate.sampling import generate
+from torchtitan.generate.text import complete, stream
 
 PROMPTS = [[5, 200, 17, 17, 3], [7], list(range(1, 31))]
 
@@ -67,6 +69,22 @@ def test_greedy_text_is_that_of_transformers_whatever_the_sizes(
     model = opened(folder).model
     expected = [their_text(folder, prompt) for prompt in PROMPTS]
     assert generate(model, PROMPTS, max_new_tokens=20, temperature=0) == expected
+
+
+def test_a_text_begins_as_in_transformers(tmp_path: Path) -> None:
+    """With the begin token that the tokenizer puts before it, unless the prompt names it."""
+    write_model(tmp_path, begins=True)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    prompts = ["the user", "and then the assistant"]
+    expected = [their_text(tmp_path, theirs(prompt)["input_ids"]) for prompt in prompts]
+    generator = open_generator(tmp_path, device=torch.device("cpu"))
+    settings: Any = {"max_new_tokens": 20, "temperature": 0}
+    for begin in ("", "<|begin|>"):
+        given = [begin + prompt for prompt in prompts]
+        texts = complete(generator, given, special=True, **settings)
+        for prompt, text, ids in zip(prompts, texts, expected, strict=True):
+            assert text == prompt + generator.tokenizer.decode(ids)
+            assert text == "".join(stream(generator, begin + prompt, special=True, **settings))
 
 
 def test_weights_are_of_the_type_that_is_stored_or_asked_for(tmp_path: Path) -> None:

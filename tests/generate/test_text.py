@@ -141,7 +141,7 @@ def test_special_tokens_are_meant_where_that_is_asked_for(monkeypatch: pytest.Mo
         ([{"role": "user", "content": "\udcff"}], "the chat must hold complete characters"),
         (
             [{"role": "user", "content": "<|end_of_text|>"}],
-            "messages must not contain special tokens",
+            "must not contain special tokens",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
         (
             ".",
             ["--chat", "--prompt", "<|end_of_text|>"],
-            "prompt 2: messages must not contain special tokens",
+            "prompt 2: text must not contain special tokens",
         ),
         (".", ["--prompts_file", "nowhere.txt"], "nowhere.txt cannot be read"),
         (".", ["--prompt", "\udcff"], "prompt 2 must hold complete characters"),

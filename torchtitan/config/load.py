@@ -231,7 +231,8 @@ def violations(config: object) -> Iterator[Violation]:
                     break
         for name in key.replaces:
             other = (*path[:-1], name)
-            if is_given(values[path]) and is_given(values[other]):
+            both = values[path], values[other]
+            if all(map(is_given, both)) and any(both):  # 0 and 0 agree
                 rule = f"replaces {name}, which is {literal(values[other])}; remove one"
                 yield Violation((".".join(path), ".".join(other)), rule)
     for path in ((), *sections(type(config))):

@@ -146,6 +146,8 @@ class TrainingConfig:
     attn_mask_type."""
     long_examples: Annotated[Literal["truncate", "skip"], OF_EXAMPLES] = "truncate"
     """Cut an example longer than seq_len at its end, or skip it."""
+    special_tokens_in_examples: Annotated[Literal["refuse", "encode"], OF_EXAMPLES] = "refuse"
+    """Names of special tokens in the text of examples are an error, or encode: mean the tokens."""
     dataset_cache: Text = DEFAULT_CACHE
     """Folder for tokenized data, named by a fingerprint of the files and the tokenizer."""
     skip_samples: tuple[SampleRange, ...] = ()

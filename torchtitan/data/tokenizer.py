@@ -21,7 +21,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,6 +81,10 @@ class Tokenizer(Protocol):
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """Return the ids of the special tokens by name."""
+
+    @property
+    def begin_ids(self) -> Sequence[int]:
+        """Return the ids that inference puts before a text, often none or a begin token."""
 
     @property
     def encodes_pieces(self) -> bool:
@@ -148,6 +152,7 @@ class ByteTokenizer:
 
     vocab_size = 258
     eos_id = 257
+    begin_ids: Sequence[int] = ()
     encodes_pieces = True
     special_tokens: Mapping[str, int] = {BEGIN_OF_TEXT: 256, END_OF_TEXT: 257}
     fingerprint = hashlib.sha256(b"utf-8 bytes, begin 256, end 257").hexdigest()
@@ -158,12 +163,7 @@ class ByteTokenizer:
 
     def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the bytes of each text, and 256 and 257 for the special tokens."""
-        return [
-            encode_with_special(
-                text, special=self.special_tokens, encode=self.encode, num_bytes=lambda _: 1
-            )
-            for text in texts
-        ]
+        return [encode_with_special(text, self, num_bytes=lambda _: 1) for text in texts]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text."""
@@ -197,6 +197,7 @@ class TiktokenTokenizer:
         self.special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
         self.vocab_size = len(ranks) + len(self.special_tokens)
         self.eos_id = self.special_tokens[END_OF_TEXT]
+        self.begin_ids = [self.special_tokens[BEGIN_OF_TEXT]] if is_llama3 else []
         parts = [list(map(bytes.hex, ranks)), LLAMA3_PATTERN, names, MAX_CHARS]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self._encoding = tiktoken.Encoding(
@@ -215,13 +216,7 @@ class TiktokenTokenizer:
         """Return the ids of each text, with names of special tokens encoded as their ids."""
         token = self._encoding.decode_single_token_bytes
         return [
-            encode_with_special(
-                text,
-                special=self.special_tokens,
-                encode=self.encode,
-                num_bytes=lambda i: len(token(i)),
-            )
-            for text in texts
+            encode_with_special(text, self, num_bytes=lambda i: len(token(i))) for text in texts
         ]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -305,13 +300,15 @@ class HuggingFaceTokenizer:
         self.eos_id = vocabulary[_find_end_token(file, vocabulary, config=self._config)]
         decides = self._content + f"{self.eos_id}{self._beside}".encode()
         self.fingerprint = hashlib.sha256(decides).hexdigest()
-        # some put a space before every text that they are given, so also before every piece
+        self.begin_ids: list[int] = []
+        self.encodes_pieces = False
         pieces = ("one", " two\n", "three")
-        try:
+        with suppress(DataError):  # words that it does not know, and no token for unknown ones
+            plain, whole = self.encode(pieces[0]), self._tokenizer.encode(pieces[0]).ids
+            self.begin_ids = whole[: whole.index(plain[0])] if plain else []  # post-processor's
+            # some put a space before every text that they are given, so also before every piece
             parts = [i for piece in pieces for i in self.encode(piece)]
             self.encodes_pieces = self.encode("".join(pieces)) == parts
-        except DataError:  # words that it does not know, and no token for unknown ones
-            self.encodes_pieces = False
 
     def _load(self, *, reads_special: bool) -> Any:
         import tokenizers
@@ -421,20 +418,13 @@ def special_token(config: Mapping[str, Any], role: str) -> str | None:
 
 
 def encode_with_special(
-    text: str,
-    *,
-    special: Mapping[str, int],
-    encode: Callable[[str], list[int]],
-    num_bytes: Callable[[int], int],
+    text: str, tokenizer: Tokenizer, *, num_bytes: Callable[[int], int]
 ) -> Encoded:
     """Return the ids of `text`, with names of special tokens encoded as their ids.
 
-    Args:
-        text: Text to encode.
-        special: Ids of the special tokens by name.
-        encode: Encodes the text between special tokens.
-        num_bytes: Returns the number of UTF-8 bytes of an id.
+    `num_bytes` returns the number of UTF-8 bytes of an id.
     """
+    special = tokenizer.special_tokens
     ids: list[int] = []
     sizes: list[int] = []
     for piece in re.split(f"({any_of(special)})", text):
@@ -442,7 +432,7 @@ def encode_with_special(
             ids.append(special[piece])
             sizes.append(len(piece.encode()))
         else:
-            ids += (plain := encode(piece))
+            ids += (plain := tokenizer.encode(piece))
             sizes += map(num_bytes, plain)
     data = np.frombuffer(text.encode(), np.uint8)
     # number of characters up to each byte: the first byte of a character is not 0b10xxxxxx

@@ -11,7 +11,7 @@ first text to be a prefix of the second. A template that renders earlier turns d
 once later ones follow (some drop the reasoning of all answers but the last) is an error.
 
 Empty answers are not trained on, as they would only teach to end the turn, and neither are answers
-with weight 0 (OpenAI's format).
+with weight 0 (OpenAI's format) or train false (axolotl's).
 """
 
 from __future__ import annotations
@@ -164,6 +164,9 @@ class ChatTemplate:
             rule = f"{origin} must be valid Jinja, {line}{error}"
             raise DataError.at("chat_template", rule) from error
         texts = tree.find_all(nodes.TemplateData)
+        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+        self.names = attributes | {node.value for node in tree.find_all(nodes.Const)}
+        """Names of all keys that the template may read, and other constants."""
         self._has_tags = any(text.data == BEGIN_MARK for text in texts)
         self.source, self.origin, self.variables = source, origin, dict(variables)
         self._special_at_start = re.compile(rf"\s*(?:{any_of(special)})")
@@ -252,7 +255,7 @@ class ChatTemplate:
         if not all(trained):
             if len(trained) != len(spans):
                 raise DataError(
-                    f"{where}: cannot find the answer that is empty or has weight 0: the chat "
+                    f"{where}: cannot find the answer that is empty or not trained on: the chat "
                     f"template {self.origin} tags {plural(len(spans), 'part')} for "
                     f"{plural(len(trained), 'answer')}; put one pair of {TAGS} around each answer"
                 )
@@ -271,7 +274,8 @@ class ChatTemplate:
 def is_trained(message: Message) -> bool:
     """Return whether a message is an answer to train on."""
     has_content = any(message.get(key) for key in CONTENT_KEYS)
-    return message["role"] == "assistant" and has_content and message.get("weight") != 0
+    is_left_out = message.get("weight") == 0 or message.get("train") is False
+    return message["role"] == "assistant" and has_content and not is_left_out
 
 
 def _mismatch(before: str, prompt: str, answered: str) -> str:

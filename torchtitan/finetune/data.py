@@ -25,7 +25,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,12 @@ from torchtitan.data.sampler import Permutation
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, find_template
-from torchtitan.finetune.encoder import Encoder
+from torchtitan.finetune.encoder import (
+    Encoder,
+    Numbers,
+    WrittenSpecialTokenError,
+    is_answered,
+)
 from torchtitan.finetune.examples import Example, check_has_rows, read_examples
 from torchtitan.finetune.synthetic import SyntheticExamples
 
@@ -53,7 +58,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # parts of fingerprints: raise them if the same examples get other tokens or samples
-FORMAT, ORDER = "examples 2", "1"
+FORMAT, ORDER = "examples 3", "1"
+Fate = Literal["kept", "cut", "without an answer", "without one within seq_len", "too long"]
+"""What becomes of an example: all but the first two are left out."""
 PACKING_WINDOW = 1 << 14
 ENCODED_AT_ONCE = 64
 
@@ -131,16 +138,16 @@ def build_examples(
     Raises:
         DataError: Examples or the template are missing or wrong, or no example has an answer.
     """
-    path = tokenizer_path
-    template = find_template(training.chat_template, tokenizer=tokenizer, tokenizer_path=path)
+    encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=tokenizer_path)
     source = find_examples(training, held_out=held_out, once=once)
-    template_hash = _hash(template)
+    template_hash, special = _hash(encoder.template), training.special_tokens_in_examples
+    decides = [FORMAT, tokenizer.fingerprint, template_hash, special]
     examples, encoded = cached(
-        [FORMAT, tokenizer.fingerprint, template_hash, source.name, once(source.identity)],
+        [*decides, source.name, once(source.identity)],
         name=source.name,
         cache=training.dataset_cache,
         vocab_size=2 * tokenizer.vocab_size,
-        write=lambda writer: _encode(source, Encoder(tokenizer, template), writer=writer),
+        write=lambda writer: _encode(source, encoder, writer=writer),
     )
     content = examples.content_hash()
     part = holdout.fingerprint() if holdout else {}
@@ -171,6 +178,16 @@ def build_examples(
     )
 
 
+def build_encoder(
+    training: TrainingConfig, *, tokenizer: Tokenizer, tokenizer_path: str
+) -> Encoder:
+    """Return what encodes the examples of `[training]`; raise DataError for a wrong template."""
+    template = find_template(
+        training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
+    )
+    return Encoder(tokenizer, template, special_tokens=training.special_tokens_in_examples)
+
+
 def find_examples(
     training: TrainingConfig, *, held_out: bool = False, once: Once = alone
 ) -> FileExamples | SyntheticExamples:
@@ -181,13 +198,32 @@ def find_examples(
     return FileExamples(tuple(file for files in found for file in files))
 
 
-def encode_all(
+def label_all(
     source: FileExamples | SyntheticExamples, encoder: Encoder
-) -> Iterator[tuple[Example, npt.NDArray[np.int64] | None]]:
-    """Yield each example with its numbers, None if nothing in it is trained on."""
+) -> Iterator[tuple[Example, Numbers]]:
+    """Yield each example with its numbers.
+
+    Raises:
+        DataError: An example or the template is wrong, or examples name special tokens.
+    """
     examples = source.examples()
-    while batch := [*islice(examples, ENCODED_AT_ONCE)]:
-        yield from zip(batch, encoder.encode(batch), strict=True)
+    try:
+        while batch := [*islice(examples, ENCODED_AT_ONCE)]:
+            yield from zip(batch, encoder.encode(batch), strict=True)
+    except WrittenSpecialTokenError as error:
+        raise count_written(source, encoder) from error
+
+
+def fate_of(row: npt.NDArray[Any], training: TrainingConfig) -> Fate:
+    """Return what becomes of an example with these numbers."""
+    if not is_answered(row):
+        return "without an answer"
+    is_long = len(row) > training.seq_len + 1
+    if is_long and training.long_examples == "skip":
+        return "too long"
+    if not is_answered(row[: training.seq_len + 1]):
+        return "without one within seq_len"
+    return "cut" if is_long else "kept"
 
 
 def _hash(template: ChatTemplate | None) -> str:
@@ -202,11 +238,11 @@ def _encode(
 ) -> dict[str, Any]:
     """Write the numbers of all examples with an answer; return notes about them."""
     num_skipped = 0
-    for _, row in encode_all(source, encoder):
-        if row is None:
-            num_skipped += 1
-        else:
+    for _, row in label_all(source, encoder):
+        if is_answered(row):
             writer.add(row, ends_document=True)
+        else:
+            num_skipped += 1
     if not writer.num_documents:
         got = f"{plural(num_skipped, 'example')} without one" if num_skipped else "only blank lines"
         raise DataError(
@@ -218,7 +254,21 @@ def _encode(
         "num_examples": writer.num_documents + num_skipped,
         "without_answer": num_skipped,
         "without_end": encoder.num_without_end,
+        "unread_keys": dict(encoder.unread_keys),
     }
+
+
+def count_written(source: FileExamples | SyntheticExamples, encoder: Encoder) -> DataError:
+    """Return the error for the examples whose text names a special token, with their number."""
+    named = ((example.where, encoder.written_token(example)) for example in source.examples())
+    found = [(where, name) for where, name in named if name is not None]
+    where, name = found[0]
+    rule = (
+        f'must be "encode" if special tokens in the text of examples are meant as tokens, got '
+        f'"refuse"; else remove them. {plural(len(found), "example")} of {source.name} '
+        f"{'has' if len(found) == 1 else 'have'} some, {where} the first: {name!r}"
+    )
+    return DataError.at("special_tokens_in_examples", rule)
 
 
 def _plan(
@@ -241,15 +291,13 @@ def _plan(
         if holdout is not None and not holdout.selects(row):
             counts["other_side"] += 1
             continue
-        if len(row) > seq_len + 1:
-            counts["too_long"] += 1
-            if training.long_examples == "skip":
-                continue
-            row = row[: seq_len + 1]
-        if not (num_labels := int((row[1:] & 1).sum())):
-            counts["answer_cut_off"] += 1
+        fate = fate_of(row, training)
+        counts["too_long"] += len(row) > seq_len + 1
+        counts["answer_cut_off"] += fate == "without one within seq_len"
+        if fate not in ("kept", "cut"):
             continue
-        counts["num_labels"] += num_labels
+        row = row[: seq_len + 1]
+        counts["num_labels"] += int((row[1:] & 1).sum())
         indices.append(index)
         lengths.append(len(row) - 1)
     num_selected = examples.num_documents - counts["other_side"]
@@ -301,11 +349,19 @@ def _log(encoded: Mapping[str, Any], planned: Mapping[str, Any], training: Train
             num_cut,
             plural(seq_len, "token"),
         )
-    if encoded["without_end"]:
+    warn_of_encoded(encoded["source"], encoded["without_end"], encoded["unread_keys"])
+
+
+def warn_of_encoded(name: str, num_without_end: int, unread_keys: Mapping[str, int]) -> None:
+    """Warn of what the template leaves out of examples; see `Encoder`."""
+    if unread_keys:
+        named = ", ".join(f"{k!r} in {plural(num, 'message')}" for k, num in unread_keys.items())
+        logger.warning("%s: nothing reads these keys of messages: %s", name, named)
+    if num_without_end:
         logger.warning(
             "The chat template's {%% generation %%} tags leave out the token that ends the turn in "
             "%s: the model will not learn to stop; move {%% endgeneration %%} after it",
-            plural(encoded["without_end"], "example"),
+            plural(num_without_end, "example"),
         )
 
 

@@ -8,14 +8,18 @@ characters is the assistant's. In templates with a special token on both sides o
 token has characters of two turns. A prompt and its completion are tokenized separately: nothing is
 between them, and in inference the model gets only the tokens of the prompt.
 
-The name of a special token in a message would end a turn too early, so it is an error. In prompts
-and completions, which no template renders, it is plain text.
+The name of a special token in the text of an example is an error unless the settings say that it
+means the token: as plain text it is learnt in pieces that no model is ever given, and as a token it
+may end a turn too early. Text before the first token of a prompt, such as a begin token, is the
+tokenizer's affair: training gets the tokens that inference will.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,29 +30,56 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation
 from torchtitan.finetune.examples import Completion, Example, strings_in
 
+READ_HERE = ("role", "content", "weight", "train")
+"""Keys of messages that have a meaning whatever the template reads."""
+Numbers = npt.NDArray[np.int64]
+"""2 * id + 1 for each token that is trained on, 2 * id for each other."""
 Labelled = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """Token ids, and which of them are trained on."""
+
+
+class WrittenSpecialTokenError(DataError):
+    """The text of an example contains the name of a special token."""
 
 
 class Encoder:
     """Encodes an example as one number per token: 2 * id + 1 if it is trained on, else 2 * id.
 
     So a token store holds ids and labels. `num_without_end` counts conversations whose tags leave
-    out the token that ends the turn.
+    out the token that ends the turn, and `unread_keys` messages by keys that nothing reads.
+
+    Args:
+        tokenizer: Encodes the text.
+        template: Renders conversations.
+        special_tokens: Whether names of special tokens in the text of examples are an error, or
+            mean these tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        self._tokenizer, self._template = tokenizer, template
-        self._forbidden = re.compile(any_of([*tokenizer.special_tokens, BEGIN_MARK, END_MARK]))
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        special_tokens: Literal["refuse", "encode"] = "refuse",
+    ) -> None:
+        self._tokenizer, self.template = tokenizer, template
+        self._encodes_special = special_tokens == "encode"
+        special = tokenizer.special_tokens
+        forbidden = [] if self._encodes_special else [*special]
+        self._forbidden = re.compile(any_of([*forbidden, BEGIN_MARK, END_MARK]))
+        ends = [name for name, i in special.items() if i == tokenizer.eos_id]
+        self._written_ends = tuple(ends if self._encodes_special else ())
         self.num_without_end = 0
+        self.unread_keys: Counter[str] = Counter()
 
-    def encode(self, examples: Sequence[Example]) -> list[npt.NDArray[np.int64] | None]:
-        """Return the numbers of each example, None if nothing in it is trained on.
+    def encode(self, examples: Sequence[Example]) -> list[Numbers]:
+        """Return the numbers of each example.
 
         The tokenizer encodes the texts of many examples on all cores.
 
         Raises:
-            DataError: A conversation has no template, or a message names a special token.
+            DataError: A conversation has no template.
+            WrittenSpecialTokenError: An example names a special token.
         """
         chats = [example for example in examples if isinstance(example, Conversation)]
         completions = [example for example in examples if isinstance(example, Completion)]
@@ -57,8 +88,7 @@ class Encoder:
             Completion: iter(self._completions(completions) if completions else ()),
         }
         labelled = (next(rows[type(example)]) for example in examples)
-        # the first token is never a label
-        return [2 * ids + trained if trained[1:].any() else None for ids, trained in labelled]
+        return [2 * ids + trained for ids, trained in labelled]
 
     def encode_prompt(self, question: Conversation) -> list[int]:
         """Return the token ids after which the model writes the next answer."""
@@ -67,36 +97,73 @@ class Encoder:
         return list(self._tokenizer.encode_special([text])[0].ids)
 
     def _completions(self, examples: Sequence[Completion]) -> Iterator[Labelled]:
+        for example in examples:
+            self._check_special(example)
         texts = [text for each in examples for text in (each.prompt, each.completion)]
-        encoded = self._tokenizer.encode_batch(texts)
-        for prompt, completion in zip(encoded[::2], encoded[1::2], strict=True):
-            end = [self._tokenizer.eos_id] if len(completion) else []
-            ids = np.concatenate([prompt, completion, np.array(end, np.int64)]).astype(np.int64)
-            yield ids, np.arange(len(ids)) >= len(prompt)
+        rows: Sequence[Sequence[int]] = (
+            [one.ids for one in self._tokenizer.encode_special(texts)]
+            if self._encodes_special
+            else [one.tolist() for one in self._tokenizer.encode_batch(texts)]
+        )
+        for example, prompt, completion in zip(examples, rows[::2], rows[1::2], strict=True):
+            given = with_begin(prompt, begin_ids=self._tokenizer.begin_ids)
+            has_end = example.completion.rstrip().endswith(self._written_ends)
+            end = [self._tokenizer.eos_id] if completion and not has_end else []
+            ids = np.array([*given, *completion, *end], np.int64)
+            yield ids, np.arange(len(ids)) >= len(given)
 
     def _conversations(self, examples: Sequence[Conversation]) -> Iterator[Labelled]:
         (template, *_) = [self._check(example) for example in examples]
         rendered = [template.divide(example) for example in examples]
         encoded = self._tokenizer.encode_special([each.text for each in rendered])
+        read = {*READ_HERE, *template.names}
+        self.unread_keys.update(
+            key
+            for example in examples
+            for message in example.messages
+            for key, value in message.items()
+            if value is not None and key not in read  # a table writes null for no value
+        )
         for text, (ids, ends) in zip(rendered, encoded, strict=True):
             self.num_without_end += template.lacks_end(text)
             yield np.array(ids, np.int64), overlaps_spans(ends, spans=text.spans)
 
     def _check(self, example: Conversation) -> ChatTemplate:
         """Return the template; raise DataError without one, or if a message names a token."""
-        if self._template is None:
+        if self.template is None:
             rule = (
                 f"must name a Jinja file: {example.where} has messages, and the tokenizer has no "
                 f"chat template"
             )
             raise DataError.at("chat_template", rule)
-        for text in strings_in([*example.messages, *(example.tools or ())]):
-            if found := self._forbidden.search(text):
-                raise DataError(
-                    f"{example.where}: messages must not contain special tokens, which could end "
-                    f"a turn, got {found[0]!r}"
-                )
-        return self._template
+        self._check_special(example)
+        return self.template
+
+    def _check_special(self, example: Example) -> None:
+        if (found := self.written_token(example)) is not None:
+            raise WrittenSpecialTokenError(
+                f"{example.where}: text must not contain special tokens, got {found!r}"
+            )
+
+    def written_token(self, example: Example) -> str | None:
+        """Return a special token that the example's text names although it may not, or None."""
+        if isinstance(example, Completion):
+            texts = [example.prompt, example.completion]
+        else:
+            texts = [*strings_in([*example.messages, *(example.tools or ())])]
+        found = (self._forbidden.search(text) for text in texts)
+        return next((one[0] for one in found if one), None)
+
+
+def is_answered(row: npt.NDArray[Any]) -> bool:
+    """Return whether anything in the numbers of an example is trained on."""
+    return bool((row[1:] & 1).any())  # the first token is never a label
+
+
+def with_begin(ids: Sequence[int], *, begin_ids: Sequence[int]) -> list[int]:
+    """Return the ids of a text after the tokenizer's `begin_ids`, unless it starts with them."""
+    num = len(begin_ids)
+    return [*ids] if list(ids[:num]) == list(begin_ids) else [*begin_ids, *ids]
 
 
 def overlaps_spans(

@@ -9,6 +9,7 @@ are ignored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ SPEAKERS: Mapping[str, str] = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
+    "function_call": "assistant",
     "chatgpt": "assistant",
     "assistant": "assistant",
     "model": "assistant",
@@ -115,8 +117,11 @@ def _sharegpt(row: Row, where: str) -> Conversation:
                 f"{where}: from of turn {number} must be one of {', '.join(SPEAKERS)}, got "
                 f"{speaker!r:.60}"
             )
-        message = {"role": role, "content": turn.get("value")}
-        messages.append(message | {k: v for k, v in turn.items() if k not in ("from", "value")})
+        said: Message = {"content": turn.get("value")}
+        if speaker == "function_call":
+            said = {"tool_calls": _calls(said["content"], where=f"{where}: turn {number}")}
+        rest = {k: v for k, v in turn.items() if k not in ("from", "value")}
+        messages.append({"role": role, **said, **rest})
     return _conversation(messages, row, where)
 
 
@@ -169,7 +174,7 @@ def _system(row: Row, where: str) -> list[Message]:
 
 
 def _conversation(messages: object, row: Row, where: str) -> Conversation:
-    tools = row.get("tools")
+    tools = _parsed(row.get("tools")) or None  # an empty list is none
     if tools is not None and not _are_objects(tools):
         raise DataError(f"{where}: tools must be a list of objects, got {tools!r:.60}")
     if not _are_objects(messages) or not messages:
@@ -182,7 +187,8 @@ def _conversation(messages: object, row: Row, where: str) -> Conversation:
 
 
 def _check_message(message: Message, *, where: str) -> None:
-    role, content, weight = (message.get(key) for key in ("role", "content", "weight"))
+    role, content = message.get("role"), message.get("content")
+    weight, train = message.get("weight"), message.get("train")
     if role not in ROLES:
         got = f"{role!r:.60}" if "role" in message else "none"
         raise DataError(f"{where} must have a role of {', '.join(ROLES)}, got {got}")
@@ -192,6 +198,34 @@ def _check_message(message: Message, *, where: str) -> None:
     # by repr: True == 1
     if role == "assistant" and weight is not None and repr(weight) not in WEIGHTS:
         raise DataError(f"{where} must have weight 0 (not trained on) or 1, got {weight!r:.60}")
+    # by identity: 0 == False
+    if not (train is None or train is False or (train is True and role == "assistant")):
+        allowed = "true or false" if role == "assistant" else f"false, as its role is {role}"
+        raise DataError(f"{where} must have train {allowed}, got {train!r:.60}")
+
+
+def _calls(text: object, *, where: str) -> list[dict[str, Any]]:
+    """Return the calls of tools in the JSON text of a turn, as OpenAI's `tool_calls`."""
+    calls = _parsed(text)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise DataError(
+            f'{where} must be a call of a tool as JSON, {{"name": ..., "arguments": ...}}, or a '
+            f"list of them, got {text!r:.60}"
+        )
+    # templates write arguments as JSON: those that are JSON already would be quoted
+    functions = [{**call, "arguments": _parsed(call.get("arguments", {}))} for call in calls]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _parsed(value: object) -> Any:
+    """Return what JSON text holds; other text, and what is no text, as it is. Nothing for ""."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        return value
 
 
 def _join_parts(message: Message) -> Message:

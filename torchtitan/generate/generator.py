@@ -8,6 +8,7 @@ own parts of the matrices.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,8 @@ class Generator:
     """None if the tokenizer has none, or it was not requested."""
     stop_ids: frozenset[int]
     """Tokens that end a text."""
+    begin_ids: Sequence[int] = ()
+    """Tokens before a text that is not a chat."""
     context: int | None = None
     """Longest sequence that the model was trained for, None if unknown."""
 
@@ -61,6 +64,8 @@ class Pretrained:
     """Path of a chat template that replaces the tokenizer's."""
     stop_ids: frozenset[int]
     """Tokens that end a text."""
+    begins: bool = False
+    """Whether the model was trained on texts that follow the tokenizer's `begin_ids`."""
     context: int | None = None
     """Longest sequence that the model was trained for, None if unknown."""
 
@@ -101,6 +106,7 @@ def build_generator(
         tokenizer=tokenizer,
         template=template,
         stop_ids=found.stop_ids | {tokenizer.eos_id},
+        begin_ids=tokenizer.begin_ids if found.begins else (),
         context=found.context,
     )
 

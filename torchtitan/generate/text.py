@@ -13,7 +13,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.data.text import check_characters
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, Conversation, Message
-from torchtitan.finetune.encoder import Encoder
+from torchtitan.finetune.encoder import Encoder, with_begin
 from torchtitan.finetune.examples import parse_example
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.sampling import Sampling, draw, generate
@@ -149,12 +149,14 @@ def _encode(generator: Generator, prompts: Sequence[str], *, special: bool) -> l
     tokenizer = generator.tokenizer
     encode_special = tokenizer.encode_special
     encode = (lambda p: list(encode_special([p])[0].ids)) if special else tokenizer.encode
-    return [encode(prompt) or [tokenizer.eos_id] for prompt in prompts]
+    rows = (with_begin(encode(prompt), begin_ids=generator.begin_ids) for prompt in prompts)
+    return [row or [tokenizer.eos_id] for row in rows]
 
 
 def _visible(generator: Generator, ids: Sequence[int]) -> list[int]:
-    """Return the tokens of a prompt without the ends of documents."""
-    return [i for i in ids if i != generator.tokenizer.eos_id]
+    """Return the tokens of a prompt without begin tokens and the ends of documents."""
+    hidden = {generator.tokenizer.eos_id, *generator.begin_ids}
+    return [i for i in ids if i not in hidden]
 
 
 def get_template(generator: Generator) -> ChatTemplate:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from tests.finetune.chats import CHATML, write_tokenizer
@@ -38,13 +38,8 @@ def stay_offline(patch: pytest.MonkeyPatch, *, cache: Path) -> None:
 
 def write_model(folder: Path, *, begins: bool = False) -> PreTrainedModel:
     """Write a random Llama with a tokenizer, which may put a begin token before each text."""
-    write_tokenizer(folder, template=CHATML)
+    write_tokenizer(folder, template=CHATML, begins=begins)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if begins:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
-        )
-        tokenizer.save(str(folder / "tokenizer.json"))
     # an even number, to be split; what no token has is never drawn
     size = tokenizer.get_vocab_size() // 8 * 8 + 8
     config = replace(MODELS["llama3"].flavors["tiny8"], vocab_size=size, num_layers=2)

@@ -24,9 +24,8 @@ from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.finetune.chat import find_template
-from torchtitan.finetune.data import ExampleSource, encode_all, find_examples
-from torchtitan.finetune.encoder import Encoder
+from torchtitan.finetune.data import ExampleSource, build_encoder, find_examples, label_all
+from torchtitan.finetune.encoder import is_answered
 from torchtitan.job import Config, own_sections
 
 StoreKey = tuple[int, int]
@@ -177,13 +176,10 @@ class Places:
         if not notes["without_answer"]:
             yield from (example.where for example in examples.examples())
             return
-        template = find_template(
-            self.config.training.chat_template,
-            tokenizer=self.tokenizer,
-            tokenizer_path=self.config.model.tokenizer_path,
-        )
-        encoded = encode_all(examples, Encoder(self.tokenizer, template))
-        yield from (example.where for example, row in encoded if row is not None)
+        training, path = self.config.training, self.config.model.tokenizer_path
+        encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
+        encoded = label_all(examples, encoder)
+        yield from (example.where for example, row in encoded if is_answered(row))
 
     def find(self, name: str) -> list[tuple[StoreKey, int]]:
         """Return the documents that are, or lie in, what `name` says: a file, FILE:ROW, or what

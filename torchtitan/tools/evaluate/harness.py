@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 from torchtitan.finetune.chat import Conversation
+from torchtitan.finetune.encoder import with_begin
 from torchtitan.generate.sampling import generate
 from torchtitan.tools.evaluate.report import is_first_rank, tracked
 from torchtitan.tools.evaluate.subject import Subject
@@ -147,12 +148,11 @@ class Adapter(TemplateLM):
 
         In a chat the text is what the template wrote, and names of special tokens mean these.
         """
-        tokenizer, begin_id = self._generator.tokenizer, self._subject.begin_id
+        tokenizer = self._generator.tokenizer
         ids = [*tokenizer.encode_special([string])[0].ids] if self._chats else None
         ids = tokenizer.encode(string) if ids is None else ids
-        if begin_id is None or add_special_tokens is False or ids[:1] == [begin_id]:
-            return ids
-        return [begin_id, *ids]
+        begin_ids = () if add_special_tokens is False else self._generator.begin_ids
+        return with_begin(ids, begin_ids=begin_ids)
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True

@@ -1,8 +1,8 @@
 """What is evaluated: a model, and what its folder says of the texts that it was made for.
 
 A run's step says how its training cut text. A Hugging Face folder says how many positions its model
-takes, and which token its tokenizer puts before a text; a model that was trained here has never
-seen a token there but the one that ended the document before.
+takes, and its begin token; a model that was trained here on text has never seen a token there but
+the one that ended the document before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.api import open_generator
-from torchtitan.base.files import read_json
 from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import read_tokenizer_config, special_token
@@ -45,8 +44,6 @@ class Subject:
     """Tokens of the longest sequence that it was trained on, or that its config.json names."""
     first_id: int
     """What stands before a text of which the first token is predicted."""
-    begin_id: int | None
-    """What its tokenizer puts before every text; None: nothing."""
 
 
 def open_subject(
@@ -67,15 +64,13 @@ def open_subject(
     if (path / CONFIG).is_file():
         generator = open_generator(path, **options)
         positions = read_config(path).get("max_position_embeddings", UNSAID)
-        first_id, begin_id = _begin_tokens(tokenizer or str(path), generator)
         return Subject(
             folder=path,
             step=None,
             generator=generator,
             cut=TrainingConfig(seq_len=min(positions, UNSAID)),
             positions=positions,
-            first_id=first_id,
-            begin_id=begin_id,
+            first_id=_begin_token(tokenizer or str(path), generator),
         )
     step = find_run_step(path, verify=verify, group=None if mesh is None else mesh.get_group())
     generator = open_generator(step, verify=False, **options)
@@ -91,23 +86,12 @@ def open_subject(
         ),
         positions=training.seq_len,
         first_id=generator.tokenizer.eos_id,
-        begin_id=None,
     )
 
 
-def _begin_tokens(tokenizer_path: str, generator: Generator) -> tuple[int, int | None]:
-    """Return the begin token, or the end token where there is none; and what precedes each text,
-    by the template in tokenizer.json."""
-    file, special = tokenizer_file(tokenizer_path), generator.tokenizer.special_tokens
-    eos_id = generator.tokenizer.eos_id
-    if file is None:
-        return eos_id, None
-    config = read_tokenizer_config(file.with_name("tokenizer_config.json"))
+def _begin_token(tokenizer_path: str, generator: Generator) -> int:
+    """Return the begin token, or the end token where there is none."""
+    file, tokenizer = tokenizer_file(tokenizer_path), generator.tokenizer
+    config = {} if file is None else read_tokenizer_config(file.with_name("tokenizer_config.json"))
     named = special_token(config, "bos_token") or ""
-    processor = read_json(file).get("post_processor") or {}
-    added = None
-    for part in processor.get("processors", [processor]):
-        first = (part.get("single") or [{}])[0]
-        if "SpecialToken" in first:
-            added = special.get(first["SpecialToken"]["id"])
-    return special.get(named, eos_id), added
+    return tokenizer.special_tokens.get(named, tokenizer.eos_id)

@@ -1,0 +1,148 @@
+"""What the preview of examples shows: the labels and counts of the training."""
+
+from __future__ import annotations
+
+import re
+from ast import literal_eval
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.finetune.chats import CHATML, write_lines, write_tokenizer
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.finetune.data import build_examples
+from torchtitan.job import load_config
+from torchtitan.tools.preview import main
+
+SEQ_LEN = 48
+
+
+def chat_of(answer: str, question: str = "a", **more: object) -> dict[str, Any]:
+    turns = [("system", "b"), ("user", question), ("assistant", answer)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return {"messages": [*messages[:2], {**messages[2], **more}]}
+
+
+ROWS = [
+    chat_of("yes"),
+    chat_of("x" * 99),  # cut
+    chat_of("no", question="x" * 120),  # its answer is cut off
+    chat_of(""),  # nothing is learnt
+    {"prompt": "p", "completion": "q"},
+]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> list[str]:
+    paths = [
+        write_lines(tmp_path / f"{n}.jsonl", rows) for n, rows in (("a", ROWS), ("b", ROWS[:1]))
+    ]
+    settings = {
+        "model.tokenizer_path": write_tokenizer(tmp_path / "tokenizer", template=CHATML),
+        "training.dataset": "examples",
+        "training.dataset_cache": tmp_path / "cache",
+        "training.seq_len": SEQ_LEN,
+        "training.num_epochs": 1,
+        "job.dump_folder": tmp_path / "run",
+    }
+    words = [f"--{key}={value}" for key, value in settings.items()]
+    return [*words, "--training.dataset_path", *paths]
+
+
+def shown_of(text: str, where: str) -> list[tuple[str, str]]:
+    """Label and tokens of each run of a row."""
+    part = text.partition(f"{where}: ")[2].splitlines()[1:]
+    found = []
+    for line in part:
+        if not (run := re.fullmatch(r"  (loss|-100|cut ) {1,2}(.*)", line)):
+            break
+        tokens = "".join(map(literal_eval, re.findall(r"'(?:[^'\\]|\\.)*'", run[2])))
+        found.append((run[1].strip(), tokens))
+    return found
+
+
+def test_every_token_with_its_label(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*job, "--rows", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    a, b = (tmp_path / name for name in ("a.jsonl", "b.jsonl"))
+    before = (
+        "<|im_start|>system\nb<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    )
+    expected = [("-100", before), ("loss", "yes<|im_end|>"), ("-100", "\n")]
+    assert shown_of(text, f"{a} line 1") == shown_of(text, f"{b} line 1") == expected
+    long = shown_of(text, f"{a} line 2")
+    assert [label for label, _ in long] == ["-100", "loss", "cut"]
+    assert "".join(tokens for _, tokens in long) == before + "x" * 99 + "<|im_end|>\n"
+    assert shown_of(text, f"{a} line 3") == []
+
+
+def test_counts_are_those_of_the_training(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for how in ("truncate", "skip"):
+        words = [*job, f"--training.long_examples={how}"]
+        assert main([*words, "--rows=0"]) == 0
+        text = capsys.readouterr().out
+        config = load_config(words)
+        tokenizer, path = build_tokenizer(config.model.tokenizer_path), config.model.tokenizer_path
+        dataset = build_examples(config.training, tokenizer=tokenizer, tokenizer_path=path, seed=0)
+        kept, cut, dropped = map(
+            int, re.findall(r"2 files: 6 rows, (\d+) kept, (\d+) cut .* (\d+) dropped", text)[0]
+        )
+        assert dataset.num_samples == kept + cut
+        assert (kept, cut, dropped) == ((3, 1, 2) if how == "truncate" else (3, 0, 3))
+        [longest] = map(int, re.findall(r"2 files.*\n  seq_len = (\d+) cuts no row", text))
+        for seq_len, num_long in ((longest, 0), (longest - 1, 1)):
+            assert main([*words, "--rows=0", f"--training.seq_len={seq_len}"]) == 0
+            [kept] = map(int, re.findall(r"2 files: 6 rows, (\d+) kept", capsys.readouterr().out))
+            assert kept == 5 - num_long  # one has no answer
+
+
+def test_colors_are_for_terminals(
+    job: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.tools.preview.use_color", lambda stream, disabled: not disabled)
+    texts = []
+    for words in (["--metrics.disable_color_printing"], []):
+        assert main([*job, "--ids", *words]) == 0
+        texts.append(capsys.readouterr().out)
+    assert "\x1b[32m" in texts[1]
+    assert re.sub("\x1b\\[[0-9]+m", "", texts[1]) == texts[0]
+    assert "'<|im_start|>'=2 " in texts[0]
+
+
+def test_keys_that_nothing_reads_are_named(
+    job: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_lines(tmp_path / "c.jsonl", [chat_of("yes", mood="good")])
+    assert main([*job[:-2], path]) == 0
+    assert "'mood' in 1 message" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--training.dataset=synthetic"], "training.dataset synthetic"),
+        (["--training.dataset_path=none.jsonl"], "none.jsonl"),
+        (["--no.such=1"], "no.such"),
+    ],
+)
+def test_mistakes(
+    job: list[str], words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*job[:-3], *words] if "dataset=" in words[0] else [*job, *words]
+    assert main(given) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_special_tokens_are_counted(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(tmp_path / "c.jsonl", [*ROWS, {"prompt": "<|im_end|>", "completion": "a"}])
+    assert main([*job[:-2], path]) == 2
+    assert "special_tokens_in_examples" in capsys.readouterr().err
+    assert main([*job[:-2], path, "--training.special_tokens_in_examples=encode"]) == 0

@@ -1,0 +1,155 @@
+"""Show what a job learns of its examples: `python -m torchtitan.tools.preview --job.config_file F`.
+
+Prints the first rows of each file, every token with its label, then how many rows of the file are
+kept, cut and dropped, and the seq_len that would cut none. Tokens and labels are those of the
+training, made by the same code. It needs no GPU and writes nothing. All rows are tokenized, to be
+counted. A line has a run of tokens with the same label:
+
+    loss   the token is a label: the model learns to write it
+    -100   the token is read, and is no label
+    cut    the token lies beyond seq_len and is not read
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.log import Style, paint, plural, use_color
+from torchtitan.data.settings import SUPERVISED, TrainingConfig
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.finetune.data import (
+    Fate,
+    FileExamples,
+    Numbers,
+    build_encoder,
+    fate_of,
+    find_examples,
+    label_all,
+    warn_of_encoded,
+)
+from torchtitan.job import Config, load_job
+from torchtitan.resume_rules import resolve_model
+
+STYLES: dict[str, Style] = {"loss": "green", "-100": "dim", "cut": "red"}
+DROPPED: tuple[Fate, ...] = ("without an answer", "without one within seq_len", "too long")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print rows and counts of each file; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.tools.preview",
+        description=__doc__,
+        epilog="All other options are settings of the job, as --training.seq_len 4096.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rows", type=int, default=3, help="rows to show of each file (3)")
+    parser.add_argument("--ids", action="store_true", help="show the id of each token")
+    arguments, settings = parser.parse_known_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        job = load_job(settings)
+        with job.wording():
+            preview(resolve_model(job.config), num_rows=arguments.rows, with_ids=arguments.ids)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
+    """Print rows and counts of each file that the training reads.
+
+    Args:
+        config: The job.
+        num_rows: Rows to show of each file.
+        with_ids: Whether to print the id of each token.
+
+    Raises:
+        UserError: The data are no examples, or the training would refuse them.
+    """
+    training, path = config.training, config.model.tokenizer_path
+    if training.dataset not in SUPERVISED:
+        raise ConfigError.at(
+            "training.dataset",
+            f'must be "examples" to preview its labels, got "{training.dataset}"; of text, every '
+            f"token is learnt",
+        )
+    tokenizer = build_tokenizer(path)
+    encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=path)
+    source = find_examples(training)
+    parts = [source]
+    if isinstance(source, FileExamples):
+        parts = [FileExamples((file,)) for file in source.files]
+    color = use_color(sys.stdout, disabled=config.metrics.disable_color_printing)
+    total, all_lengths = Counter[Fate](), list[int]()
+    for part in parts:
+        counts, lengths = Counter[Fate](), list[int]()
+        for example, row in label_all(part, encoder):
+            if len(lengths) < num_rows:
+                _say(f"{example.where}: {len(row)} tokens, {fate_of(row, training)}")
+                for label, text in runs(row, tokenizer, training, with_ids=with_ids):
+                    _say(paint(f"  {label:<5} {text}", STYLES[label], color=color))
+            counts[fate_of(row, training)] += 1
+            lengths.append(len(row))
+        _say(*summary(part.name, counts, lengths, training))
+        total, all_lengths = total + counts, all_lengths + lengths
+    if len(parts) > 1:
+        _say(*summary(source.name, total, all_lengths, training))
+    warn_of_encoded(source.name, encoder.num_without_end, encoder.unread_keys)
+
+
+def runs(
+    row: Numbers, tokenizer: Tokenizer, training: TrainingConfig, *, with_ids: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield each run of tokens with the same label: the label, and the tokens as text."""
+
+    def label_of(place: int) -> str:
+        if place > training.seq_len:
+            return "cut"
+        return "loss" if row[place] & 1 and place else "-100"  # the first token is never a label
+
+    for label, places in groupby(range(len(row)), key=label_of):
+        ids = [int(row[place]) >> 1 for place in places]
+        yield label, " ".join(_shown(i, tokenizer, with_ids=with_ids) for i in ids)
+
+
+def _shown(i: int, tokenizer: Tokenizer, *, with_ids: bool) -> str:
+    text = tokenizer.decode([i])
+    if "\ufffd" in text:  # a part of a character
+        return f"#{i}"
+    return f"{text!r}={i}" if with_ids else repr(text)
+
+
+def summary(
+    name: str, counts: Counter[Fate], lengths: Sequence[int], training: TrainingConfig
+) -> Iterator[str]:
+    """Yield the lines about all rows of a file, whose lengths are numbers of tokens."""
+    dropped = {fate: counts[fate] for fate in DROPPED if counts[fate]}
+    why = ", ".join(f"{number} {fate}" for fate, number in dropped.items())
+    yield (
+        f"{name}: {plural(len(lengths), 'row')}, {counts['kept']} kept, {counts['cut']} cut at "
+        f"seq_len = {training.seq_len}, {sum(dropped.values())} dropped{why and f' ({why})'}"
+    )
+    if lengths:
+        # the last token of a row is only a label
+        most, longest = (int(np.ceil(np.quantile(lengths, q))) - 1 for q in (0.99, 1))
+        rest = f", seq_len = {most} at most 1 % of them" if most < longest else ""
+        yield f"  seq_len = {longest} cuts no row{rest}\n"
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
