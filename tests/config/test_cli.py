@@ -170,11 +170,11 @@ def test_a_switch_before_another_option_is_true() -> None:
         (["stray"], ["'stray' belongs to no option"]),
         (
             ["--memory_estimation.enable"],
-            ["--memory_estimation.enable: memory estimation is not built yet"],
+            ["--memory_estimation.enable: python -m torchtitan.tools.plan memory"],
         ),
         (
             ["--memory_estimation.enabled"],
-            ["--memory_estimation.enabled: memory estimation is not built yet"],
+            ["--memory_estimation.enabled: python -m torchtitan.tools.plan memory"],
         ),
         (
             ["--model.name", "a\udc80"],
