@@ -68,7 +68,7 @@ def restore(
     _log_start(start, loaded=loaded, step=state.progress.step)
     if new_rows_of is None:
         return state
-    from torchtitan.checkpoint.growth import train_new_rows
+    from torchtitan.checkpoint.base_rows import train_new_rows
 
     return train_new_rows(state, parts=new_rows_of, source=source)
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.base_rows import stored_base_rows
 from torchtitan.checkpoint.checksums import HashingFile, write_json
-from torchtitan.checkpoint.growth import stored_base_rows
 from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor
 from torchtitan.checkpoint.rows import to_their_rows
 from torchtitan.checkpoint.state import VOCABULARY
