@@ -87,11 +87,11 @@ def test_tokenised_once_and_again_after_a_change(tmp_path: Path) -> None:
     assert len(entries(cache)) == 4
 
 
-def test_stores_of_earlier_versions_are_found(tmp_path: Path) -> None:
+def test_stores_of_this_format_are_found(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "texts", ["one", "two"])
     cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
     files = [file_identity(file) for file in corpus.files]
-    parts = [1, ByteTokenizer.fingerprint, "2 files", [*files, "text"]]
+    parts = [2, ByteTokenizer.fingerprint, "2 files", [*files, "text"]]
     assert entries(tmp_path / "cache") == [sha256(json.dumps(parts).encode()).hexdigest()[:32]]
 
 
