@@ -36,11 +36,11 @@ from scripts.benchmarks.pairs import (
     spent_since,
     timed,
 )
-from torchtitan.checkpoint import storage
+from torchtitan.checkpoint import reader, storage
 from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, build_group
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.state import Progress, RunState
+from torchtitan.checkpoint.state import Component, Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
 
 SUMMARY = "save, load, and time the loop is blocked"
@@ -96,7 +96,7 @@ def _save_and_load(folder: Path, tensors: dict[str, Tensor], *, num_pairs: int) 
 
     def save() -> Spent:
         shutil.rmtree(step, ignore_errors=True)
-        component = storage.Component(tensors=tensors)
+        component = Component(tensors=tensors)
         return spent(lambda: storage.write(step, {"model": component}, manifest={}, group=group))
 
     def save_plain() -> Spent:
@@ -127,7 +127,7 @@ def _torch_save(tensors: dict[str, Tensor], path: Path) -> None:
 def _verify_and_load(step: Path, into: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     mistakes = verify(step, group=group)
     assert not mistakes, mistakes
-    storage.read_tensors(step, "model", into=into, group=group)
+    reader.read_tensors(step, "model", into=into, group=group)
 
 
 class _NoData:

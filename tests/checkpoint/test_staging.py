@@ -13,7 +13,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import manager
 from torchtitan.checkpoint.manager import Staging, check_staging
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.storage import Component
+from torchtitan.checkpoint.state import Component
 
 
 def stage_twice() -> list[tuple[torch.Tensor, torch.Tensor, int]]:

@@ -22,15 +22,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import verify, write_sealed_json
-from torchtitan.checkpoint.storage import (
-    Component,
-    delete,
-    find_steps,
-    read_manifest,
-    read_state,
-    read_tensors,
-    write,
-)
+from torchtitan.checkpoint.reader import read_tensors
+from torchtitan.checkpoint.state import Component
+from torchtitan.checkpoint.storage import delete, find_steps, read_manifest, read_state, write
 
 
 def components(value: float = 1.0) -> dict[str, Component]:
@@ -253,7 +247,8 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.checkpoint.checksums import verify
-from torchtitan.checkpoint.storage import Component, write
+from torchtitan.checkpoint.state import Component
+from torchtitan.checkpoint.storage import write
 
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

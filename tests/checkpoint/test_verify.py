@@ -28,8 +28,9 @@ from torchtitan.checkpoint.checksums import (
     write_sealed_json,
 )
 from torchtitan.checkpoint.start import stored_layout
+from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.steps import newest_valid_step
-from torchtitan.checkpoint.storage import Component, find_steps, read_manifest, write
+from torchtitan.checkpoint.storage import find_steps, read_manifest, write
 
 FILES = [
     "manifest.json",

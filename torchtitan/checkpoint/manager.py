@@ -33,8 +33,7 @@ from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.disks import find_disks, on_each_disk
 from torchtitan.checkpoint.retention import Retention, describe_score
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.state import RunState
-from torchtitan.checkpoint.storage import Component
+from torchtitan.checkpoint.state import Component, RunState
 from torchtitan.mesh.faults import is_timeout
 from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.models.init import local_part

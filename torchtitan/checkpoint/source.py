@@ -25,9 +25,10 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import StoredJSON
 from torchtitan.base.patterns import matches
-from torchtitan.checkpoint import storage
+from torchtitan.checkpoint import reader
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.state import COMPONENTS, EMBEDDING, OUTPUT
+from torchtitan.checkpoint.storage import STATE, read_manifest, read_state
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank, union
 from torchtitan.models.init import local_part
 from torchtitan.models.spec import ModelSpec, RopeOrder
@@ -42,7 +43,7 @@ class WeightSource(Protocol):
     def path(self) -> Path:
         """File or folder of the weights."""
 
-    def shapes(self) -> Mapping[str, storage.Shape | None]:
+    def shapes(self) -> Mapping[str, reader.Shape | None]:
         """Return the shapes of all tensors, by torchtitan's names. Collective."""
 
     def read(self, into: Mapping[str, Tensor]) -> None:
@@ -96,22 +97,22 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> StoredJSON:
         """The manifest. Collective at the first use."""
-        return on_first_rank(lambda: storage.read_manifest(self.path), group=self.group)
+        return on_first_rank(lambda: read_manifest(self.path), group=self.group)
 
     def state(self, component: str, *, types: Mapping[str, type] | None = None) -> StoredJSON:
         """Return the state of a component without its tensors; check the `types` of its values."""
         return on_first_rank(
-            lambda: storage.read_state(self.path, component).check_types(types or {}),
+            lambda: read_state(self.path, component).check_types(types or {}),
             group=self.group,
         )
 
-    def shapes(self) -> Mapping[str, storage.Shape | None]:
+    def shapes(self) -> Mapping[str, reader.Shape | None]:
         """Return the shapes of the stored parameters."""
-        return storage.stored_shapes(self.path, "model", group=self.group)
+        return reader.stored_shapes(self.path, "model", group=self.group)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill parameters in place."""
-        storage.read_tensors(
+        reader.read_tensors(
             self.path,
             "model",
             into=self.filter.wanted(into, names=self.shapes),
@@ -138,9 +139,9 @@ class DCPFolder:
     rope_head_dim: HeadDim
     """Head width of the parameters that are stored in the half-split order."""
 
-    def shapes(self) -> Mapping[str, storage.Shape | None]:
+    def shapes(self) -> Mapping[str, reader.Shape | None]:
         """Return the shapes of all entries."""
-        return storage.stored_shapes(self.path.parent, self.path.name, group=self.group)
+        return reader.stored_shapes(self.path.parent, self.path.name, group=self.group)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill parameters in place."""
@@ -157,7 +158,7 @@ class DCPFolder:
         has_tied_copy = OUTPUT not in parameters and stored.get(OUTPUT) is not None
         has_tied_copy = has_tied_copy and not excludes(OUTPUT)
         skipped = {*others, *([OUTPUT] if has_tied_copy else [])}
-        storage.read_tensors(
+        reader.read_tensors(
             self.path.parent,
             self.path.name,
             into=wanted,
@@ -180,7 +181,7 @@ class DCPFolder:
         """
         head = {} if embedding is None else {OUTPUT: embedding.clone()}
         place, grows = (self.path.parent, self.path.name), self.filter.may_grow
-        storage.read_tensors(*place, into=head, group=self.group, may_grow=grows)
+        reader.read_tensors(*place, into=head, group=self.group, may_grow=grows)
         same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
         found = on_every_rank(lambda: (embedding is not None, same), group=self.group)
         if not (any(held for held, _ in found) and all(equal for _, equal in found)):
@@ -241,12 +242,11 @@ def row_order(
 
 def stated_order(folder: Path) -> RopeOrder | None:
     """Return the row order that a DCP folder of weights states, None if it states none."""
-    if not (folder / storage.STATE).is_file():
+    if not (folder / STATE).is_file():
         return None
-    stated = storage.read_state(folder.parent, folder.name).get("rope")
+    stated = read_state(folder.parent, folder.name).get("rope")
     if stated is not None and (not isinstance(stated, str) or stated not in _ORDERS):
         raise CheckpointError(
-            f"{folder / storage.STATE}: rope must be {' or '.join(_ORDERS)}, got "
-            f"{str(stated)[:60]!r}"
+            f"{folder / STATE}: rope must be {' or '.join(_ORDERS)}, got {str(stated)[:60]!r}"
         )
     return cast(RopeOrder | None, stated)

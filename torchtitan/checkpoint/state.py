@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.checkpoint.storage import Component
 from torchtitan.models.interface import HasParameters
 from torchtitan.optim.optimizer import create_state
 
@@ -29,6 +28,17 @@ VOCABULARY = (EMBEDDING, OUTPUT)
 """Parameters with a row per token of the vocabulary."""
 MODEL_STATE: Mapping[str, str] = {"rope": "interleaved"}
 """State stored with the weights: the row order of wq and wk, which names and shapes do not tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One independently loadable part of a checkpoint."""
+
+    tensors: Mapping[str, Tensor] | None = None
+    """DTensors, plain tensors that all ranks hold alike, or tensors of one rank, whose names
+    include the rank. A rank may have none. None on all ranks: a component without tensors."""
+    state: Mapping[str, Any] | None = None
+    """JSON-compatible state, the same on every rank."""
 
 
 class Resumable(Protocol):

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
-from torchtitan.checkpoint.reader import METADATA
-from torchtitan.checkpoint.storage import find_steps, list_steps, recover_commits
+from torchtitan.checkpoint.storage import METADATA, find_steps, list_steps, recover_commits
 from torchtitan.mesh.ranks import on_first_rank
 
 logger = logging.getLogger(__name__)

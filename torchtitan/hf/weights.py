@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.growth import fill_new_rows
 from torchtitan.checkpoint.reader import PieceReader, fill
+from torchtitan.checkpoint.reader import check_match as check_tensors
 from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.hf.names import Names, Slot
 from torchtitan.mesh.ranks import reason
@@ -272,7 +272,7 @@ def check_match(
         hf_name = found[name].name if name in found else names.to_hf(name)
         return f"'{name}'" if name == hf_name else f"'{name}' ({hf_name})"
 
-    storage.check_match(
+    check_tensors(
         path,
         {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()},
         {

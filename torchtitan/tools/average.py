@@ -58,7 +58,7 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import HashingFileSystem, summarize, verify
 from torchtitan.checkpoint.reader import TensorReader, is_tensor
 from torchtitan.checkpoint.rows import overlap
-from torchtitan.checkpoint.state import MODEL_STATE
+from torchtitan.checkpoint.state import MODEL_STATE, Component
 from torchtitan.checkpoint.storage import draft_of, list_steps, step_of
 from torchtitan.hf.export import export
 from torchtitan.mesh.ranks import reasons
@@ -184,7 +184,7 @@ def average(steps: Sequence[Path], target: Path, *, kind: Kind, decay: float) ->
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
-        components = {"model": storage.Component(state=MODEL_STATE)}
+        components = {"model": Component(state=MODEL_STATE)}
         manifest = {**{key: last[key] for key in _KEPT if key in last}, "average": about}
         records = {f"model/{name}": record for name, record in files.records.items()}
         storage.complete(target, components, manifest, [records])

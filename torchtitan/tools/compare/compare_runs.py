@@ -28,8 +28,8 @@ from torch import Tensor
 from torchtitan.base.errors import DataError, UserError, printable
 from torchtitan.base.log import plural
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.reader import METADATA, read_metadata
-from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.reader import read_metadata, read_tensors
+from torchtitan.checkpoint.storage import METADATA, find_steps
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row, read_rows
@@ -181,7 +181,7 @@ class StoredTensors(Mapping[str, Tensor]):
             if tensors and size > AT_ONCE:
                 break
             tensors[each] = torch.empty(about.size, dtype=about.properties.dtype)
-        storage.read_tensors(self._checkpoint, self._component, into=tensors, group=None)
+        read_tensors(self._checkpoint, self._component, into=tensors, group=None)
         return tensors
 
     def __iter__(self) -> Iterator[str]:

@@ -49,7 +49,8 @@ def record_gradients(run: Run, *, folder: Path, num_steps: int) -> Run:
     """Return the run, which writes the gradients of its first steps to `folder`/step-N: those of
     every parameter that trains, by name."""
     from torchtitan.checkpoint.manager import build_group
-    from torchtitan.checkpoint.storage import Component, write
+    from torchtitan.checkpoint.state import Component
+    from torchtitan.checkpoint.storage import write
 
     group = build_group(3600)
 
