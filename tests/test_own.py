@@ -12,14 +12,18 @@ import pytest
 from torchtitan.base.custom import is_import_path, load_object, trust
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.files import StoredJSON
-from torchtitan.build import warn_of_other_code
 from torchtitan.callbacks import build_callbacks
 from torchtitan.config.schema import keys
 from torchtitan.config.sources import to_toml
 from torchtitan.job import Config, load_config, own_sections
 from torchtitan.layout import find_layout
 from torchtitan.models.families import find_model
-from torchtitan.resume_rules import Job, shaping_code, trajectory_differences
+from torchtitan.resume_rules import (
+    Job,
+    shaping_code,
+    trajectory_differences,
+    warn_of_other_code,
+)
 
 MODULE = """
 from dataclasses import dataclass, replace

@@ -25,10 +25,10 @@ from torchtitan.base.files import read_json
 from torchtitan.checkpoint.checksums import MANIFEST, write_sealed_json
 from torchtitan.config.schema import keys, value_at
 from torchtitan.config.sources import to_toml
-from torchtitan.job import Config
+from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.metrics.ledger import LEDGER, hash_manifest
 from torchtitan.models.decoder import Decoder
-from torchtitan.resume_rules import CONFIG_FILE, Job
+from torchtitan.resume_rules import Job
 from torchtitan.tools import average, hang
 from torchtitan.tools.audit import __main__ as audit
 from torchtitan.tools.compare import compare_layouts

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,15 +24,10 @@ from torchtitan.base.custom import is_import_path
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.base.files import StoredJSON
 from torchtitan.base.log import plural
 from torchtitan.base.patterns import matches
 from torchtitan.callbacks import CallbackRunner, build_callbacks
 from torchtitan.checkpoint.lock import lock_folder
-from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, Export, open_io
-from torchtitan.checkpoint.restore import report_rate, restore
-from torchtitan.checkpoint.source import Checkpoint, WeightSource
-from torchtitan.checkpoint.start import Comparison, LoadMode, Start, find_start, stored_layout
 from torchtitan.checkpoint.state import VOCABULARY, Progress, RunState
 from torchtitan.config.sources import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
@@ -40,16 +35,23 @@ from torchtitan.data.files import Once
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
 from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
-from torchtitan.job import Config, JobConfig, own_sections
+from torchtitan.job import CONFIG_FILE, Config, JobConfig, find_own, own_sections, write_config
 from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import Mesh, build_mesh, fit_ranks
-from torchtitan.mesh.ranks import OncePerMachine, RankInfo, check_data_alike, set_timeout
+from torchtitan.mesh.ranks import (
+    OncePerMachine,
+    RankInfo,
+    check_data_alike,
+    on_first_rank,
+    set_timeout,
+)
 from torchtitan.metrics.ledger import Hardware, Ledger
 from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
 from torchtitan.models.rope import warn_beyond_rope
+from torchtitan.models.settings import HF
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
@@ -59,17 +61,12 @@ from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout, check_device
 from torchtitan.parallel.parallelize import build_model_and_execution, materialize
 from torchtitan.parallel.precision import resolve_precision
-from torchtitan.resume_rules import (
-    CONFIG_FILE,
-    Job,
-    resolve_model,
-    shaping_code,
-    trajectory_differences,
-    write_config,
-)
 from torchtitan.trainer import Run
 
 if TYPE_CHECKING:
+    from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, Export
+    from torchtitan.checkpoint.source import WeightSource
+    from torchtitan.checkpoint.start import LoadMode, Start
     from torchtitan.hf.export import HFExport
     from torchtitan.metrics.trace import Profiler
     from torchtitan.optim.balance import Balance
@@ -103,7 +100,7 @@ def build_run(
     folder = Path(config.job.dump_folder)
     kwargs = {"folder": folder, "rank": launch.rank, **own_sections(config)}
     callbacks = [*build_callbacks(config.training.callbacks, kwargs=kwargs), *callbacks]
-    io = open_io(config.checkpoint, run_folder=folder, device_type=device_type())
+    io = open_checkpoints(config)
     set_determinism(  # before anything runs on the device, and before custom data
         seed=config.debug.seed,
         deterministic=config.debug.deterministic,
@@ -139,7 +136,10 @@ def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str
 
     Collective.
     """
-    config = resolve_model(config)
+    if config.model.flavor == HF:
+        from torchtitan.resume_rules import resolve_model
+
+        config = resolve_model(config)
     parallelism, training = fit_ranks(
         config.parallelism,
         config.training,
@@ -178,6 +178,8 @@ def build_parts(
     validator = build_validator(config, model, execution, shard, mesh=mesh, device=device)
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
     if start is not None:
+        from torchtitan.checkpoint.restore import report_rate, restore
+
         assert io is not None, "a run without checkpoints starts from none"
         new_rows_of = model if config.lora.rank and config.checkpoint.grow_vocab else None
         state = restore(state, start=start, group=io.group, new_rows_of=new_rows_of)
@@ -185,7 +187,7 @@ def build_parts(
     state = replace(state, lr_settings=describe_lr(config))
     if start is not None:
         report_rate(state, start=start)
-    write_config(config)
+    on_first_rank(partial(write_config, config), group=dist.group.WORLD)
     checkpoints = build_checkpoints(
         config, layout=layout, state=state, io=io, validator=validator, ledger=ledger
     )
@@ -221,20 +223,41 @@ def build_parts(
 # -- which checkpoint --------------------------------------------------------------------------
 
 
+def open_checkpoints(config: Config) -> CheckpointIO | None:
+    """Open the folder or store of checkpoints. None if they are off."""
+    if not config.checkpoint.enable:
+        return None
+    from torchtitan.checkpoint.manager import open_io
+
+    folder = Path(config.job.dump_folder)
+    return open_io(config.checkpoint, run_folder=folder, device_type=device_type())
+
+
 def choose_start(
     config: Config, *, layout: Layout, samples: Callable[[], MapSamples], io: CheckpointIO | None
 ) -> Start | None:
     """Return what the run starts from, or None for the initial weights."""
-    group = None if io is None else io.group
-    comparison = JobComparison(config=config, layout=layout, samples=samples, group=group)
-    start = find_start(
-        config.checkpoint,
-        run_folder=Path(config.job.dump_folder),
-        io=io,
-        compare=comparison.with_checkpoint,
-        compare_results=comparison.with_results,
-        open_initial=partial(open_initial, config=config, layout=layout, io=io),
-    )
+    start, folder = None, Path(config.job.dump_folder)
+    # without checkpoints, the job is only compared with the one whose results the folder has
+    if io is not None or on_first_rank((folder / CONFIG_FILE).is_file, group=dist.group.WORLD):
+        from torchtitan.checkpoint.start import find_start
+        from torchtitan.resume_rules import JobComparison
+
+        comparison = JobComparison(
+            config=config,
+            dp=layout.dims.dp,
+            global_batch=layout.samples_per_step(config.training),
+            samples=samples,
+            group=None if io is None else io.group,
+        )
+        start = find_start(
+            config.checkpoint,
+            run_folder=folder,
+            io=io,
+            compare=comparison.with_checkpoint,
+            compare_results=comparison.with_results,
+            open_initial=partial(open_initial, config=config, layout=layout, io=io),
+        )
     if config.lora.rank:
         from torchtitan.finetune.lora import warn_of_random_base
 
@@ -266,69 +289,6 @@ def open_initial(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobComparison:
-    """Compares this job with the one whose results a folder holds."""
-
-    config: Config
-    layout: Layout
-    samples: Callable[[], MapSamples]
-    """Builds the samples of the training, on all ranks together."""
-    group: dist.ProcessGroup | None
-    """All ranks. None if checkpoints are disabled."""
-
-    def with_checkpoint(self, manifest: StoredJSON) -> Comparison:
-        """Compare with the job that saved a checkpoint; warn if custom code has changed."""
-        then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
-        now = self._planned(Checkpoint(path=manifest.path.parent, group=self.group), then=then)
-        warn_of_other_code(manifest, now=now.config)
-        differences = trajectory_differences(then, now, data_is_checked=True)
-        return Comparison(differences=tuple(differences), then=then.config.checkpoint)
-
-    def with_results(self) -> tuple[str, ...]:
-        """Return how this job differs from the one that wrote the run's folder."""
-        stored = Path(self.config.job.dump_folder) / CONFIG_FILE
-        if not stored.is_file():
-            return ()
-        then = Job.stored_in(stored)
-        return tuple(trajectory_differences(then, self._planned(None, then=then)))
-
-    def _planned(self, at: Checkpoint | None, *, then: Job) -> Job:
-        """Return this job with the steps it takes from a checkpoint of the job `then`, or from 0.
-
-        Other data are refused elsewhere; with them, the steps are the stored ones.
-        """
-        config, dp = self.config, self.layout.dims.dp
-        training = config.training
-        if training.num_epochs is None:
-            return Job(config=config, dp=dp)
-        samples, step, position = self.samples(), 0, 0
-        global_batch = self.layout.samples_per_step(training)
-        if at is not None and "dataloader" in at.manifest["components"]:
-            state = at.state("dataloader", types={"position": int, "fingerprint": dict})
-            step, position = at.manifest["step"], state["position"]
-            if state["fingerprint"] != samples.fingerprint:
-                training = replace(training, steps=then.config.training.steps)
-                return Job(config=replace(config, training=training), dp=dp)
-        training = plan_steps(
-            training, samples, global_batch=global_batch, step=step, position=position
-        )
-        return Job(config=replace(config, training=training), dp=dp)
-
-
-def warn_of_other_code(manifest: StoredJSON, *, now: Config) -> None:
-    """Warn if the source of a custom object differs from that of the checkpoint."""
-    code = shaping_code(now)
-    for path, then in manifest.get("code", {}).items():
-        if code.get(path, then) != then:
-            logger.warning(
-                "The source of %s has changed since %s was saved: what it computes may be another "
-                "training",
-                path,
-                manifest.path,
-            )
-
-
 def check_adapter_scale(start: Start, *, alpha: float) -> None:
     """Check that adapters from which a new run starts are scaled as they were trained.
 
@@ -337,7 +297,9 @@ def check_adapter_scale(start: Start, *, alpha: float) -> None:
     Raises:
         CheckpointError: Another scale was trained.
     """
+    from torchtitan.checkpoint.source import Checkpoint
     from torchtitan.finetune.lora import is_adapter
+    from torchtitan.resume_rules import Job
 
     source = start.source
     if start.mode != "finetune" or not isinstance(source, Checkpoint):
@@ -612,6 +574,8 @@ def build_checkpoints(
     """Build what saves the run. None if checkpoints are off."""
     if io is None:
         return None
+    from torchtitan.checkpoint.manager import CheckpointManager
+
     export: Export | None = None
     if config.checkpoint.last_save_in_hf:
         from torchtitan.hf.export import export as export_to_hf
@@ -626,12 +590,21 @@ def build_checkpoints(
         manifest={
             "layout": asdict(layout.dims),
             "config": to_toml(config),
-            "code": shaping_code(config),
+            "code": hash_custom_code(config),
         },
         export=export,
         validation_data=None if validator is None else validator.data,
         ledger=ledger,
     )
+
+
+def hash_custom_code(config: Config) -> dict[str, str]:
+    """Return the source hash of each custom module that shapes the training."""
+    if not find_own(config):
+        return {}
+    from torchtitan.resume_rules import shaping_code
+
+    return shaping_code(config)
 
 
 def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
@@ -722,7 +695,7 @@ def record_start(
         layout=str(dims),
         world_size=dims.world_size,
         loaded=None if start is None else str(start.source.path),
-        code=shaping_code(config),
+        code=hash_custom_code(config),
         hardware=asdict(hardware),
     )
 

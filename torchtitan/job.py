@@ -29,7 +29,7 @@ from torchtitan.base.custom import (
     note_stored,
     trust,
 )
-from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.base.errors import CheckpointError, ConfigError, Violation
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.load import Loaded, load
@@ -46,7 +46,7 @@ from torchtitan.config.schema import (
     sections,
     values_of,
 )
-from torchtitan.config.sources import Layer
+from torchtitan.config.sources import Layer, to_toml
 from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConfig
 from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ElasticConfig, ParallelismConfig
@@ -63,6 +63,8 @@ from torchtitan.parallel.settings import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MODEL: Path = ("model", "name")
+CONFIG_FILE = "config.toml"
+"""The resolved settings in a run's folder."""
 
 
 def _file_name(value: str) -> None:
@@ -283,6 +285,25 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
 def load_config(argv: Sequence[str]) -> Config:
     """Load a job and return only its settings."""
     return load_job(argv).config
+
+
+def write_config(config: Config) -> None:
+    """Write the resolved settings into the run's folder.
+
+    Raises:
+        CheckpointError: A file cannot be written.
+    """
+    for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
+        path = pathlib.Path(config.job.dump_folder) / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(to_toml(config), encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(
+                f"the settings must be written to a file in job.dump_folder, got {path}, which "
+                f"cannot be written: {error.strerror}; move away what is there, or choose "
+                f"another job.save_config_file or job.dump_folder"
+            ) from error
 
 
 def foreign_names() -> Foreign:

@@ -8,26 +8,35 @@ thought about it.
 
 from __future__ import annotations
 
+import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from torchtitan.base.custom import source_hash
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.base.files import read_text
+from torchtitan.base.files import StoredJSON, read_text
+from torchtitan.checkpoint.source import Checkpoint
+from torchtitan.checkpoint.start import Comparison, stored_layout
 from torchtitan.checkpoint.steps import resolve_step
 from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.config.load import build
 from torchtitan.config.schema import Path, literal, values_of
-from torchtitan.config.sources import Layer, Setting, flatten, parse, to_toml
-from torchtitan.job import Config, find_own, foreign_names, watching_sections, with_stored_own
-from torchtitan.mesh.ranks import on_first_rank
+from torchtitan.config.sources import Layer, Setting, flatten, parse
+from torchtitan.data.loader import MapSamples, plan_steps
+from torchtitan.job import (
+    CONFIG_FILE,
+    Config,
+    find_own,
+    foreign_names,
+    watching_sections,
+    with_stored_own,
+)
 from torchtitan.models.settings import HF
 
-CONFIG_FILE = "config.toml"
-"""The resolved settings in a run's folder."""
+logger = logging.getLogger(__name__)
 _ROUNDING = "changes only the order of additions, and so the rounding"
 
 IGNORED: Mapping[Path, str] = {
@@ -245,27 +254,69 @@ def resolve_model(config: Config) -> Config:
     return replace(config, model=with_model_of(found, config.model))
 
 
-def write_config(config: Config) -> None:
-    """Write the resolved settings into the run's folder, from rank 0.
+@dataclass(frozen=True, kw_only=True)
+class JobComparison:
+    """Compares this job with the one whose results a folder holds."""
 
-    Raises:
-        CheckpointError: A file cannot be written.
-    """
+    config: Config
+    dp: int
+    """Number of data-parallel ranks."""
+    global_batch: int
+    """Samples per step."""
+    samples: Callable[[], MapSamples]
+    """Builds the samples of the training, on all ranks together."""
+    group: dist.ProcessGroup | None
+    """All ranks. None if checkpoints are disabled."""
 
-    def write() -> None:
-        for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
-            path = pathlib.Path(config.job.dump_folder) / name
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(to_toml(config), encoding="utf-8")
-            except OSError as error:
-                raise CheckpointError(
-                    f"the settings must be written to a file in job.dump_folder, got {path}, which "
-                    f"cannot be written: {error.strerror}; move away what is there, or choose "
-                    f"another job.save_config_file or job.dump_folder"
-                ) from error
+    def with_checkpoint(self, manifest: StoredJSON) -> Comparison:
+        """Compare with the job that saved a checkpoint; warn if custom code has changed."""
+        then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
+        now = self._planned(Checkpoint(path=manifest.path.parent, group=self.group), then=then)
+        warn_of_other_code(manifest, now=now.config)
+        differences = trajectory_differences(then, now, data_is_checked=True)
+        return Comparison(differences=tuple(differences), then=then.config.checkpoint)
 
-    on_first_rank(write, group=dist.group.WORLD)
+    def with_results(self) -> tuple[str, ...]:
+        """Return how this job differs from the one that wrote the run's folder."""
+        stored = pathlib.Path(self.config.job.dump_folder) / CONFIG_FILE
+        if not stored.is_file():
+            return ()
+        then = Job.stored_in(stored)
+        return tuple(trajectory_differences(then, self._planned(None, then=then)))
+
+    def _planned(self, at: Checkpoint | None, *, then: Job) -> Job:
+        """Return this job with the steps it takes from a checkpoint of the job `then`, or from 0.
+
+        Other data are refused elsewhere; with them, the steps are the stored ones.
+        """
+        config, dp, global_batch = self.config, self.dp, self.global_batch
+        training = config.training
+        if training.num_epochs is None:
+            return Job(config=config, dp=dp)
+        samples, step, position = self.samples(), 0, 0
+        if at is not None and "dataloader" in at.manifest["components"]:
+            state = at.state("dataloader", types={"position": int, "fingerprint": dict})
+            step, position = at.manifest["step"], state["position"]
+            if state["fingerprint"] != samples.fingerprint:
+                training = replace(training, steps=then.config.training.steps)
+                return Job(config=replace(config, training=training), dp=dp)
+        training = plan_steps(
+            training, samples, global_batch=global_batch, step=step, position=position
+        )
+        return Job(config=replace(config, training=training), dp=dp)
+
+
+def warn_of_other_code(manifest: StoredJSON, *, now: Config) -> None:
+    """Warn if the source of a custom object differs from that of the checkpoint."""
+    code = shaping_code(now)
+    for path, then in manifest.get("code", {}).items():
+        if code.get(path, then) != then:
+            logger.warning(
+                "The source of %s has changed since %s was saved: what it computes may be another "
+                "training",
+                path,
+                manifest.path,
+            )
 
 
 def find_run_step(

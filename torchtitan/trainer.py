@@ -24,7 +24,6 @@ from torch import Tensor
 
 from torchtitan.base.errors import StoppedError
 from torchtitan.callbacks import CallbackRunner
-from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress
 from torchtitan.data.loader import Loader, Samples, StreamSamples
 from torchtitan.data.settings import TrainingConfig
@@ -45,6 +44,7 @@ from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 
 if TYPE_CHECKING:
+    from torchtitan.checkpoint.manager import CheckpointManager
     from torchtitan.metrics.trace import Profiler
     from torchtitan.optim.balance import Balance
     from torchtitan.optim.spikes import SpikeDetector

@@ -80,10 +80,8 @@ class CheckpointIO:
     """The store that checkpoint.folder names, if it is a URL."""
 
 
-def open_io(
-    settings: CheckpointConfig, *, run_folder: Path, device_type: str
-) -> CheckpointIO | None:
-    """Build the process group of checkpoints, and open their folder or store. None if disabled.
+def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -> CheckpointIO:
+    """Build the process group of checkpoints, and open their folder or store.
 
     Args:
         settings: The section [checkpoint].
@@ -94,8 +92,6 @@ def open_io(
         ConfigError: The store's package is missing, ranks do not share a disk that they need to
             share, or pinned staging needs a GPU.
     """
-    if not settings.enable:
-        return None
     check_staging(settings, device_type=device_type)
     timeout = settings.save_timeout_seconds
     group, folder = build_group(timeout), run_folder / settings.local_folder

@@ -68,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
     run: Path = parser.parse_args(argv).run
     try:
-        from torchtitan.resume_rules import CONFIG_FILE, Job  # --help needs no torch
+        from torchtitan.job import CONFIG_FILE
+        from torchtitan.resume_rules import Job
 
         comm = Job.stored_in(run / CONFIG_FILE).config.comm
         folder, prefix = run / comm.save_traces_folder, comm.save_traces_file_prefix

@@ -22,12 +22,12 @@ from torchtitan.checkpoint.storage import STATE, find_steps
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.settings import DEFAULT_CACHE
-from torchtitan.job import Config
+from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.mesh.settings import CommConfig
 from torchtitan.metrics.ledger import read_hardware
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
-from torchtitan.resume_rules import CONFIG_FILE, Job
+from torchtitan.resume_rules import Job
 
 
 @dataclass(frozen=True, kw_only=True)

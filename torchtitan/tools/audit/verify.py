@@ -21,9 +21,10 @@ from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.storage import find_steps
+from torchtitan.job import CONFIG_FILE
 from torchtitan.metrics.ledger import hash_manifest, read_ledger
 from torchtitan.metrics.rows import RECORD, Row, read_rows
-from torchtitan.resume_rules import CONFIG_FILE, Job
+from torchtitan.resume_rules import Job
 from torchtitan.tools.audit.history import Stretch, read_history, stretch_of
 from torchtitan.tools.audit.rerun import read_starts, rerun, why_not
 from torchtitan.tools.compare.compare_runs import Comparison, compare_checkpoints, say

@@ -20,9 +20,10 @@ from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint.storage import step_of
+from torchtitan.job import CONFIG_FILE
 from torchtitan.metrics.ledger import Hardware, read_hardware
 from torchtitan.metrics.rows import Row, figure_of, read_rows
-from torchtitan.resume_rules import CONFIG_FILE, Job
+from torchtitan.resume_rules import Job
 from torchtitan.tools.plan.account import Account, replay
 from torchtitan.tools.plan.devices import DEVICES, Device, device_named, find_device
 from torchtitan.tools.plan.job import Planned, place

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import plural
+from torchtitan.job import CONFIG_FILE
 from torchtitan.metrics.ledger import Hardware, newest_hardware, read_ledger
 from torchtitan.metrics.rows import RECORD, Row, figure_of, read_rows
-from torchtitan.resume_rules import CONFIG_FILE, Job
+from torchtitan.resume_rules import Job
 
 PANELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "loss": ("loss", ("loss", "validation_loss")),
