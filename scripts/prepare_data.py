@@ -25,8 +25,8 @@ from torchtitan.base.urls import is_url
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.files import divide, find_files
 from torchtitan.data.prepare_files import prepare_files
-from torchtitan.data.readers import STORE_SUFFIXES
 from torchtitan.data.settings import template_parts, template_rule
+from torchtitan.data.store import STORE_SUFFIXES
 
 
 def find_corpus(patterns: Sequence[str], *, text_key: str, template: str | None) -> FileCorpus:

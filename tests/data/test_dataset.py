@@ -12,6 +12,7 @@ import torch
 from tests.data.helpers import SEQ_LEN, dataset_of, training, write_texts
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset, TextSource, build_dataset, labelled_run
+from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 
@@ -66,7 +67,7 @@ def test_too_few_tokens(tmp_path: Path) -> None:
 
 def test_order_does_not_depend_on_the_number_of_epochs(tmp_path: Path) -> None:
     datasets = [dataset_of(tmp_path, num_epochs=n) for n in (1, 5, None)]
-    orders = [[dataset.sample_hash(k) for k in range(100)] for dataset in datasets]
+    orders = [[hash_tokens(dataset[k]["tokens"]) for k in range(100)] for dataset in datasets]
     assert orders[0] == orders[1] == orders[2]
     assert datasets[2].num_samples is None
     datasets[2][10**9]
@@ -74,7 +75,7 @@ def test_order_does_not_depend_on_the_number_of_epochs(tmp_path: Path) -> None:
 
 def test_seeds_change_the_order_alone(tmp_path: Path) -> None:
     datasets = [dataset_of(tmp_path, seed=seed, num_epochs=1) for seed in range(2)]
-    orders = [[d.sample_hash(k) for k in range(d.num_samples or 0)] for d in datasets]
+    orders = [[hash_tokens(d[k]["tokens"]) for k in range(d.num_samples or 0)] for d in datasets]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1])
 

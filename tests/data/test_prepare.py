@@ -19,10 +19,11 @@ import pytest
 
 from torchtitan.base.errors import DataError
 from torchtitan.data import prepare
-from torchtitan.data.corpus import FileCorpus, SyntheticCorpus
+from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.files import file_identity
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.store import TokenStore
+from torchtitan.data.synthetic import SyntheticCorpus
 from torchtitan.data.tokenizer import ByteTokenizer, Ids, build_tokenizer
 
 

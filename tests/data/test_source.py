@@ -22,7 +22,8 @@ import zstandard
 
 from torchtitan.base.errors import DataError
 from torchtitan.data import readers
-from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus, SyntheticCorpus
+from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus
+from torchtitan.data.synthetic import SyntheticCorpus
 
 
 def documents(corpus: Corpus) -> list[str]:

@@ -12,6 +12,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import CONTINUE
 from tests.finetune.chats import write_lines
+from torchtitan.data.sample_log import hash_tokens
 
 BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=12")
 LOGGED = "--debug.log_sample_hashes=true"
@@ -29,7 +30,7 @@ def samples(folder: Path) -> list[tuple[int, int, str]]:
 
 def hashes_of_the_order(job: list[str], count: int) -> list[str]:
     run = jobs.start(job)
-    return [run.loader.dataset.sample_hash(k) for k in range(count)]
+    return [hash_tokens(run.loader.dataset[k]["tokens"]) for k in range(count)]
 
 
 def test_dp_2_4_1_3_draws_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_packed_examples_go_on_in_the_middle_of_an_epoch(ranks: RankPool, tmp_pa
 
 def order_and_epoch(job: list[str], count: int) -> tuple[list[str], int]:
     dataset = jobs.start(job).loader.dataset
-    return [dataset.sample_hash(k) for k in range(count)], dataset.sources[0].num_samples
+    return [hash_tokens(dataset[k]["tokens"]) for k in range(count)], dataset.sources[0].num_samples
 
 
 def test_no_log_unless_asked_for(ranks: RankPool, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.finetune.chats import CHAT, CHATML, write_lines, write_tokenizer
 from tests.models.reference import TINY, random_decoder
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
+from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.finetune.data import build_examples
@@ -117,7 +118,7 @@ def test_samples_are_int64_of_seq_len(tmp_path: Path) -> None:
 def test_the_order_is_a_pure_function_of_data_and_seed(tmp_path: Path) -> None:
     first = examples_of(tmp_path, packing="packed", num_epochs=1)
     orders = {
-        name: [dataset.sample_hash(k) for k in range(20)]
+        name: [hash_tokens(dataset[k]["tokens"]) for k in range(20)]
         for name, dataset in {
             "first": first,
             "again": examples_of(tmp_path / "elsewhere", packing="packed"),
@@ -282,7 +283,9 @@ def test_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     first = examples_of(tmp_path)
     monkeypatch.setattr(ByteTokenizer, "encode", None)
     again = examples_of(tmp_path, dataset_path=str(tmp_path / "lines" / "a.jsonl"))
-    assert [first.sample_hash(k) for k in range(9)] == [again.sample_hash(k) for k in range(9)]
+    assert [hash_tokens(first[k]["tokens"]) for k in range(9)] == [
+        hash_tokens(again[k]["tokens"]) for k in range(9)
+    ]
 
 
 def test_other_settings_have_samples_of_their_own(tmp_path: Path) -> None:

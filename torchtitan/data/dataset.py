@@ -8,11 +8,6 @@ one only a label, so that each token is predicted once per epoch. One document p
 batches with padding. Fine-tuning examples are another source (`finetune/data.py`).
 
 A dataset holds only file names and numbers, so it is cheap to send to worker processes.
-
-Validation reads a dataset once, each sample exactly once (`PadToBatch`). Its number of samples is
-seldom a multiple of the batch over all ranks. To drop samples, or to count some twice, would make
-the mean depend on the number of ranks. So samples without labels fill the last batch: they add
-nothing to the loss, and every rank takes part in every batch.
 """
 
 from __future__ import annotations
@@ -34,10 +29,9 @@ import torch
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import plural
-from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus, SyntheticCorpus
+from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus
 from torchtitan.data.files import Once, alone, divide, find_all
 from torchtitan.data.prepare import cached_store
-from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Draw, Inverse, Mixture, Permutation
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
@@ -134,10 +128,6 @@ class Dataset:
         """Return the stores that are read completely."""
         stores = [store for source in self.sources for store in source.stores]
         return [store for store in stores if isinstance(store, TokenStore)]
-
-    def sample_hash(self, k: int) -> str:
-        """Return 16 hexadecimal digits of a hash of sample k's tokens."""
-        return hash_tokens(self[k]["tokens"])
 
 
 class MaskedDataset(Dataset):
@@ -431,6 +421,8 @@ def corpora(
     if training.dataset == "python_stdlib":
         return [[StdlibCorpus()]]
     if training.dataset != "files":
+        from torchtitan.data.synthetic import SyntheticCorpus
+
         return [[SyntheticCorpus(held_out=held_out)]]
     assert training.paths, "a rule of the settings"
     groups = find_all(training.paths, cache=training.dataset_cache, once=once)
@@ -450,29 +442,3 @@ def corpora(
         corpus = [FileCorpus(texts, *text)] if texts else []
         sources.append([*corpus, *map(TokenStore, stores)])
     return sources
-
-
-class PadToBatch:
-    """The first samples of a dataset, padded to full batches with samples without labels.
-
-    Args:
-        dataset: Samples with an end.
-        batch: Samples per batch over all ranks.
-        num_batches: Maximum number of batches. None reads all samples.
-    """
-
-    def __init__(self, dataset: MapSamples, *, batch: int, num_batches: int | None) -> None:
-        assert dataset.num_samples is not None, "validation data have an end"
-        self._dataset = dataset
-        self.num_drawn = dataset.num_samples
-        if num_batches is not None:
-            self.num_drawn = min(self.num_drawn, num_batches * batch)
-        self.num_batches = -(-self.num_drawn // batch)
-        self.num_samples: int | None = self.num_batches * batch
-        self.fingerprint, self.stores = dataset.fingerprint, dataset.stores
-
-    def __getitem__(self, k: int) -> Samples:
-        if k < self.num_drawn:
-            return self._dataset[k]
-        sample = self._dataset[0]
-        return {**sample, "labels": torch.full_like(sample["labels"], IGNORED)}

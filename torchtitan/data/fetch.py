@@ -30,7 +30,8 @@ from filelock import FileLock
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
 from torchtitan.base.urls import READ_ONLY, missing_package, url_problem, without_secrets
-from torchtitan.data.readers import FETCHED, SAVED, STORE_SUFFIXES
+from torchtitan.data.settings import FETCHED, SAVED
+from torchtitan.data.store import STORE_SUFFIXES
 
 logger = logging.getLogger(__name__)
 FILES_AT_ONCE = 4

@@ -19,8 +19,8 @@ from typing import Any
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
 from torchtitan.base.urls import is_url
-from torchtitan.data.readers import FETCHED, SAVED, STORE_SUFFIXES, check_suffix
-from torchtitan.data.settings import DEFAULT_CACHE
+from torchtitan.data.settings import DEFAULT_CACHE, FETCHED, SAVED
+from torchtitan.data.store import STORE_SUFFIXES
 
 logger = logging.getLogger(__name__)
 Once = Callable[[Callable[[], Any]], Any]
@@ -89,6 +89,8 @@ def find_files(
     if not files:
         rule = f"no file matches {pattern!r:.200}; relative paths start at {Path.cwd()}"
         raise DataError.at(key, rule)
+    from torchtitan.data.readers import check_suffix
+
     for file in files:
         check_suffix(file)
     empty = [file for file in files if file.exists() and file.stat().st_size == 0]

@@ -36,8 +36,8 @@ from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import Once, alone, user_path
-from torchtitan.data.readers import Advance, Piece
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
+from torchtitan.data.text import Advance, Piece
 from torchtitan.data.tokenizer import Ids, Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,8 @@ from typing import Any, NamedTuple, TypeAlias
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
 from torchtitan.data.settings import template_parts
-from torchtitan.data.text import check_characters, check_fetched, cut_point
+from torchtitan.data.store import STORE_SUFFIXES
+from torchtitan.data.text import Advance, Piece, check_characters, check_fetched, cut_point
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,6 @@ MAX_LINE_BYTES = 1 << 28
 # text compresses to a fifth, one letter to a thousandth; 4 bytes of zstd may hold 128 KiB
 MAX_GROWTH, FREE_BYTES = 400, 1 << 26
 
-FETCHED = "fetched"
-"""Folder of the cache that holds copies of objects."""
-SAVED = "state.json"
-"""File that `datasets.save_to_disk` writes beside its .arrow files, and that lists them."""
-STORE_SUFFIXES = (".idx", ".bin")
 PROSE = "txt text md markdown mdx rst adoc org tex bib log tokens srt vtt html htm xml xhtml"
 CONFIGS = "yaml yml toml ini cfg conf properties cmake mk make gradle dockerfile proto jinja"
 SOURCES = (
@@ -66,8 +62,6 @@ SOURCES = (
 )
 TEXT_SUFFIXES = {"", *(f".{name}" for name in f"{PROSE} {CONFIGS} {SOURCES}".split())}
 
-Advance = Callable[[int], None]
-"""Called with each number of bytes read, to show progress."""
 Stream: TypeAlias = "BufferedReader[Any]"
 
 
@@ -76,15 +70,6 @@ class Row(NamedTuple):
 
     value: object
     where: str
-
-
-class Piece(NamedTuple):
-    """A part of a document's text. The pieces of a document follow each other."""
-
-    text: str
-    ends_document: bool
-    where: str
-    """The file or row that holds the text."""
 
 
 def read_documents(

@@ -74,6 +74,10 @@ def _is_pair(value: tuple[int, ...]) -> None:
 
 SampleRange = Annotated[tuple[Annotated[int, Ge(0)], ...], Parse(_parse_range), _is_pair]
 DEFAULT_CACHE = "~/.cache/torchtitan"
+FETCHED = "fetched"
+"""Folder of the cache that holds copies of objects."""
+SAVED = "state.json"
+"""File that `datasets.save_to_disk` writes beside its .arrow files, and that lists them."""
 DEFAULT_STEPS = 10000
 
 

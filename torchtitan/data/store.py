@@ -38,6 +38,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.base.files import check_is_file
 from torchtitan.data.text import check_fetched
 
+STORE_SUFFIXES = (".idx", ".bin")
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

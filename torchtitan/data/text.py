@@ -1,4 +1,4 @@
-"""Operations on text that readers and tokenizers share: cuts into pieces, and checks.
+"""Pieces of text, which readers yield and tokenizers encode: cuts and checks.
 
 Long text is tokenized in pieces. The position of a cut decides whether the pieces get the same ids
 as the full text, so readers and tokenizers cut with the functions here.
@@ -7,12 +7,24 @@ as the full text, so readers and tokenizers cut with the functions here.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import PurePath
+from typing import NamedTuple
 
 from torchtitan.base.errors import DataError
 
 LFS_POINTER = b"version https://git-lfs.github.com"
+Advance = Callable[[int], None]
+"""Called with each number of bytes read, to show progress."""
+
+
+class Piece(NamedTuple):
+    """A part of a document's text. The pieces of a document follow each other."""
+
+    text: str
+    ends_document: bool
+    where: str
+    """The file or row that holds the text."""
 
 
 def cut_point(text: str, *, limit: int) -> int:

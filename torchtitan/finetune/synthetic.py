@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from torchtitan.data.corpus import SyntheticCorpus
+from torchtitan.data.synthetic import SyntheticCorpus
 from torchtitan.finetune.examples import Example, parse_example
 
 

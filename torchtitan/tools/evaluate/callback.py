@@ -18,13 +18,12 @@ from typing import Any
 
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError
-from torchtitan.data.dataset import PadToBatch
 from torchtitan.data.loader import Loader
 from torchtitan.data.settings import DataLoaderConfig
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools.evaluate.perplexity import open_domain, parse_domains
 from torchtitan.trainer import Run
-from torchtitan.validate import Validator
+from torchtitan.validate import PadToBatch, Validator
 
 
 @dataclass(frozen=True)

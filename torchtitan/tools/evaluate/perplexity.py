@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.base.errors import DataError, Mistakes, UserError
-from torchtitan.data.dataset import Dataset, PadToBatch, build_dataset
+from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.prepare import open_cached
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
@@ -33,7 +33,7 @@ from torchtitan.optim.loss import count_valid
 from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 from torchtitan.parallel.execution import WholeModel
 from torchtitan.tools.evaluate.report import tracked
-from torchtitan.validate import perplexity_of
+from torchtitan.validate import PadToBatch, perplexity_of
 
 
 @dataclass(frozen=True, kw_only=True)
