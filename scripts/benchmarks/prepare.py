@@ -34,7 +34,7 @@ from scripts.benchmarks.startup import processor_seconds
 from scripts.train_tokenizer import tokens_by_rank, train, write_tiktoken
 from torchtitan.base.errors import DataError
 from torchtitan.data.store import TokenStore
-from torchtitan.data.tokenizer import END_OF_TEXT
+from torchtitan.data.text import END_OF_TEXT
 
 SUMMARY = "text to tokens on disk, against datasets and tokenizers"
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,9 @@ import torch
 from tests.data.helpers import SEQ_LEN, dataset_of, loader_of, rows
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
-from torchtitan.data.loader import Loader, _is_alive
+from torchtitan.data.loader import Loader
 from torchtitan.data.store import open_writer
+from torchtitan.data.workers import is_alive
 
 Rows = list[tuple[int, ...]]
 
@@ -177,7 +178,7 @@ def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
     trainer.kill()
     trainer.join()
     deadline = time.monotonic() + 30
-    while any(_is_alive(worker) for worker in workers):
+    while any(is_alive(worker) for worker in workers):
         assert time.monotonic() < deadline, f"{workers} live on"
         time.sleep(0.1)
 

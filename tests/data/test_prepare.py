@@ -24,7 +24,8 @@ from torchtitan.data.files import file_identity
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.store import TokenStore
 from torchtitan.data.synthetic import SyntheticCorpus
-from torchtitan.data.tokenizer import ByteTokenizer, Ids, build_tokenizer
+from torchtitan.data.text import Ids
+from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 
 
 def corpus_of(folder: Path, texts: Sequence[str]) -> FileCorpus:

@@ -12,21 +12,13 @@ valid only for one rank and one number of workers, and it counts batches.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import BaseContext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -42,8 +34,6 @@ if TYPE_CHECKING:
 Samples = dict[str, torch.Tensor]
 """`tokens` and `labels`, int64 (B, S). If documents are separated, also `document_lengths`, int64,
 of all sequences in a row."""
-CHECK_SECONDS = 1.0
-"""Interval at which a worker checks that its trainer is alive."""
 
 
 class MapSamples(Protocol):
@@ -284,6 +274,14 @@ class Loader:
 
     def _start(self) -> StatefulDataLoader[Any]:
         settings = self._settings
+        in_workers: dict[str, Any] = {}
+        if settings.num_workers:
+            from torchtitan.data.workers import end_with_trainer, worker_context
+
+            in_workers = {
+                "multiprocessing_context": worker_context(preload=__name__),
+                "worker_init_fn": partial(end_with_trainer, os.getpid()),
+            }
         with warnings.catch_warnings():
             # torchdata calls a function that torch 2.13 deprecates
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -295,10 +293,9 @@ class Loader:
                 persistent_workers=settings.persistent_workers,
                 prefetch_factor=settings.prefetch_factor,
                 pin_memory=settings.pin_memory and torch.cuda.is_available(),
-                multiprocessing_context=_worker_context() if settings.num_workers else None,
-                worker_init_fn=partial(_end_with_trainer, os.getpid()),
                 # not the global generator: its draws would differ after a resume
                 generator=torch.Generator().manual_seed(0),
+                **in_workers,
             )
 
 
@@ -326,59 +323,6 @@ def _collate(samples: list[Samples | DataError]) -> Samples | DataError:
         key: (torch.cat if key == "document_lengths" else torch.stack)([s[key] for s in tensors])
         for key in tensors[0]
     }
-
-
-def _worker_context() -> BaseContext:
-    """Return a way to start workers without forking this process, which has CUDA and threads."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    # torch is imported once, in the server that forks all workers
-    context.set_forkserver_preload([__name__])
-    _start_server_without_signals()
-    return context
-
-
-def _start_server_without_signals() -> None:
-    # A signal to all processes of the job, or Ctrl-C, would end the workers during the step that
-    # the ranks want to finish. Workers inherit the blocked signals, and end when their rank ends.
-    blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # starting it has unblocked some of them
-    forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_with_trainer(trainer: int, worker: int) -> None:
-    # torch's workers watch their parent, here the server, which survives when a rank is killed
-    def watch() -> None:
-        while _is_alive(trainer) and not _receives_sigterm(trainer):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, name="trainer watch", daemon=True).start()
-
-
-def _receives_sigterm(trainer: int) -> bool:
-    """Wait a moment for SIGTERM from the trainer, which ends its workers at exit and joins them.
-
-    A worker blocks the SIGTERM of any other process.
-    """
-    if sys.platform != "linux":
-        time.sleep(CHECK_SECONDS)
-        return False
-    signal_info = signal.sigtimedwait([signal.SIGTERM], CHECK_SECONDS)
-    return signal_info is not None and signal_info.si_pid == trainer
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-        stat = Path(f"/proc/{process}/stat")  # on Linux; Z is a process that ended unjoined
-        return not stat.exists() or stat.read_text().rpartition(") ")[2][0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
 
 
 def _short(value: str | None) -> str:

@@ -37,8 +37,8 @@ from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import Once, alone, user_path
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
-from torchtitan.data.text import Advance, Piece
-from torchtitan.data.tokenizer import Ids, Tokenizer
+from torchtitan.data.text import Advance, Ids, Piece
+from torchtitan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Pieces of text, which readers yield and tokenizers encode: cuts and checks.
+"""Pieces of text, and what readers and tokenizers share: types, cuts and checks.
 
 Long text is tokenized in pieces. The position of a cut decides whether the pieces get the same ids
 as the full text, so readers and tokenizers cut with the functions here.
@@ -7,13 +7,20 @@ as the full text, so readers and tokenizers cut with the functions here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
-from pathlib import PurePath
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from torchtitan.base.errors import DataError
+from torchtitan.base.files import check_is_file
 
 LFS_POINTER = b"version https://git-lfs.github.com"
+END_OF_TEXT = "<|end_of_text|>"
+MAX_FILE_BYTES = 1 << 28
+Ids = npt.NDArray[np.uint32]
 Advance = Callable[[int], None]
 """Called with each number of bytes read, to show progress."""
 
@@ -25,6 +32,13 @@ class Piece(NamedTuple):
     ends_document: bool
     where: str
     """The file or row that holds the text."""
+
+
+class Encoded(NamedTuple):
+    """Ids of a text, and the position after the last character that each covers, even in part."""
+
+    ids: Sequence[int]
+    ends: Sequence[int]
 
 
 def cut_point(text: str, *, limit: int) -> int:
@@ -78,3 +92,22 @@ def check_fetched(file: PurePath, head: bytes) -> None:
         raise DataError(
             f"{file} is a pointer of Git LFS, not the file itself; fetch it: git lfs pull"
         )
+
+
+def read_file(file: Path) -> bytes:
+    """Return the content of a tokenizer's file.
+
+    Raises:
+        DataError: It cannot be read, or is too large.
+    """
+    try:
+        check_is_file(file)
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise DataError(
+                f"a tokenizer file must have at most {MAX_FILE_BYTES >> 20} MiB: {file}"
+            )
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read tokenizer file {file}: {error.strerror}") from error
+    check_fetched(file, data)
+    return data

@@ -31,15 +31,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
 from torchtitan.data.files import user_path
-from torchtitan.data.text import any_of
-from torchtitan.data.tokenizer import (
-    BEGIN_OF_TEXT,
-    BUILT_IN,
-    END_OF_TEXT,
-    Tokenizer,
-    read_tokenizer_config,
-    special_token,
-)
+from torchtitan.data.hf_tokenizer import read_tokenizer_config, special_token
+from torchtitan.data.text import END_OF_TEXT, any_of
+from torchtitan.data.tokenizer import BEGIN_OF_TEXT, BUILT_IN, Tokenizer
 
 Message = Mapping[str, Any]
 # Unicode noncharacters: no text contains them

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.api import open_generator
 from torchtitan.checkpoint.storage import read_manifest
+from torchtitan.data.hf_tokenizer import read_tokenizer_config, special_token
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.data.tokenizer import read_tokenizer_config, special_token
 from torchtitan.generate.generator import Generator
 from torchtitan.hf.config import read_config
 from torchtitan.hf.names import CONFIG
