@@ -56,7 +56,7 @@ from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.settings import SpikesConfig
-from torchtitan.parallel.context.layout import SequenceShard, build_shard
+from torchtitan.parallel.context.shard import SequenceShard, build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout, check_device
 from torchtitan.parallel.parallelize import build_model_and_execution, materialize

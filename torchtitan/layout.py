@@ -21,8 +21,7 @@ from torchtitan.optim.loss import find_loss
 from torchtitan.optim.optimizer import find_trainable
 from torchtitan.optim.schedule import find_decay
 from torchtitan.optim.settings import RouterConfig
-from torchtitan.parallel.fsdp import find_reshard
-from torchtitan.parallel.layout import Adapt, Layout
+from torchtitan.parallel.layout import Adapt, Layout, find_reshard
 
 if TYPE_CHECKING:
     from torchtitan.parallel.pipeline.layout import PipelineLayout

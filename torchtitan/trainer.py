@@ -40,7 +40,7 @@ from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import optimizer_step, supports_found_inf
 from torchtitan.optim.schedule import Schedule, set_lr
-from torchtitan.parallel.context.layout import SequenceShard
+from torchtitan.parallel.context.shard import SequenceShard
 from torchtitan.parallel.execution import Execution
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from torchtitan.mesh.ranks import check_data_alike, gather, set_timeout, tighten
 from torchtitan.metrics.rows import Row
 from torchtitan.models.interface import ModelParts
 from torchtitan.optim.loss import count_valid
-from torchtitan.parallel.context.layout import SequenceShard
+from torchtitan.parallel.context.shard import SequenceShard
 from torchtitan.parallel.execution import Batch, Execution
 from torchtitan.parallel.fsdp import free_gathered
 

@@ -43,7 +43,7 @@ from torchtitan.models.init import initialize
 from torchtitan.models.interface import count
 from torchtitan.models.settings import ModelConfig
 from torchtitan.parallel.activation import apply_activation_checkpointing
-from torchtitan.parallel.context.layout import build_shard
+from torchtitan.parallel.context.shard import build_shard
 from torchtitan.parallel.execution import Batch
 from torchtitan.tools.check.speed import multiply
 from torchtitan.trainer import Run, Trainer

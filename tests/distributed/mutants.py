@@ -38,10 +38,10 @@ from torchtitan.models.moe import MoE
 from torchtitan.optim import clip, loss, muon
 from torchtitan.optim.balance import Balance
 from torchtitan.optim.loss import IGNORE_INDEX, count_valid
-from torchtitan.parallel import activation, execution, expert, tensor
-from torchtitan.parallel import parallelize as apply
+from torchtitan.parallel import activation, execution, expert, fsdp, tensor
 from torchtitan.parallel.context import attention as context_attention
-from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
+from torchtitan.parallel.context.layout import SequenceLayout
+from torchtitan.parallel.context.shard import SequenceShard
 from torchtitan.parallel.execution import Batch
 from torchtitan.parallel.pipeline import layout as pipeline_layout
 from torchtitan.parallel.pipeline import schedules
@@ -561,7 +561,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "gradients averaged": Mutant(
         averaging,
-        apply,
+        fsdp,
         "apply_fsdp",
         Seen("gradient *", "fsdp 2", size=0.5, alone=True),
         Seen("gradient *", "ddp 2", size=0.75, alone=True),
@@ -666,7 +666,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "gradients of experts averaged": Mutant(
         averaging_experts,
-        apply,
+        fsdp,
         "apply_fsdp",
         Seen(OF_EXPERTS, "ep 2 x fsdp 2", "experts", size=0.5, alone=True),
     ),

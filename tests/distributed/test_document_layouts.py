@@ -20,7 +20,8 @@ from tests.distributed.rank_pool import RankPool
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import IGNORE_INDEX
-from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
+from torchtitan.parallel.context.layout import SequenceLayout
+from torchtitan.parallel.context.shard import SequenceShard
 
 T = TypeVar("T")
 TP2 = "--parallelism.tensor_parallel_degree=2"

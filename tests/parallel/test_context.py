@@ -23,7 +23,7 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.context.attention import Method, apply_context_parallel
-from torchtitan.parallel.context.layout import build_shard
+from torchtitan.parallel.context.shard import build_shard
 
 SEQ_LEN = 10_000
 Attention = Literal["causal", "block_causal"]

@@ -9,7 +9,8 @@ import torch
 
 from torchtitan.mesh.settings import Balancer
 from torchtitan.models.interface import Documents
-from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
+from torchtitan.parallel.context.layout import SequenceLayout
+from torchtitan.parallel.context.shard import SequenceShard
 
 LAYOUTS = [
     SequenceLayout(degree=degree, balancer=balancer)

@@ -22,7 +22,8 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.activation import apply_activation_checkpointing
-from torchtitan.parallel.fsdp import Reshard, apply_fsdp, find_reshard
+from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.layout import Reshard, find_reshard
 
 FAMILIES = {"dense": "llama3", "experts": "qwen3_moe"}
 TINY8 = MODELS["llama3"].flavors["tiny8"]

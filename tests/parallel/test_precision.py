@@ -15,7 +15,8 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
-from torchtitan.parallel.fsdp import Reshard, apply_fsdp
+from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.layout import Reshard
 from torchtitan.parallel.precision import can_compute_in, compute_in
 
 BF16 = torch.bfloat16

@@ -24,7 +24,8 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.optim.loss import build_loss
-from torchtitan.parallel.fsdp import Reshard, apply_fsdp
+from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.layout import Reshard
 from torchtitan.parallel.tensor import _matches, apply_tensor_parallel, check_tensor_parallel
 
 LLAMA3 = MODELS["llama3"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.models.interface import Documents, LanguageModel
-from torchtitan.parallel.fsdp import sync_gradients
 
 
 class Execution(Protocol):
@@ -71,6 +71,15 @@ class WholeModel:
         loss = self._model(batch.tokens, batch.positions, batch.documents, batch.labels)
         assert loss.ndim == 0, "with labels, a model returns their summed loss"
         return loss
+
+
+def sync_gradients(model: nn.Module, *, last: bool) -> None:
+    """Sum gradients over replicas only in the backward of a step's last microbatch.
+
+    Gradients are reduce-scattered in every microbatch, which frees the unsharded gradient.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchtitan.base.errors import Mistakes
+from torchtitan.base.errors import ConfigError, Mistakes, Violation
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import Counts, LanguageModel, TrainableParams
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.parallel.fsdp import Reshard
 from torchtitan.parallel.settings import CompileConfig, Float8Config
 
 if TYPE_CHECKING:
@@ -20,6 +20,54 @@ if TYPE_CHECKING:
 
 Adapt = Callable[[LanguageModel], None]
 """Changes the layers of a model on the meta device, before it is cut or split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshard:
+    """Handling of gathered weights between forward and backward."""
+
+    after_forward: bool | int
+    """Whether they are freed. A number: groups of this many ranks keep them together."""
+    keeps_last: bool
+    """Whether the last block's are kept, because backward starts with them."""
+
+
+def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> Reshard:
+    """Read fsdp_reshard_after_forward.
+
+    A group of 1 rank is the same as "never", and a group of all ranks the same as "always".
+
+    Raises:
+        ConfigError: The number of ranks does not divide those that share the weights, or FSDP2
+            cannot build such groups.
+    """
+    asked = settings.fsdp_reshard_after_forward
+    if asked.isdecimal():
+        asked = {dims.fsdp: "always", 1: "never"}.get(int(asked), asked)
+    if not asked.isdecimal():
+        frees = {"always": True, "never": False, "default": dims.pp == 1}[asked]
+        return Reshard(after_forward=frees, keeps_last=asked != "always")
+    num_ranks = int(asked)
+    # FSDP2 builds the groups from this rank's part of the mesh, so ranks elsewhere would differ
+    degrees = {"pipeline_parallel_degree": dims.pp, "tensor_parallel_degree": dims.tp}
+    rules = [
+        f"can be a number of ranks between 1 and all only if {name} is 1, got {num_ranks} with "
+        f'{degree}; write "default", "always" or "never"'
+        for name, degree in degrees.items()
+        if degree > 1
+    ]
+    if not num_ranks or dims.fsdp % num_ranks:
+        fits = [str(n) for n in range(2, dims.fsdp) if dims.fsdp % n == 0]
+        rules.append(
+            f"as a number must divide the {dims.fsdp} ranks that share the weights, got "
+            f"{num_ranks}; "
+            + (f"try {', '.join(fits)}, or " if fits else "")
+            + 'write "always" (all ranks) or "never" (1 rank)'
+        )
+    if rules:
+        key = "parallelism.fsdp_reshard_after_forward"
+        raise ConfigError([Violation((key,), rule) for rule in rules])
+    return Reshard(after_forward=num_ranks, keeps_last=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,6 @@ from torchtitan.models.interface import (
 )
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.execution import Execution, WholeModel
-from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.precision import can_compute_in, compute_in
 from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
@@ -107,6 +106,8 @@ def _shard(model: nn.Module, *, mesh: Mesh, layout: Layout, training: TrainingCo
     if not needs_fsdp and can_compute_in(model):
         compute_in(model, dtype=getattr(torch, training.mixed_precision_param))
     else:  # on one rank slower than casting, but correct for every module
+        from torchtitan.parallel.fsdp import apply_fsdp
+
         apply_fsdp(
             model,
             mesh=mesh.data_parallel,

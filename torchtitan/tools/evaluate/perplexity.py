@@ -27,10 +27,9 @@ from torchtitan.data.prepare import open_cached
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import LanguageModel
 from torchtitan.optim.loss import count_valid
-from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
+from torchtitan.parallel.context.shard import SequenceShard
 from torchtitan.parallel.execution import WholeModel
 from torchtitan.tools.evaluate.report import tracked
 from torchtitan.validate import PadToBatch, perplexity_of
@@ -112,7 +111,7 @@ def measure(
     """
     cut, samples = domain.cut, domain.samples
     shard = SequenceShard(
-        SequenceLayout.from_config(ParallelismConfig()),
+        None,
         rank=0,
         attn_mask_type=cut.attn_mask_type,
         reset_positions=cut.reset_positions,

@@ -32,7 +32,7 @@ from torchtitan.models.interface import LanguageModel, ModelParts
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import create_state, optimizer_step
-from torchtitan.parallel.context.layout import build_shard
+from torchtitan.parallel.context.shard import build_shard
 from torchtitan.parallel.execution import Batch
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.parallelize import allocate
