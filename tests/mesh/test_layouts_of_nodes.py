@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.mesh.dims import FULL_WORLD_SIZE, fit_ranks
+from torchtitan.mesh.elastic import fit_ranks
 from torchtitan.mesh.settings import ElasticConfig, ParallelismConfig
 
 BOTH = ("dp_shard", "dp_replicate")
@@ -17,7 +17,7 @@ BOTH = ("dp_shard", "dp_replicate")
 def fit(
     world: int,
     *,
-    full: int | None = 8,
+    full: int = 8,
     adjustable_degrees: tuple[str, ...] = ("dp_shard",),
     batch: int = -1,
     **degrees: int,
@@ -29,8 +29,8 @@ def fit(
             TrainingConfig(local_batch_size=1, global_batch_size=batch),
             settings=ElasticConfig(adjustable_degrees=adjustable_degrees),  # type: ignore[arg-type]
             world_size=world,
+            full_world_size=full,
             can_resume=True,
-            environ={} if full is None else {FULL_WORLD_SIZE: str(full)},
         )
     except ConfigError:
         return None
@@ -81,10 +81,6 @@ def test_the_batch_is_that_of_all_nodes_and_is_accumulated() -> None:
     assert fit(3) is None  # three ranks cannot share eight samples
 
 
-def test_a_fixed_number_of_nodes_changes_nothing() -> None:
-    assert fit(3, full=None, data_parallel_shard=4) == ((1, 4), -1)
-
-
 def test_the_refusal_names_ranks_and_batch() -> None:
     with pytest.raises(
         ConfigError, match=r"elastic.* adjustable_degrees: .* 3 ranks .* batch of 8; .* 8 ranks"
@@ -94,6 +90,6 @@ def test_the_refusal_names_ranks_and_batch() -> None:
             TrainingConfig(local_batch_size=1),
             settings=ElasticConfig(),
             world_size=3,
+            full_world_size=8,
             can_resume=True,
-            environ={FULL_WORLD_SIZE: "8"},
         )

@@ -7,26 +7,18 @@ dealt out over both kinds of dp together. Experts are dealt out to `ep` neighbor
 dp_shard, cp and tp, and sharded over the remaining ones (`efsdp`). Each view is a plain
 `init_device_mesh` over the same ranks in the same order, so no private slicing or flattening of
 torch is needed.
-
-If nodes may be lost (`--nnodes 2:4`), torchrun restarts the ranks on the remaining nodes, and
-`fit_ranks` chooses another layout: only the degrees in `elastic.adjustable_degrees` change. Each
-rank accumulates more microbatches, so the global batch, and with it the training, stays the same.
-Other trainers let the batch shrink with the nodes and scale the learning rate, which is a different
-training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from math import gcd, lcm, prod
+from dataclasses import dataclass
+from math import prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.data.settings import TrainingConfig
-from torchtitan.mesh.settings import ElasticConfig, ParallelismConfig
+from torchtitan.mesh.settings import ParallelismConfig
 
 FULL_WORLD_SIZE = "TORCHTITAN_FULL_WORLD_SIZE"
 """Set by the launcher if nodes may be lost: number of ranks on all nodes."""
@@ -74,26 +66,6 @@ class ParallelDims:
         }
         text = " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or "one device"
         return f"{text}, experts dealt out to ep {self.ep}" if self.ep > 1 else text
-
-
-def fewest_ranks(settings: ParallelismConfig) -> int:
-    """Return the smallest number of ranks that the degrees allow. Others are multiples of it."""
-    cp, dp_shard = settings.context_parallel_degree, settings.data_parallel_shard_degree
-    if dp_shard == -1:
-        asked = settings.fsdp_reshard_after_forward
-        # groups of this many ranks gather weights, so it divides the ranks that share them
-        together = int(asked) if asked.isdecimal() and int(asked) else 1
-        dp_shard = together // gcd(together, cp)
-        inner = cp * settings.tensor_parallel_degree
-        ep = settings.expert_parallel_degree
-        dp_shard = lcm(dp_shard, ep // gcd(ep, inner))
-    return (
-        settings.pipeline_parallel_degree
-        * settings.data_parallel_replicate_degree
-        * dp_shard
-        * cp
-        * settings.tensor_parallel_degree
-    )
 
 
 def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDims:
@@ -147,77 +119,6 @@ def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDim
         tp=settings.tensor_parallel_degree,
         ep=ep,
     )
-
-
-def fit_ranks(
-    parallelism: ParallelismConfig,
-    training: TrainingConfig,
-    *,
-    settings: ElasticConfig,
-    world_size: int,
-    can_resume: bool,
-    environ: Mapping[str, str],
-) -> tuple[ParallelismConfig, TrainingConfig]:
-    """Return the settings for `world_size` ranks, unchanged if no node may be lost.
-
-    Args:
-        parallelism: The section [parallelism], for all nodes.
-        training: The section [training].
-        settings: The section [elastic].
-        world_size: Ranks of this start.
-        can_resume: The job saves checkpoints.
-        environ: The environment, with the launcher's variables.
-
-    Raises:
-        ConfigError: No allowed layout fits, or the job saves no checkpoints.
-    """
-    if FULL_WORLD_SIZE not in environ:
-        return parallelism, training
-    if not can_resume:
-        raise ConfigError.at(
-            "checkpoint.enable",
-            "must be true in a job that may lose nodes (--nnodes MIN:MAX): it resumes from its "
-            "checkpoints",
-        )
-    full = resolve_dims(parallelism, world_size=int(environ[FULL_WORLD_SIZE]))
-    batch = training.global_batch_size
-    if batch == -1:
-        batch = training.local_batch_size * full.dp
-    for candidate in _candidates(parallelism, full=full, settings=settings, world_size=world_size):
-        try:
-            dims = resolve_dims(candidate, world_size=world_size)
-        except ConfigError:  # such as experts that cannot be divided among these ranks
-            continue
-        if batch % (training.local_batch_size * dims.dp) == 0:
-            return candidate, replace(training, global_batch_size=batch)
-    raise ConfigError.at(
-        ("elastic.adjustable_degrees", "training.global_batch_size"),
-        f"allows no layout of {world_size} ranks with a global batch of {batch}; start all nodes, "
-        f"with {full.world_size} ranks",
-    )
-
-
-def _candidates(
-    parallelism: ParallelismConfig, *, full: ParallelDims, settings: ElasticConfig, world_size: int
-) -> Iterator[ParallelismConfig]:
-    """Yield layouts of `world_size` ranks, best first: the job's degrees; the same number of shards
-    as on all nodes, which keeps a rank's memory; the same number of replicas; fewer replicas."""
-    dp, rest = divmod(world_size, full.world_size // full.dp)
-    if rest or not dp:
-        return
-    replicas = [full.dp_replicate]
-    if "dp_replicate" in settings.adjustable_degrees:
-        replicas = [dp // full.dp_shard, *range(min(full.dp_replicate, dp), 0, -1)]
-    for dp_replicate in replicas:
-        if not dp_replicate or dp % dp_replicate:
-            continue
-        dp_shard = dp // dp_replicate
-        if dp_shard == full.dp_shard or "dp_shard" in settings.adjustable_degrees:
-            yield replace(
-                parallelism,
-                data_parallel_replicate_degree=dp_replicate,
-                data_parallel_shard_degree=dp_shard,
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,13 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from math import gcd, lcm
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.config.sources import to_toml
 from torchtitan.job import Config, load_job
+from torchtitan.mesh.settings import ParallelismConfig
 
 logger = logging.getLogger(__name__)
 HELP = (
@@ -65,7 +67,6 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
     from torchtitan.hf.names import CONFIG
     from torchtitan.hf.source import warn_beyond_positions
     from torchtitan.layout import find_layout
-    from torchtitan.mesh.dims import fewest_ranks
     from torchtitan.models.rope import warn_beyond_rope
     from torchtitan.parallel.layout import check_device
     from torchtitan.resume_rules import resolve_model
@@ -93,6 +94,26 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
         for mistake in error.mistakes:
             logger.warning("On this machine the job would not start: %s", mistake)
     return config
+
+
+def fewest_ranks(settings: ParallelismConfig) -> int:
+    """Return the smallest number of ranks that the degrees allow. Others are multiples of it."""
+    cp, dp_shard = settings.context_parallel_degree, settings.data_parallel_shard_degree
+    if dp_shard == -1:
+        asked = settings.fsdp_reshard_after_forward
+        # groups of this many ranks gather weights, so it divides the ranks that share them
+        together = int(asked) if asked.isdecimal() and int(asked) else 1
+        dp_shard = together // gcd(together, cp)
+        inner = cp * settings.tensor_parallel_degree
+        ep = settings.expert_parallel_degree
+        dp_shard = lcm(dp_shard, ep // gcd(ep, inner))
+    return (
+        settings.pipeline_parallel_degree
+        * settings.data_parallel_replicate_degree
+        * dp_shard
+        * cp
+        * settings.tensor_parallel_degree
+    )
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], str | None]:
