@@ -50,8 +50,8 @@ from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
-from torchtitan.models.rope import warn_beyond_rope
 from torchtitan.models.settings import HF
+from torchtitan.models.sizes import warn_beyond_rope
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule

@@ -15,12 +15,8 @@ from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.metrics.console import ConsoleSink
 from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.metrics.settings import MetricsConfig
-from torchtitan.metrics.sinks import (
-    JsonlSink,
-    TensorBoardSink,
-    build_sinks,
-    tagged,
-)
+from torchtitan.metrics.sinks import JsonlSink, build_sinks
+from torchtitan.metrics.trackers import TensorBoardSink, tagged
 
 
 def _row(step: int, **figures: float) -> Row:
@@ -245,7 +241,7 @@ WANDB_RUN = """
 import sys
 from pathlib import Path
 from torchtitan.base.errors import ConfigError
-from torchtitan.metrics.sinks import WandbSink
+from torchtitan.metrics.trackers import WandbSink
 try:
     sink = WandbSink(Path(sys.argv[1]), name="my run", settings={"model": {"flavor": "odd-flavor"}})
 except ConfigError as error:

@@ -6,6 +6,8 @@ figure that is not a number (`figure_of`), is an error that names the line.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -81,3 +83,15 @@ def figure_of(row: Row, name: str) -> float | None:
     if value is None or abs(value) > 1e300 or not isfinite(value):
         return None
     return float(value)
+
+
+@contextmanager
+def convert_os_errors(path: str) -> Iterator[None]:
+    """Raise an OSError of writing figures to `path` as DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror or error}; make room and run the same "
+            f"command to resume"
+        ) from error

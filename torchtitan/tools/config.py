@@ -67,7 +67,7 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
     from torchtitan.hf.names import CONFIG
     from torchtitan.hf.source import warn_beyond_positions
     from torchtitan.layout import find_layout
-    from torchtitan.models.rope import warn_beyond_rope
+    from torchtitan.models.sizes import warn_beyond_rope
     from torchtitan.parallel.layout import check_device
     from torchtitan.resume_rules import resolve_model
 
