@@ -10,16 +10,15 @@ import torch
 from torchtitan.base import device as device_module
 from torchtitan.base.device import (
     GIB,
-    GPU_PEAKS,
     describe_out_of_memory,
     device_type,
     find_out_of_memory,
     has_bfloat16,
     local_device,
     peak_flops,
-    table_peaks,
 )
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.peaks import GPU_PEAKS, table_peaks
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

@@ -25,8 +25,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.device import GIB, GPU_PEAKS, table_peaks
+from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.base.peaks import GPU_PEAKS, table_peaks
 from torchtitan.config.schema import FinitePositive, PositiveInt, keys, literal
 
 
