@@ -40,11 +40,11 @@ from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.data.text import check_characters
 from torchtitan.generate.chat import Chat, talk
-from torchtitan.generate.generator import DTYPES
+from torchtitan.generate.generator import DTYPES, join_tensor_parallel
 from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import BATCH_SIZE, answer, complete
 from torchtitan.mesh.faults import refuse_exits
-from torchtitan.mesh.ranks import join_tensor_parallel, leave, let_rank_0_report, read_rank_info
+from torchtitan.mesh.ranks import leave, let_rank_0_report, read_rank_info
 
 MOST_TOKENS = 10**6
 

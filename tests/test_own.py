@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan.base.custom import is_import_path, load_object, trust
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.files import StoredJSON
+from torchtitan.base.stored_json import StoredJSON
 from torchtitan.callbacks import build_callbacks
 from torchtitan.config.schema import keys
 from torchtitan.config.sources import to_toml

@@ -21,7 +21,7 @@ import torchtitan
 from scripts import convert_hf, generate
 from torchtitan.base import custom
 from torchtitan.base.errors import UserError
-from torchtitan.base.files import read_json
+from torchtitan.base.stored_json import read_json
 from torchtitan.checkpoint.checksums import MANIFEST, write_sealed_json
 from torchtitan.config.schema import keys, value_at
 from torchtitan.config.sources import to_toml

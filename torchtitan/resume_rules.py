@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from torchtitan.base.custom import source_hash
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.base.files import StoredJSON, read_text
+from torchtitan.base.files import read_text
+from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Comparison, stored_layout
 from torchtitan.checkpoint.steps import resolve_step
-from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.config.load import build
 from torchtitan.config.schema import Path, literal, values_of
 from torchtitan.config.sources import Layer, Setting, flatten, parse
@@ -348,5 +348,5 @@ def find_run_step(
 
 def read_settings(step: pathlib.Path) -> Config:
     """Return the settings in the manifest of a checkpoint."""
-    manifest = read_manifest(step)
+    manifest = Checkpoint(path=step, group=None).manifest
     return Job.stored(manifest["config"], file=manifest.path).config

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.config.jobs import Jobs, mistakes_of
+from torchtitan.config.help import describe, docstring_of
 from torchtitan.config.schema import keys, sections, values_of
 from torchtitan.config.sources import to_toml
 from torchtitan.job import Config, load_config
@@ -220,9 +221,9 @@ def test_help_describes_every_key(
     for path, cls in sections(Config).items():
         assert f"[{'.'.join(path)}]: {cls.__doc__}" in flat
     for path, facts in keys(Config).items():
-        assert facts.help, path
+        assert docstring_of(facts), path
         option = re.escape(f"--{'.'.join(path)} ") + r"(\S+|\[\S+ \.\.\.\]) "
-        assert re.search(option + re.escape(facts.text), flat), path
+        assert re.search(option + re.escape(describe(facts)), flat), path
     assert "A TOML file holds them as [section] key = value" in flat
     assert "--training.seq_len INT Tokens per sample. (int > 0; default: 2048)" in flat
     assert '| SGD | package.module:NAME; default: "AdamW")' in flat

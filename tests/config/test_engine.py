@@ -13,6 +13,7 @@ from annotated_types import Ge
 from tests.config.jobs import Jobs, mistakes_of
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.config.foreign import Foreign, read_foreign
+from torchtitan.config.help import describe
 from torchtitan.config.load import Loaded, load, with_types
 from torchtitan.config.schema import (
     GIVEN,
@@ -107,7 +108,7 @@ def test_any_tree_is_laid_out() -> None:
     assert list(sections(Kitchen)) == [("job",), ("cake",), ("cake", "oven")]
     steam = keys(Kitchen)["cake", "oven", "steam"]
     text = "Litres. (float; default: not set; needs cake.fillings; needs fan = false)"
-    assert (steam.kind, steam.optional, steam.text) == (float, True, text)
+    assert (steam.kind, steam.optional, describe(steam)) == (float, True, text)
 
 
 @pytest.mark.parametrize("words", [("[cake]\nwind = 'on'",), ("", "--cake.wind=on")])

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from torchtitan.config.help import docstring_of
 from torchtitan.config.schema import Key, keys, with_sizes
 from torchtitan.models.settings import given_sizes
 
@@ -42,9 +43,9 @@ class Section:
 def test_numbers_and_switches_become_keys_with_their_text() -> None:
     facts = keys(with_sizes(Section, of=More, remark="Or not."))
     assert {path[0] for path in facts} == {"own", "width", "share", "is_odd", "depth", "name"}
-    assert facts["width",].help == "Width of it. Or not."
-    assert facts["own",].help == "The section's own."
-    assert facts["is_odd",].help == "Or not."
+    assert docstring_of(facts["width",]) == "Width of it. Or not."
+    assert docstring_of(facts["own",]) == "The section's own."
+    assert docstring_of(facts["is_odd",]) == "Or not."
     assert (facts["width",].type_text, facts["share",].type_text) == ("int > 0", "float >= 0.0")
     assert all(fact.default is None and fact.optional for fact in facts.values())
 

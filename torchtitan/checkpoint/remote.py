@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.files import parse_json
+from torchtitan.base.stored_json import parse_json
 from torchtitan.checkpoint.checksums import (
     MANIFEST,
     FileRecord,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.files import StoredJSON
+from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.manager import CheckpointIO
 from torchtitan.checkpoint.settings import CheckpointConfig

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.files import StoredJSON, read_json
+from torchtitan.base.stored_json import StoredJSON, read_json
 from torchtitan.checkpoint.checksums import (
     MANIFEST,
     FileRecord,

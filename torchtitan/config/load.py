@@ -38,7 +38,6 @@ from torchtitan.config.sources import (
     Setting,
     header,
     parse_command_line,
-    print_help,
     read_layers,
     spell,
 )
@@ -129,6 +128,8 @@ def load(
             mistakes += map(str, error.mistakes)
     options, stray = parse_command_line(words, tree=tree, renamed=foreign.new_names)
     if len(words) < len(argv):
+        from torchtitan.config.help import print_help
+
         print_help(tree)
         raise SystemExit(0)
     loaded = build(tree, [*layers, options], foreign=foreign, check_rules=is_read)

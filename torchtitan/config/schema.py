@@ -15,16 +15,12 @@ the time.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
-import inspect
-import itertools
 import json
 import math
 import operator
 import os
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -430,23 +426,6 @@ class Key:
             name = f"list of {'lists of ' if self.is_nested else ''}{name}"
         return f"{name} {self.bounds}".rstrip()
 
-    @property
-    def help(self) -> str:
-        """The docstring under the field."""
-        cls, remark = self.source
-        return " ".join(f"{docstrings(cls).get(self.name, '')} {remark}".split())
-
-    @property
-    def text(self) -> str:
-        """Docstring, type, default and requirements, as `--help` prints them."""
-        default = "not set" if self.default is None else literal(self.default)
-        parts = [self.type_text, "required" if self.default is MISSING else f"default: {default}"]
-        for one in self.requires:
-            parts.append(f"{' or '.join(map(literal, one.of))} needs {one.text}".lstrip())
-        inner = keys(self.item) if is_dataclass(self.item) else {}
-        columns = "".join(f" {path[0]}: {key.text}" for path, key in inner.items())
-        return f"{self.help} ({'; '.join(parts)}){columns}"
-
 
 def keys(tree: Any) -> Mapping[Path, Key]:
     """Return every key of a tree by its path."""
@@ -530,31 +509,6 @@ def _read_key(one: dataclasses.Field[Any], annotation: Any, *, cls: type) -> Key
         optional=any(origin in UNIONS for origin in layers),
         metadata=tuple(metadata),
     )
-
-
-@functools.cache
-def docstrings(cls: type) -> Mapping[str, str]:
-    """Return the string under each field of a dataclass, those of its bases included."""
-    found: dict[str, str] = {}
-    for base in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
-        body = _class_bodies(sys.modules.get(base.__module__)).get(base.__name__, [])
-        for statement, text in itertools.pairwise(body):
-            match statement, text:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(doc))),
-                ):
-                    found[name] = doc
-    return found
-
-
-@functools.cache
-def _class_bodies(module: Any) -> Mapping[str, list[ast.stmt]]:
-    try:
-        tree = ast.parse(inspect.getsource(module))
-    except (OSError, TypeError):  # a module without a file
-        return {}
-    return {one.name: one.body for one in ast.walk(tree) if isinstance(one, ast.ClassDef)}
 
 
 # --- trees that grow ---------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from torchtitan.config.schema import (
     as_table,
     keys,
     literal,
-    sections,
     values_of,
 )
 
@@ -42,14 +41,7 @@ CONFIG_FILE: Path = ("job", "config_file")
 COMMAND_LINE = "command line"
 PYTHON = "load_config(...)"
 NUM_SHOWN = 100  # characters of a value that a message repeats
-USAGE = "python -m torchtitan.train --job.config_file FILE [--section.key VALUE ...]"
-ABOUT = (
-    "Settings of a job. A TOML file holds them as [section] key = value; options override the "
-    "file. Values are written as in TOML, strings without quotes. An option without a value means "
-    "true, several words make a list, and none unsets an optional setting."
-)
 HELP = ("-h", "--help")
-METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
 OPTION = re.compile(r"--[\w.-]+(=|\Z)|-[^\d.\s]\S*\Z")
 
 
@@ -232,35 +224,6 @@ def parse_command_line(
             given.append(words.pop(0))
         layer[path] = _read_option(path, words=given, key=key)
     return layer, mistakes
-
-
-def print_help(tree: type) -> None:
-    """Print every key of a tree, section by section."""
-    import argparse  # only where help is printed
-
-    from rich_argparse import RichHelpFormatter
-
-    class Formatter(RichHelpFormatter):
-        # square brackets are section names, not rich's markup
-        text_markup = False
-        help_markup = False
-        group_name_formatter = str
-
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=Formatter, add_help=False
-    )
-    parser.add_argument("-h", "--help", action="store_true", help="Show this help and exit.")
-    for section, cls in sections(tree).items():
-        group = parser.add_argument_group(header(section), cls.__doc__)
-        for path, key in keys(tree).items():
-            if path[:-1] == section:
-                group.add_argument(
-                    spell(path, origin=COMMAND_LINE),
-                    nargs="?" if key.kind is bool else "*" if key.kind is tuple else None,
-                    metavar="TABLE" if key.kind is dict else METAVARS.get(key.item, "TABLE"),
-                    help=key.text.replace("%", "%%"),
-                )
-    parser.print_help()
 
 
 def _read_option(path: Path, *, words: Sequence[str], key: Key | None) -> Setting:

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData, RepoCard
 
-from torchtitan.base.files import read_json
+from torchtitan.base.stored_json import read_json
 from torchtitan.base.urls import hide_credentials
 from torchtitan.checkpoint.storage import STATE
 from torchtitan.hf.names import CARD

@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.files import check_is_file, read_json
+from torchtitan.base.files import check_is_file
+from torchtitan.base.stored_json import read_json
 from torchtitan.checkpoint.checksums import summarize, write_json
 from torchtitan.checkpoint.source import ALL, ParameterFilter
 from torchtitan.checkpoint.state import MODEL_STATE, OUTPUT

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.files import StoredJSON, read_json
+from torchtitan.base.stored_json import StoredJSON, read_json
 from torchtitan.hf.names import CONFIG, GENERATION_CONFIG
 
 logger = logging.getLogger(__name__)

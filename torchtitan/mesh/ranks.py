@@ -39,11 +39,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from torchtitan.base.device import local_device
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError, Violation
 from torchtitan.config.schema import literal, values_of
 from torchtitan.config.sources import CONFIG_FILE
@@ -364,17 +362,3 @@ def union(entries: Mapping[K, T], *, group: dist.ProcessGroup | None) -> dict[K,
     is_first = rank == digests.index(digest)
     everyone = on_every_rank(lambda: dict(entries) if is_first else {}, group=group)
     return {key: value for each in everyone for key, value in each.items()}
-
-
-def join_tensor_parallel() -> tuple[torch.device, DeviceMesh | None]:
-    """Return this process's device, and the mesh of all ranks, which share a model's matrices.
-
-    The mesh is None if this process is the only rank.
-    """
-    launch = read_rank_info(os.environ)
-    device = local_device(launch.local_rank)
-    if launch.world_size == 1:
-        return device, None
-    settings = CommConfig(trace_buf_size=0)
-    init_process_group(launch, device_type=device.type, settings=settings, dump_folder=Path())
-    return device, init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("tp",))

@@ -28,10 +28,10 @@ from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.base.urls import local_path
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.generate.generator import DTYPES
+from torchtitan.generate.generator import DTYPES, join_tensor_parallel
 from torchtitan.hf.names import CONFIG
 from torchtitan.mesh.faults import refuse_exits
-from torchtitan.mesh.ranks import join_tensor_parallel, leave, let_rank_0_report
+from torchtitan.mesh.ranks import leave, let_rank_0_report
 from torchtitan.tools.evaluate.perplexity import measure, open_domain, parse_domains
 from torchtitan.tools.evaluate.report import is_first_rank, show
 from torchtitan.tools.evaluate.subject import Subject, open_subject
