@@ -20,9 +20,9 @@ import zstandard
 from tests.data.helpers import dataset_of
 from torchtitan.base.errors import DataError
 from torchtitan.data import readers
+from torchtitan.data.cache import cached_store
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.files import find_files
-from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.tokenizer import ByteTokenizer
 

@@ -19,9 +19,9 @@ import pytest
 
 from torchtitan.base.errors import DataError
 from torchtitan.data import prepare
+from torchtitan.data.cache import cached_store
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.files import file_identity
-from torchtitan.data.prepare import cached_store
 from torchtitan.data.store import TokenStore
 from torchtitan.data.synthetic import SyntheticCorpus
 from torchtitan.data.text import Ids
@@ -172,7 +172,7 @@ def test_a_cache_in_the_home_of_nobody() -> None:
 def test_a_full_disk_is_said_and_cleared(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\n"
-        "from torchtitan.data.prepare import cached_store\n"
+        "from torchtitan.data.cache import cached_store\n"
         "from torchtitan.data.corpus import SyntheticCorpus\n"
         "from torchtitan.data.tokenizer import ByteTokenizer\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data import prepare, readers
+from torchtitan.data.cache import cached_store
 from torchtitan.data.corpus import FileCorpus
-from torchtitan.data.prepare import cached_store
 from torchtitan.data.text import cut_point, split_text
 from torchtitan.data.tokenizer import (
     BUILT_IN,

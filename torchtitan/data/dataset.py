@@ -29,9 +29,9 @@ import torch
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import plural
+from torchtitan.data.cache import cached_store
 from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus
 from torchtitan.data.files import Once, alone, divide, find_all
-from torchtitan.data.prepare import cached_store
 from torchtitan.data.sampler import Draw, Inverse, Mixture, Permutation
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore

@@ -30,8 +30,8 @@ import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
+from torchtitan.data.cache import cached
 from torchtitan.data.files import file_identity
-from torchtitan.data.prepare import cached
 from torchtitan.data.store import CHUNK, StoreWriter, TokenStore
 
 logger = logging.getLogger(__name__)

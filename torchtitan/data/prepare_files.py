@@ -30,9 +30,10 @@ from filelock import FileLock, Timeout
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
+from torchtitan.data.cache import cached_store, open_cached
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.holdout import content_number
-from torchtitan.data.prepare import cached_store, num_cores, open_cached, show_progress
+from torchtitan.data.prepare import num_cores, show_progress
 from torchtitan.data.readers import check_heads
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer

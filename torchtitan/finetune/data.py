@@ -33,11 +33,11 @@ import torch
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
+from torchtitan.data.cache import cached
 from torchtitan.data.corpus import Files
 from torchtitan.data.dataset import IGNORED, Dataset, has_document_lengths
 from torchtitan.data.files import Once, alone, find_all
 from torchtitan.data.holdout import Holdout
-from torchtitan.data.prepare import cached
 from torchtitan.data.readers import check_heads
 from torchtitan.data.sampler import Permutation
 from torchtitan.data.store import StoreWriter, TokenStore

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from torchtitan.base.errors import DataError
+from torchtitan.data.cache import open_cached
 from torchtitan.data.dataset import Dataset, TextSource, build_samples, corpora
 from torchtitan.data.loader import MapSamples, Samples, StreamSamples
-from torchtitan.data.prepare import open_cached
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore

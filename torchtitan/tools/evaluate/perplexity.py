@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from torchtitan.base.errors import DataError, Mistakes, UserError
+from torchtitan.data.cache import open_cached
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
-from torchtitan.data.prepare import open_cached
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer
