@@ -33,7 +33,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.base.determinism import keep_process_settings
-from torchtitan.base.device import describe_out_of_memory, device_type, find_out_of_memory
+from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, NonFiniteError, StoppedError, UserError
 from torchtitan.base.log import (
     erase_line,
@@ -243,6 +243,8 @@ def main(argv: Sequence[str], *, undo: ExitStack) -> int:
         except (Exception, CheckpointException) as error:  # a BaseException
             note_in_file(traceback.format_exc())
             write_collectives()
+            from torchtitan.base.out_of_memory import describe_out_of_memory, find_out_of_memory
+
             if (ran_out := find_out_of_memory(error)) is None:
                 raise
             _report(UserError(describe_out_of_memory(ran_out, argv, environ=os.environ)))

@@ -14,9 +14,8 @@ from __future__ import annotations
 import platform
 import re
 import resource
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -109,35 +108,6 @@ def memory_peak_gib(device: torch.device) -> float:
         return float(torch.cuda.memory_stats(device)["active_bytes.all.peak"]) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
-
-
-def find_out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    """Return the out-of-memory error that caused `error`, if any. A pipeline wraps errors."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__cause__
-    return error
-
-
-def describe_out_of_memory(
-    error: torch.OutOfMemoryError, argv: Sequence[str], *, environ: Mapping[str, str]
-) -> str:
-    """Return a message with the rank, torch's error, the peak, and a command that plans the job."""
-    world_size = environ.get("WORLD_SIZE", "1")
-    num_local = environ.get("LOCAL_WORLD_SIZE", world_size)
-    command = ["python", "-m", "torchtitan.tools.plan", "memory", "--ran_out"]
-    command += [f"--world_size={world_size}", f"--gpus_per_node={num_local}"]
-    device = torch.device(device_type())
-    if device.type == "cuda":
-        memory_gib = torch.cuda.mem_get_info()[1] / GIB
-        command += [f"--device={device_name(device)}", f"--memory_gib={memory_gib:.1f}"]
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        if not any("expandable_segments:True" in environ.get(name, "") for name in names):
-            command.append("--classic_allocator")
-    return (
-        f"rank {environ.get('RANK', '0')} is out of memory: {error}\n"
-        f"Its memory peaked at {memory_peak_gib(device):.2f} GiB. Run this to see what the memory "
-        f"holds and which settings need less:\n{shlex.join([*command, *argv])}"
-    )
 
 
 def reset_memory_peak(device: torch.device) -> None:
