@@ -36,8 +36,9 @@ from scripts.benchmarks.pairs import (
     spent_since,
     timed,
 )
-from torchtitan.checkpoint import reader, storage
+from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import verify
+from torchtitan.checkpoint.load import read_tensors
 from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, build_group
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, Progress, RunState
@@ -127,7 +128,7 @@ def _torch_save(tensors: dict[str, Tensor], path: Path) -> None:
 def _verify_and_load(step: Path, into: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     mistakes = verify(step, group=group)
     assert not mistakes, mistakes
-    reader.read_tensors(step, "model", into=into, group=group)
+    read_tensors(step, "model", into=into, group=group)
 
 
 class _NoData:

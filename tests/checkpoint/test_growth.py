@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import growth
 from torchtitan.checkpoint.growth import COVARIANCE_SCALE
-from torchtitan.checkpoint.reader import read_tensors
+from torchtitan.checkpoint.load import read_tensors
 
 NAME = "tok_embeddings.weight"
 

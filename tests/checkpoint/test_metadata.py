@@ -33,7 +33,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.reader import find_misses, read_metadata, read_tensors
+from torchtitan.checkpoint.load import read_tensors
+from torchtitan.checkpoint.reader import find_misses, read_metadata
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import write
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import verify, write_sealed_json
-from torchtitan.checkpoint.reader import read_tensors
+from torchtitan.checkpoint.load import read_tensors
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import delete, find_steps, read_manifest, read_state, write
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from tests.checkpoint.test_metadata import DTYPES
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.reader import read_tensors
+from torchtitan.checkpoint.load import read_tensors
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import write
 from torchtitan.checkpoint.stored import LARGE, StoredPiece

@@ -28,7 +28,7 @@ from tests.distributed.test_experts import ep
 from tests.distributed.test_matrix import TP2, What, Where
 from torchtitan import build as assembly
 from torchtitan import trainer, validate
-from torchtitan.checkpoint import reader, restore, state
+from torchtitan.checkpoint import restore, state
 from torchtitan.data.dataset import TextSource
 from torchtitan.data.loader import Loader
 from torchtitan.models import init
@@ -740,7 +740,7 @@ MUTANTS: dict[str, Mutant] = {
         owner_alone, muon, "plan_work", Seen("loss 2", "ddp 2", "Muon")
     ),
     "optimizer not restored": Mutant(
-        without_optimizer, reader, "read_tensors", Seen("loss 4", oracle="unstopped")
+        without_optimizer, restore, "read_tensors", Seen("loss 4", oracle="unstopped")
     ),
     "position one sample on": Mutant(
         one_sample_on, Loader, "load_state_dict", Seen("loss 3", oracle="unstopped")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError, Mistakes, did_you_mean
 from torchtitan.base.log import plural
 from torchtitan.base.patterns import matches
-from torchtitan.checkpoint import reader
+from torchtitan.checkpoint.load import stored_shapes
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import COMPONENTS, RunState, model_tensors
 from torchtitan.mesh.ranks import union
@@ -81,7 +81,7 @@ def log_excluded(
     stored = set(start.source.shapes()) if "model" in loaded else set[str]()
     states = set[str]()
     if "optimizer" in loaded:
-        names = reader.stored_shapes(start.source.path, "optimizer", group=group)
+        names = stored_shapes(start.source.path, "optimizer", group=group)
         states = set(map(_parameter, names))
     for pattern in patterns:
         found = {name for name in sizes.keys() | stored | states if matches(name, [pattern])}
@@ -118,7 +118,7 @@ def skipped_optimizer_state(
     parts = dict(state.model.named_parameters())
     is_trained = union({name: p.requires_grad for name, p in parts.items()}, group=group)
     names = union(dict.fromkeys(wanted), group=group).keys()
-    stored_names = reader.stored_shapes(start.source.path, "optimizer", group=group).keys()
+    stored_names = stored_shapes(start.source.path, "optimizer", group=group).keys()
     stored, held = set(map(_parameter, stored_names)), set(map(_parameter, names))
     excluded = {
         name

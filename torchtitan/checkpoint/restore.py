@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from torchtitan.base.custom import is_import_path, is_trusted
 from torchtitan.base.errors import CheckpointError, DataError
-from torchtitan.checkpoint import reader
 from torchtitan.checkpoint.checksums import MANIFEST
+from torchtitan.checkpoint.load import read_tensors, stored_shapes
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import (
@@ -90,7 +90,7 @@ def _restore_optimizer(state: RunState, source: Checkpoint, start: Start) -> Non
 
         may_skip = skipped_optimizer_state(wanted, state=state, start=start, group=source.group)
         wanted = {name: tensor for name, tensor in wanted.items() if name not in may_skip}
-    reader.read_tensors(
+    read_tensors(
         source.path,
         "optimizer",
         into=wanted,
@@ -124,7 +124,7 @@ def _restore_train_state(state: RunState, source: Checkpoint) -> None:
         )
     state.progress.step = step
     state.progress.tokens_seen = stored["tokens_seen"]
-    names = reader.stored_shapes(source.path, "train_state", group=source.group)
+    names = stored_shapes(source.path, "train_state", group=source.group)
     generators = rng_tensors(rank=dist.get_rank())
     if stored["world_size"] != dist.get_world_size():
         generators = {}
@@ -133,7 +133,7 @@ def _restore_train_state(state: RunState, source: Checkpoint) -> None:
         text = ", ".join(sorted(missing))
         logger.info("The checkpoint has no random generators %s: they start from debug.seed", text)
     wanted = {k: t for k, t in {**state.more, **generators}.items() if k in names}
-    reader.read_tensors(source.path, "train_state", into=wanted, group=source.group)
+    read_tensors(source.path, "train_state", into=wanted, group=source.group)
     set_rng({name: wanted[name] for name in generators if name in names})
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.patterns import matches
 from torchtitan.base.stored_json import StoredJSON
-from torchtitan.checkpoint import reader
+from torchtitan.checkpoint.load import Shape, read_tensors, stored_shapes
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.state import COMPONENTS, EMBEDDING, OUTPUT
 from torchtitan.checkpoint.storage import STATE, read_manifest, read_state
@@ -43,7 +43,7 @@ class WeightSource(Protocol):
     def path(self) -> Path:
         """File or folder of the weights."""
 
-    def shapes(self) -> Mapping[str, reader.Shape | None]:
+    def shapes(self) -> Mapping[str, Shape | None]:
         """Return the shapes of all tensors, by torchtitan's names. Collective."""
 
     def read(self, into: Mapping[str, Tensor]) -> None:
@@ -106,13 +106,13 @@ class Checkpoint:
             group=self.group,
         )
 
-    def shapes(self) -> Mapping[str, reader.Shape | None]:
+    def shapes(self) -> Mapping[str, Shape | None]:
         """Return the shapes of the stored parameters."""
-        return reader.stored_shapes(self.path, "model", group=self.group)
+        return stored_shapes(self.path, "model", group=self.group)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill parameters in place."""
-        reader.read_tensors(
+        read_tensors(
             self.path,
             "model",
             into=self.filter.wanted(into, names=self.shapes),
@@ -139,9 +139,9 @@ class DCPFolder:
     rope_head_dim: HeadDim
     """Head width of the parameters that are stored in the half-split order."""
 
-    def shapes(self) -> Mapping[str, reader.Shape | None]:
+    def shapes(self) -> Mapping[str, Shape | None]:
         """Return the shapes of all entries."""
-        return reader.stored_shapes(self.path.parent, self.path.name, group=self.group)
+        return stored_shapes(self.path.parent, self.path.name, group=self.group)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill parameters in place."""
@@ -158,7 +158,7 @@ class DCPFolder:
         has_tied_copy = OUTPUT not in parameters and stored.get(OUTPUT) is not None
         has_tied_copy = has_tied_copy and not excludes(OUTPUT)
         skipped = {*others, *([OUTPUT] if has_tied_copy else [])}
-        reader.read_tensors(
+        read_tensors(
             self.path.parent,
             self.path.name,
             into=wanted,
@@ -181,7 +181,7 @@ class DCPFolder:
         """
         head = {} if embedding is None else {OUTPUT: embedding.clone()}
         place, grows = (self.path.parent, self.path.name), self.filter.may_grow
-        reader.read_tensors(*place, into=head, group=self.group, may_grow=grows)
+        read_tensors(*place, into=head, group=self.group, may_grow=grows)
         same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
         found = on_every_rank(lambda: (embedding is not None, same), group=self.group)
         if not (any(held for held, _ in found) and all(equal for _, equal in found)):

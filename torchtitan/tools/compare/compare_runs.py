@@ -28,7 +28,8 @@ from torch import Tensor
 from torchtitan.base.errors import DataError, UserError, printable
 from torchtitan.base.log import plural
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.reader import read_metadata, read_tensors
+from torchtitan.checkpoint.load import read_tensors
+from torchtitan.checkpoint.reader import read_metadata
 from torchtitan.checkpoint.storage import METADATA, find_steps
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.ledger import LEDGER, read_ledger
