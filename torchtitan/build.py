@@ -183,14 +183,12 @@ def build_parts(
     validator = build_validator(config, model, execution, shard, mesh=mesh, device=device)
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
     if start is not None:
-        from torchtitan.checkpoint.restore import report_rate, restore
-
-        assert io is not None, "a run without checkpoints starts from none"
-        new_rows_of = model if config.lora.rank and config.checkpoint.grow_vocab else None
-        state = restore(state, start=start, group=io.group, new_rows_of=new_rows_of)
+        state = restore_state(state, start, config=config, model=model, io=io)
     config = plan_end(config, layout=layout, loader=loader, step=progress.step)
     state = replace(state, lr_settings=describe_lr(config))
     if start is not None:
+        from torchtitan.checkpoint.restore import report_rate
+
         report_rate(state, start=start)
     on_first_rank(partial(write_config, config), group=dist.group.WORLD)
     checkpoints = build_checkpoints(
@@ -319,6 +317,21 @@ def check_adapter_scale(start: Start, *, alpha: float) -> None:
             f"lora.alpha = {trained:g}, got {alpha:g}; write lora.alpha = {trained:g}, or start "
             f'with new adapters: checkpoint.exclude_from_loading = ["*.lora_?"]'
         )
+
+
+def restore_state(
+    state: RunState, start: Start, *, config: Config, model: ModelParts, io: CheckpointIO | None
+) -> RunState:
+    """Load what the run starts from.
+
+    Raises:
+        UserError: The checkpoint or the weights do not fit the run.
+    """
+    from torchtitan.checkpoint.restore import restore
+
+    assert io is not None, "a run without checkpoints starts from none"
+    new_rows_of = model if config.lora.rank and config.checkpoint.grow_vocab else None
+    return restore(state, start=start, group=io.group, new_rows_of=new_rows_of)
 
 
 # -- data --------------------------------------------------------------------------------------
