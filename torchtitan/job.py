@@ -141,14 +141,6 @@ class Config:
         yield from self._custom_code_violations()
         if self.validation.enable and self.validation.holdout_fraction is None:
             yield from self._validation_data_violations()
-        recompute = self.activation_checkpoint
-        by_operator = (recompute.mode, recompute.selective_ac_option) == ("selective", "op")
-        if self.compile.enable and by_operator:
-            yield Violation(
-                ("activation_checkpoint.selective_ac_option", "compile.enable"),
-                "selects single operators, and a compiled block is one operator; write "
-                '"2" for every second block, or compile.enable = false',
-            )
 
     def schedule_violations(self) -> Iterator[Violation]:
         """Yield the broken rules of a schedule over training.steps."""

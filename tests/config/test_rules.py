@@ -296,11 +296,6 @@ BROKEN = [
         "[lr_scheduler] total_steps",
         "training.steps (100), got 99",
     ),
-    (
-        '[activation_checkpoint]\nselective_ac_option = "op"\n[compile]\nenable = true',
-        "[activation_checkpoint] selective_ac_option",
-        'write "2" for every second block',
-    ),
     *(
         (f"{PIPELINE}pipeline_parallel_{more}", f"[parallelism] pipeline_parallel_{key}", remedy)
         for more, key, remedy in (
