@@ -275,7 +275,7 @@ class JobComparison:
     samples: Callable[[], MapSamples]
     """Builds the samples of the training, on all ranks together."""
     group: dist.ProcessGroup | None
-    """All ranks. None if checkpoints are disabled."""
+    """All ranks. None if nothing is saved or loaded."""
 
     def with_checkpoint(self, manifest: StoredJSON) -> Comparison:
         """Compare with the job that saved a checkpoint; warn if custom code has changed."""
@@ -610,7 +610,7 @@ def build_checkpoints(
     ledger: Ledger | None,
 ) -> CheckpointManager | None:
     """Build what saves the run. None if checkpoints are off."""
-    if io is None:
+    if io is None or not config.checkpoint.enable:
         return None
     export: Export | None = None
     if config.checkpoint.last_save_in_hf:

@@ -84,7 +84,9 @@ class CheckpointIO:
 def open_io(
     settings: CheckpointConfig, *, run_folder: Path, device_type: str
 ) -> CheckpointIO | None:
-    """Build the process group of checkpoints, and open their folder or store. None if disabled.
+    """Build the process group of checkpoints, and open their folder or store.
+
+    None if nothing is saved or loaded. If a run only loads, no store is opened.
 
     Args:
         settings: The section [checkpoint].
@@ -95,11 +97,13 @@ def open_io(
         ConfigError: The store's package is missing, ranks do not share a disk that they need to
             share, or pinned staging needs a GPU.
     """
-    if not settings.enable:
+    if not settings.enable and settings.initial_load_path is None:
         return None
     check_staging(settings, device_type=device_type)
     timeout = settings.save_timeout_seconds
     group, folder = build_group(timeout), run_folder / settings.local_folder
+    if not settings.enable:
+        return CheckpointIO(group, folder)
     if not is_url(settings.folder):
         if find_disks(run_folder, group=group, timeout_seconds=timeout) is not None:
             raise ConfigError.at(
