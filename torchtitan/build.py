@@ -49,7 +49,6 @@ from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
-from torchtitan.models.rope import warn_beyond_rope
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
@@ -179,7 +178,7 @@ def build_parts(
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
     if start is not None:
         assert io is not None, "a run without checkpoints starts from none"
-        new_rows_of = model if config.lora.rank and config.checkpoint.grow_vocab else None
+        new_rows_of = model if config.trains_new_rows else None
         state = restore(state, start=start, group=io.group, new_rows_of=new_rows_of)
     config = plan_end(config, layout=layout, loader=loader, step=progress.step)
     state = replace(state, lr_settings=describe_lr(config))
@@ -259,7 +258,7 @@ def open_initial(
         model=config.model,
         spec=layout.spec,
         architecture=layout.architecture,
-        seq_len=config.training.seq_len,
+        lengths=config.sequence_lengths,
         optional=is_adapter if config.lora.rank else None,
         folder=io.folder,
         group=io.group,
@@ -531,7 +530,7 @@ def build_model(
 def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Optimizer:
     """Build the optimizer of this rank's parts of the model."""
     dtype, settings = getattr(torch, config.training.mixed_precision_param), config.optimizer
-    if config.lora.rank:  # of the vocabulary only new rows are trained: decay would change all
+    if config.trains_new_rows:  # decay would change the other rows too
         undecayed = (*settings.no_decay_params, *VOCABULARY)
         settings = replace(settings, no_decay_params=undecayed)
     return build_optimizer(model, settings=settings, dtype=dtype, sections=own_sections(config))
@@ -753,7 +752,10 @@ def log_job(
         precision,
         config.training.dtype,
     )
-    warn_beyond_rope(layout.architecture.rope_scaling, seq_len=seq_len)
+    if layout.architecture.rope_scaling is not None:
+        from torchtitan.models.positions import warn_beyond_rope
+
+        warn_beyond_rope(layout.architecture.rope_scaling, lengths=config.sequence_lengths)
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))
     if (float8 := layout.float8) is not None:

@@ -19,15 +19,12 @@ Shapes: B batch, S sequence, H heads, D width of a head, P = D/2 pairs.
 
 from __future__ import annotations
 
-import logging
 import math
 
 import torch
 from torch import Tensor
 
 from torchtitan.models.sizes import RopeScaling
-
-logger = logging.getLogger(__name__)
 
 
 class Rope:
@@ -142,20 +139,3 @@ def _kept_by_yarn(freqs_P: Tensor, scaling: RopeScaling, *, theta: float) -> Ten
     width = max(last - first, 1)
     pairs_P = torch.arange(len(freqs_P), dtype=torch.float64, device=freqs_P.device)
     return 1 - ((pairs_P - first) / width).clamp(0, 1)
-
-
-def warn_beyond_rope(scaling: RopeScaling | None, *, seq_len: int) -> None:
-    """Log a warning if sequences are longer than the scaled rotation reaches."""
-    if scaling is None or scaling.type == "linear":
-        return
-    reached = int(scaling.factor * scaling.original_max_position)
-    if reached < seq_len:
-        logger.warning(
-            "The rope scaling reaches %d positions (factor %g x original_max_position %d), "
-            "training.seq_len is %d; to reach as many raise model.rope_scaling.factor to %g",
-            reached,
-            scaling.factor,
-            scaling.original_max_position,
-            seq_len,
-            seq_len / scaling.original_max_position,
-        )
