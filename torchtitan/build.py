@@ -51,7 +51,6 @@ from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
 from torchtitan.models.settings import HF
-from torchtitan.models.sizes import warn_beyond_rope
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
@@ -227,8 +226,8 @@ def build_parts(
 
 
 def open_checkpoints(config: Config) -> CheckpointIO | None:
-    """Open the folder or store of checkpoints. None if they are off."""
-    if not config.checkpoint.enable:
+    """Open the folder or store of checkpoints. None if nothing is saved or loaded."""
+    if not config.checkpoint.enable and config.checkpoint.initial_load_path is None:
         return None
     from torchtitan.checkpoint.manager import open_io
 
@@ -285,7 +284,7 @@ def open_initial(
         model=config.model,
         spec=layout.spec,
         architecture=layout.architecture,
-        seq_len=config.training.seq_len,
+        lengths=config.sequence_lengths,
         optional=is_adapter if config.lora.rank else None,
         folder=io.folder,
         group=io.group,
@@ -330,7 +329,7 @@ def restore_state(
     from torchtitan.checkpoint.restore import restore
 
     assert io is not None, "a run without checkpoints starts from none"
-    new_rows_of = model if config.lora.rank and config.checkpoint.grow_vocab else None
+    new_rows_of = model if config.trains_new_rows else None
     return restore(state, start=start, group=io.group, new_rows_of=new_rows_of)
 
 
@@ -511,7 +510,7 @@ def build_model(
 def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Optimizer:
     """Build the optimizer of this rank's parts of the model."""
     dtype, settings = getattr(torch, config.training.mixed_precision_param), config.optimizer
-    if config.lora.rank:  # of the vocabulary only new rows are trained: decay would change all
+    if config.trains_new_rows:  # decay would change the other rows too
         undecayed = (*settings.no_decay_params, *VOCABULARY)
         settings = replace(settings, no_decay_params=undecayed)
     return build_optimizer(model, settings=settings, dtype=dtype, sections=own_sections(config))
@@ -590,7 +589,7 @@ def build_checkpoints(
     ledger: Ledger | None,
 ) -> CheckpointManager | None:
     """Build what saves the run. None if checkpoints are off."""
-    if io is None:
+    if io is None or not config.checkpoint.enable:
         return None
     from torchtitan.checkpoint.manager import CheckpointManager
 
@@ -744,7 +743,10 @@ def log_job(
         precision,
         config.training.dtype,
     )
-    warn_beyond_rope(layout.architecture.rope_scaling, seq_len=seq_len)
+    if layout.architecture.rope_scaling is not None:
+        from torchtitan.models.positions import warn_beyond_rope
+
+        warn_beyond_rope(layout.architecture.rope_scaling, lengths=config.sequence_lengths)
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))
     if (float8 := layout.float8) is not None:

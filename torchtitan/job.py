@@ -134,6 +134,18 @@ class Config:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
+    @property
+    def sequence_lengths(self) -> dict[str, int]:
+        """Tokens of a sample in training and validation, by the key that sets them."""
+        validated = self.validation.seq_len if self.validation.enable else None
+        lengths = {"training.seq_len": self.training.seq_len, "validation.seq_len": validated}
+        return {key: seq_len for key, seq_len in lengths.items() if seq_len is not None}
+
+    @property
+    def trains_new_rows(self) -> bool:
+        """Whether the new rows of a vocabulary are trained beside an adapter."""
+        return self.lora.rank > 0 and self.checkpoint.grow_vocab
+
     def violations(self) -> Iterator[Violation]:
         """Yield the broken rules between sections."""
         if self.training.num_epochs is None:  # else build.py checks it, once the data are read
@@ -143,14 +155,6 @@ class Config:
         yield from self._custom_code_violations()
         if self.validation.enable and self.validation.holdout_fraction is None:
             yield from self._validation_data_violations()
-        recompute = self.activation_checkpoint
-        by_operator = (recompute.mode, recompute.selective_ac_option) == ("selective", "op")
-        if self.compile.enable and by_operator:
-            yield Violation(
-                ("activation_checkpoint.selective_ac_option", "compile.enable"),
-                "selects single operators, and a compiled block is one operator; write "
-                '"2" for every second block, or compile.enable = false',
-            )
 
     def schedule_violations(self) -> Iterator[Violation]:
         """Yield the broken rules of a schedule over training.steps."""
@@ -178,10 +182,7 @@ class Config:
         parallelism, training, validation = self.parallelism, self.training, self.validation
         if wrong := parallelism.microbatch_violation(training.local_batch_size):
             yield wrong
-        lengths = {"training.seq_len": training.seq_len}
-        if validation.enable and validation.seq_len is not None:
-            lengths["validation.seq_len"] = validation.seq_len
-        for key, seq_len in lengths.items():
+        for key, seq_len in self.sequence_lengths.items():
             if wrong := parallelism.sequence_violation(seq_len, key=key):
                 yield wrong
         size = validation.local_batch_size

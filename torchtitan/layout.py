@@ -96,9 +96,12 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
     checkpoint, parallelism = config.checkpoint, config.parallelism
     mistakes = Mistakes()
     if config.compile.enable:
-        from torchtitan.parallel.compile import check_backend
+        from torchtitan.parallel.compile import check_backend, check_recomputation
 
         mistakes.of(lambda: check_backend(config.compile, is_installed=False))
+        recomputation, cp = config.activation_checkpoint, parallelism.context_parallel_degree
+        mask = config.training.attn_mask_type
+        mistakes.of(lambda: check_recomputation(model, recomputation, cp=cp, attn_mask_type=mask))
     if parallelism.tensor_parallel_degree > 1:
         from torchtitan.parallel.tensor import check_tensor_parallel
 
@@ -166,7 +169,7 @@ def _find_trained(config: Config, *, model: LanguageModel) -> tuple[TrainablePar
         from torchtitan.finetune.lora import ADAPTERS, build_adapt
 
         adapt, only = build_adapt(config.lora, model=model), ADAPTERS
-        only += VOCABULARY if config.checkpoint.grow_vocab else ()
+        only += VOCABULARY if config.trains_new_rows else ()
         adapt(model)
     sections = own_sections(config)
     trained = find_trainable(model, settings=config.optimizer, only=only, sections=sections)

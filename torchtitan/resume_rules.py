@@ -266,7 +266,7 @@ class JobComparison:
     samples: Callable[[], MapSamples]
     """Builds the samples of the training, on all ranks together."""
     group: dist.ProcessGroup | None
-    """All ranks. None if checkpoints are disabled."""
+    """All ranks. None if nothing is saved or loaded."""
 
     def with_checkpoint(self, manifest: StoredJSON) -> Comparison:
         """Compare with the job that saved a checkpoint; warn if custom code has changed."""

@@ -150,6 +150,36 @@ def test_sequences_beyond_the_stated_positions_are_noticed(
     assert all("training.seq_len is 65" in text for text in found)
 
 
+LLAMA_31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_31 |= {"original_max_position_embeddings": 8192}
+OWN = ["--model.rope_scaling.type=llama3", "--model.rope_scaling.factor=16"]
+OWN += ["--model.rope_scaling.original_max_position=8192"]
+VALIDATED = ["--validation.enable", "--validation.dataset=synthetic", "--validation.seq_len=131073"]
+
+
+@pytest.mark.parametrize(
+    ("options", "noticed"),
+    [
+        (["--training.seq_len=131072"], []),
+        (["--training.seq_len=131073"], ["training.seq_len is 131073"]),
+        (["--training.seq_len=131073", *OWN], []),
+        (VALIDATED, ["validation.seq_len is 131073"]),
+        ([*VALIDATED, "--validation.enable=false"], []),
+        ([*VALIDATED, *STRETCHED], ["validation.seq_len is 131073"]),
+    ],
+)
+def test_llama_3_1_reaches_what_its_folder_states(
+    options: list[str], noticed: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"max_position_embeddings": 131072, "rope_scaling": LLAMA_31}
+    folder = folder_of(tmp_path / "theirs", name="llama3", **changes)
+    job = job_from(folder, "--training.dataset=synthetic", "--training.seq_len=64", *options)
+    assert check_config([*job, "--model.tokenizer_path=byte"]) == 0
+    found = [text for text in caplog.messages if "seq_len is" in text]
+    assert len(found) == len(noticed)
+    assert all(text in one for text, one in zip(noticed, found, strict=True))
+
+
 def test_without_a_tokenizer_in_the_folder_none_is_assumed(tmp_path: Path) -> None:
     config = resolve_model(load_config(job_from(folder_of(tmp_path / "theirs"))))
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):

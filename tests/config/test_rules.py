@@ -155,7 +155,6 @@ BROKEN = [
         for line in (
             "load_step = 5",
             'mode = "continue"',
-            'initial_load_path = "x"',
         )
     ),
     ("[job]\ntime_limit_seconds = 60", "[job] time_limit_seconds", "checkpoint.enable = true"),
@@ -187,7 +186,6 @@ BROKEN = [
         "needs initial_load_model_only = true",
     ),
     (f"{SAVES}keep_best = 2", "[checkpoint] keep_best", "needs validation.enable = true"),
-    (f"{ON}{SYNTHETIC}[checkpoint]\nkeep_best = 2", "[checkpoint] keep_best", "needs enable"),
     (BUDGET, "[activation_checkpoint] mode", "needs compile.enable = true"),
     (
         f'{BUDGET}{COMPILED}backend = "aot_eager"',
@@ -295,11 +293,6 @@ BROKEN = [
         "[lr_scheduler]\ntotal_steps = 99\n[training]\nsteps = 100",
         "[lr_scheduler] total_steps",
         "training.steps (100), got 99",
-    ),
-    (
-        '[activation_checkpoint]\nselective_ac_option = "op"\n[compile]\nenable = true',
-        "[activation_checkpoint] selective_ac_option",
-        'write "2" for every second block',
     ),
     *(
         (f"{PIPELINE}pipeline_parallel_{more}", f"[parallelism] pipeline_parallel_{key}", remedy)
@@ -416,7 +409,11 @@ INSIDE = [
     "enable = true",
     '[activation_checkpoint]\nmode = "full"\nmemory_budget = 0.5',
     '[activation_checkpoint]\nselective_ac_option = "op"',
-    '[activation_checkpoint]\nselective_ac_option = "op"\nmode = "full"\n[compile]\nenable = true',
+    '[activation_checkpoint]\nselective_ac_option = "op"\n[compile]\nenable = true',
+    # without checkpoints of its own, a run may start from others
+    '[checkpoint]\ninitial_load_path = "x"\ninitial_load_in_hf = true\ngrow_vocab = true',
+    '[checkpoint]\ninitial_load_path = "x"\nload_step = 3\nmode = "finetune"',
+    '[checkpoint]\ninitial_load_path = "x"\nexclude_from_loading = "output.*"',
     f'{PIPELINE}pipeline_parallel_schedule = "PipelineScheduleMulti"\n'
     'pipeline_parallel_schedule_csv = "own.csv"',
     f"{PIPELINE}pipeline_parallel_microbatch_size = 4",
@@ -541,7 +538,7 @@ def test_the_last_place_chooses_how_the_warmup_is_said(jobs: Jobs) -> None:
         ('[checkpoint]\nlast_save_model_only = true\nexport_dtype = "float16"', "last_save_in_hf"),
         ('[checkpoint]\nenable = true\nexport_dtype = "bfloat16"', "last_save_in_hf"),
         ("[checkpoint]\nlast_save_in_hf = true", "enable = true"),
-        ("[checkpoint]\ninitial_load_in_hf = true", "enable = true"),
+        ("[checkpoint]\nkeep_best = 2", "enable = true"),
         ('[checkpoint]\nexclude_from_loading = ["optimizer"]', "enable = true"),
         ("[debug]\ndeterministic_warn_only = true", "deterministic = true"),
         *(

@@ -34,6 +34,7 @@ CP2 = (
 )
 FULL = "--activation_checkpoint.mode=full"
 SELECTIVE = "--activation_checkpoint.mode=selective"
+BY_OPERATOR = (SELECTIVE, "--activation_checkpoint.selective_ac_option=op")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,9 @@ LAYOUTS = {
     "fsdp 2, recomputed": Layout(world=2, overrides=(FULL,)),
     "tp 2, stream copied": Layout(world=2, overrides=(TP2, COPIED_STREAM)),
     "pp 2": Layout(world=2, overrides=pipeline("1F1B")),
+    "one device, by operator": Layout(world=1, overrides=BY_OPERATOR),
+    "fsdp 2, by operator": Layout(world=2, overrides=BY_OPERATOR),
+    "pp 2, tp 2, by operator": Layout(world=4, overrides=(*pipeline("1F1B"), TP2, *BY_OPERATOR)),
     "cp 2, tp 2, half recomputed": Layout(
         world=4, overrides=(TP2, *CP2, SELECTIVE), graphs=5, breaks=2
     ),

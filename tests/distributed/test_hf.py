@@ -255,6 +255,29 @@ def test_the_run_is_recovered_whole_although_it_began_elsewhere(
     assert result.state_hash == straight.state_hash
 
 
+def test_a_run_without_checkpoints_starts_from_weights_and_saves_none(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    source, model = folder_of(tmp_path / "theirs")
+    job = [*job_from(tmp_path, source, "--training.steps=2")]
+    [saved] = ranks.run(jobs.train, job, world=1)
+    steps = tmp_path / "run" / "checkpoint"
+    before = sorted(steps.rglob("*"))
+    for folder in (tmp_path, tmp_path / "b"):  # checkpoints of its own folder are not resumed
+        folder.mkdir(exist_ok=True)
+        job = [*job_from(folder, source, "--training.steps=2"), jobs.UNSAVED]
+        [result] = ranks.run(jobs.train, [*job, "--checkpoint.last_save_in_hf"], world=1)
+        assert all(torch.equal(result.initial[n], p) for n, p in model.state_dict().items())
+        assert [row["loss"] for row in result.rows] == [row["loss"] for row in saved.rows]
+    assert sorted(steps.rglob("*")) == before
+    assert not (tmp_path / "b" / "run" / "checkpoint").exists()
+    longer = ("--training.steps=3", "--checkpoint.initial_load_model_only=false")
+    job = [*jobs.write_job(tmp_path, name="c"), jobs.UNSAVED, "--training.local_batch_size=4"]
+    job += [f"--checkpoint.initial_load_path={steps}", "--checkpoint.mode=continue", *longer]
+    [result] = ranks.run(jobs.train, job, world=1)
+    assert [row["step"] for row in result.rows] == [3]
+
+
 def test_refusals_reach_every_rank_before_anything_is_built(
     ranks: RankPool, tmp_path: Path
 ) -> None:

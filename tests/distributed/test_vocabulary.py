@@ -114,6 +114,19 @@ def test_another_vocabulary_is_refused_unless_it_is_smaller_and_asked_for(
         assert "shape" in said or "vocab_size" in said
 
 
+def test_stored_optimizer_state_of_fewer_rows_is_refused_by_its_shape(
+    ranks: RankPool, tmp_path: Path, sources: dict[str, Path]
+) -> None:
+    goes_on = ("--checkpoint.mode=continue", "--checkpoint.initial_load_model_only=false")
+    job = job_from("ours", tmp_path, sources, *LARGER, *goes_on, "--training.steps=4")
+    [said] = ranks.run(jobs.refusal, job, world=1)
+    assert "tok_embeddings.weight.exp_avg" in said
+    assert "[264, 32], not [300, 32]" in said
+    assert "checkpoint.exclude_from_loading" in said
+    fresh = '--checkpoint.exclude_from_loading=["optimizer.tok_*", "optimizer.output.*"]'
+    assert ranks.run(jobs.refusal, [*job, fresh], world=1) == ["no error"]
+
+
 def test_it_is_the_models_for_all_that_ask() -> None:
     options = ["--model.vocab_size=300", "--model.flavor=tiny8"]
     assert find_model(load_config(options).model)[1].vocab_size == 300

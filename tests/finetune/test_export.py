@@ -110,6 +110,10 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     """The base is read as it is, the factors begin with the run; a resumed one goes on exactly."""
     base = random_decoder(MODELS["llama3"].flavors["tiny"])
     reference_of(base).save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    more = {"attention_dropout": 0.1, "initializer_range": 0.04, "rope_interleaved": False}
+    named = {"auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, **more, **named}))
     lora = ["--lora.rank=2", "--optimizer.lr=0.02", "--checkpoint.last_save_in_hf"]
     begins = [
         "--checkpoint.initial_load_in_hf",
@@ -128,6 +132,9 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     theirs = LlamaForCausalLM.from_pretrained(
         checkpoint / "export" / "step-4", attn_implementation="eager"
     )
+    written = json.loads((checkpoint / "export" / "step-4" / "config.json").read_text())
+    assert {key: written.get(key) for key in more} == more
+    assert "auto_map" not in written
     # as scripts/generate.py does
     ours = open_generator(checkpoint / "step-4", device=torch.device("cpu")).model
     with torch.no_grad():

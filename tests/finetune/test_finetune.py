@@ -18,6 +18,7 @@ from tests.finetune.chats import CHAT, CHATML, write_lines, write_tokenizer
 from tests.models.reference import TINY, random_decoder
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
+from torchtitan.data.holdout import Holdout
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -50,7 +51,12 @@ def rows_of(values: list[Any]) -> list[Row]:
 
 
 def examples_of(
-    tmp_path: Path, values: list[Any] | None = None, *, seed: int = 0, **settings: Any
+    tmp_path: Path,
+    values: list[Any] | None = None,
+    *,
+    seed: int = 0,
+    holdout: Holdout | None = None,
+    **settings: Any,
 ) -> Dataset:
     """A byte-tokenised data set."""
     if "dataset_path" not in settings:
@@ -64,7 +70,9 @@ def examples_of(
         **settings,
     }
     job = training(tmp_path / "cache", **settings)
-    return build_examples(job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=seed)
+    return build_examples(
+        job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=seed, holdout=holdout
+    )
 
 
 def documents_of(sample: dict[str, torch.Tensor]) -> list[Row]:
@@ -354,6 +362,47 @@ def test_keys_that_nothing_reads_are_named_once(
         [message] = [one for one in caplog.messages if "keys of messages" in one]
         assert [key for key in {**said, **chat[1]} if repr(key) in message] == unread
         assert "'mood' in 6 messages" in message
+
+
+WHOLE = {
+    "each as JSON": "{{ message | tojson }}",
+    "its items": "{% for k, v in message.items() %}{{ k }}: {{ v }}, {% endfor %}",
+    "only the user's": "{{ message | tojson if message.role == 'user' else message.content }}",
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_keys_of_messages_that_are_written_whole_are_read(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    template = tmp_path / "a.jinja"
+    template.write_text(f"{{% for message in messages %}}{WHOLE[name]}{ends}{{% endfor %}}")
+    chat = [{**CHAT[0], "mood": "good"}, {**CHAT[1], "name": "b"}]
+    with caplog.at_level(logging.WARNING):
+        examples_of(tmp_path, [{"messages": chat}] * 3, seq_len=400, chat_template=str(template))
+    found = [one for one in caplog.messages if "keys of messages" in one]
+    assert len(found) == (name == "only the user's")
+    assert all("'name' in 3 messages" in one and "mood" not in one for one in found)
+
+
+def test_what_is_held_out_is_told_with_its_setting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"{i}?", "completion": "yes"} for i in range(60)]
+    told, nums = {}, {}
+    for held_out in (False, True):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            holdout = Holdout(0.2, held_out=held_out)
+            nums[held_out] = examples_of(tmp_path, rows, holdout=holdout, num_epochs=1).num_samples
+        told[held_out] = [one for one in caplog.messages if "validation.holdout_fraction" in one]
+    [message] = told[False]
+    assert nums[True]
+    assert f"{nums[True]} of 60 examples" in message
+    assert f"{nums[False]} are left" in message
+    assert "validation.enable" in message
+    assert told[True] == []
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])

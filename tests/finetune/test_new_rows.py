@@ -18,10 +18,15 @@ from scripts.convert_hf import to_hf
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
+from torchtitan import build
 from torchtitan.api import open_generator
 from torchtitan.build import describe_export
 from torchtitan.hf.export import export as export_to_hf
+from torchtitan.job import load_config
+from torchtitan.layout import find_layout
 from torchtitan.models.families import MODELS
+from torchtitan.models.interface import ModelParts
+from torchtitan.optim.settings import OptimizerConfig
 from torchtitan.resume_rules import read_settings
 
 BASE_ROWS = 100
@@ -111,6 +116,36 @@ def test_a_resumed_run_trains_the_same_rows(
         [result] = ranks.run(jobs.train, job, world=1)
     assert result.state_hash == whole.state_hash
     check_rows(whole.initial, result.final)
+
+
+@pytest.mark.parametrize(
+    ("options", "spares"),
+    [
+        ([], False),
+        (["--lora.rank=2"], False),
+        (["--checkpoint.grow_vocab"], False),
+        (["--lora.rank=2", "--checkpoint.grow_vocab"], True),
+    ],
+)
+def test_one_rule_says_which_vocabulary_is_trained(
+    options: list[str], spares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[OptimizerConfig] = []
+    monkeypatch.setattr(build, "build_optimizer", lambda _, settings, **__: given.append(settings))
+    job = ["--model.flavor=tiny", "--checkpoint.initial_load_path=base", *options]
+    config = load_config([*job, "--training.mixed_precision_param=float32"])
+    build.build_optimizer_of(config, model=ModelParts([]))
+    added = {*given[0].no_decay_params} - {*config.optimizer.no_decay_params}
+    assert (added == {*VOCABULARY}, config.trains_new_rows) == (spares, spares)
+    assert added == set() or spares
+    layout = find_layout(config, world_size=1)
+    trained = layout.trained.freeze_rest
+    model = layout.spec.build_meta(layout.architecture)
+    if layout.adapt is not None:
+        layout.adapt(model)
+    trained(model)
+    frozen = {name for name in VOCABULARY if not model.get_parameter(name).requires_grad}
+    assert frozen == ({*VOCABULARY} if config.lora.rank and not spares else set())
 
 
 def logits(model: Any) -> Tensor:

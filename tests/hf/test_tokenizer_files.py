@@ -18,6 +18,7 @@ from tests.models.reference import random_decoder, reference_of
 from torchtitan.api import open_generator
 from torchtitan.build import describe_export
 from torchtitan.generate.text import encode_chats
+from torchtitan.hf.config import find_carried
 from torchtitan.hf.export import export
 from torchtitan.hf.names import GENERATION_CONFIG
 from torchtitan.hf.tokenizer_files import warn_of_other_tokenizer
@@ -60,6 +61,44 @@ def test_the_context_is_the_longest_the_weights_have_met(
     config = load_config([*job, f"--checkpoint.initial_load_path={tmp_path}"])
     carried = describe_export(config, dtype=None).carried
     assert carried["max_position_embeddings"] == expected
+
+
+def test_the_base_models_keys_are_kept_but_not_those_that_name_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = {
+        "attention_dropout": 0.1,
+        "initializer_range": 0.04,
+        "rope_interleaved": False,
+        "pad_token_id": 5,
+        "own.table": {"sizes": [1, {"a": None}]},
+    }
+    deep: list = []
+    for _ in range(50):
+        deep = [deep]
+    code = {
+        "auto_map": {"AutoModelForCausalLM": "someone/else--modeling.Model"},
+        "custom_pipelines": {"text-generation": {"impl": "code.Pipeline"}},
+        "attn_implementation": "someone/kernel",
+        "text_config": {"inner": [{"auto_map": {"AutoConfig": "code.Config"}}]},
+        "_name_or_path": "someone/else",
+        "deep": deep,
+    }
+    ours = {
+        "torch_dtype": "float64",
+        "dtype": "float64",
+        "use_cache": False,
+        "hidden_size": 7,
+        "hidden_act": "gelu",
+        "transformers_version": "4.0.0",
+        "quantization_config": {"quant_method": "fp8"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**ours, **code, **kept}))
+    with caplog.at_level(logging.INFO):
+        carried = find_carried(tmp_path, format=MODELS["llama3"].hf, seq_len=32, eos_id=9)
+    rest = {"max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": 9}
+    assert carried == {**kept, **rest}
+    assert all(key in caplog.text for key in code)
 
 
 def base_with(generation: dict | None, folder: Path, *, eos: int | None = END) -> Path:
@@ -144,16 +183,43 @@ def test_another_tokenizer_than_the_one_beside_the_weights_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     origin = write_tokenizer(tmp_path / "origin")
-    copy = shutil.copytree(origin, tmp_path / "copy")
-    other = shutil.copytree(origin, tmp_path / "other")
-    (other / "tokenizer.json").write_bytes((origin / "tokenizer.json").read_bytes() + b" ")
+    content = json.loads((origin / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+
+    def variant(name: str, *, added: tuple[str, ...] = (), **changed: int) -> Path:
+        folder = shutil.copytree(origin, tmp_path / name)
+        first = max(token["id"] for token in content["added_tokens"]) + 1
+        more = [
+            {**content["added_tokens"][-1], "id": first + i, "content": text}
+            for i, text in enumerate(added)
+        ]
+        model = {**content["model"], "vocab": {**vocabulary, **changed}}
+        whole = {**content, "model": model, "added_tokens": [*content["added_tokens"], *more]}
+        (folder / "tokenizer.json").write_text(json.dumps(whole))
+        return folder
+
+    grown = variant("grown", added=("<new>", "<newer>"))
+    renamed = variant("renamed", added=("<other>",))
+    swapped = variant("swapped", a=vocabulary["b"], b=vocabulary["a"])
+    damaged = shutil.copytree(origin, tmp_path / "damaged")
+    (damaged / "tokenizer.json").write_text("{}")
     bare = tmp_path / "bare"
     bare.mkdir()
-    same = [origin, origin / "tokenizer.json", origin / "original" / "tokenizer.model", copy]
-    cases = [*((origin, path, False) for path in same), (bare, other, False)]
-    cases += [(origin, other, True), (origin, Path("byte"), True)]
-    for folder, path, warns in cases:
+    same = [origin, origin / "tokenizer.json", origin / "original" / "tokenizer.model", grown]
+    cases: list[tuple[Path, Path | str, list[str]]] = [(origin, path, []) for path in same]
+    first, total = vocabulary["a"], max(vocabulary.values()) + 2
+    cases += [
+        (grown, origin, []),  # ids that one of them lacks are no other meanings
+        (bare, swapped, []),
+        (origin, swapped, [f"in 2 of the {total} ids", f"{first} is 'b'", "it is 'a'"]),
+        (grown, renamed, [f"in 1 of the {total + 1} ids", f"{total} is '<other>'", "'<new>'"]),
+        (origin, "byte", ["ids of both"]),
+        (damaged, origin, [str(damaged / "tokenizer.json")]),
+    ]
+    for folder, path, named in cases:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             warn_of_other_tokenizer(str(path), base=folder)
-        assert (f"model.tokenizer_path {path}" in caplog.text) == warns
+        assert len(caplog.messages) == bool(named)
+        for text in [f"model.tokenizer_path {path}", *named] if named else []:
+            assert text in caplog.text

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+import torch._dynamo.utils
 import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -16,10 +17,11 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from tests.parallel.test_activation import gradients, tiny
 from torchtitan.base.errors import ConfigError
 from torchtitan.models.decoder import Block, Decoder, FeedForward
+from torchtitan.models.families import MODELS
 from torchtitan.models.interface import Documents
 from torchtitan.parallel.activation import apply_activation_checkpointing
-from torchtitan.parallel.compile import apply_compile, check_backend
-from torchtitan.parallel.settings import CompileConfig
+from torchtitan.parallel.compile import apply_compile, check_backend, check_recomputation
+from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
 
 
 @dataclass
@@ -48,7 +50,9 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(backend: str | Counter, *, memory_budget: float = 1.0) -> Decoder:
+def compiled(
+    backend: str | Counter, *, memory_budget: float = 1.0, keeps_operators: bool = False
+) -> Decoder:
     model = tiny()
     apply_compile(
         model,
@@ -56,6 +60,7 @@ def compiled(backend: str | Counter, *, memory_budget: float = 1.0) -> Decoder:
         memory_budget=memory_budget,
         opaque_attention=False,
         sequence_comes_async=False,
+        keeps_operators=keeps_operators,
     )
     return model
 
@@ -125,26 +130,67 @@ def test_a_recomputed_block_runs_the_same_graph_again(
     assert (counter.graphs, counter.calls) == (1, len(model.layers) + recomputed)
 
 
+def kept_and_gradients(model: Decoder) -> tuple[int, dict[str, Tensor]]:
+    """The bytes that forward saves for backward beside the weights, and the gradients."""
+    own = {p.data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = gradients(model)
+    return sum(saved.values()), found
+
+
 def test_a_memory_budget_decides_how_much_is_kept() -> None:
     kept, found = {}, {}
     for budget in (1.0, 0.5, 0.0):
         torch._dynamo.reset()
         model = compiled("aot_eager_decomp_partition", memory_budget=budget)
-        own = {p.data_ptr() for p in model.parameters()}
-        saved: dict[int, int] = {}
-
-        def keep(tensor: Tensor, own: set[int] = own, saved: dict[int, int] = saved) -> Tensor:
-            if tensor.data_ptr() not in own:
-                saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            found[budget] = gradients(model)
-        kept[budget] = sum(saved.values())
+        kept[budget], found[budget] = kept_and_gradients(model)
     assert kept[1.0] > kept[0.5] > kept[0.0]
     for name, expected in gradients(tiny()).items():
         for got in found.values():
             torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_by_operator_a_graph_keeps_less_and_all_blocks_share_it(backend: str) -> None:
+    kept, found = {}, {}
+    for keeps_operators in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = compiled(backend, keeps_operators=keeps_operators)
+        kept[keeps_operators], found[keeps_operators] = kept_and_gradients(model)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert kept[True] < kept[False]
+    assert list(found[True]) == list(found[False])
+    assert_equal_to_rounding(found[True], found[False])
+    assert_equal_to_rounding(found[True], gradients(tiny()))
+
+
+def test_by_operator_blocks_must_be_compiled_whole() -> None:
+    by_operator = ActivationCheckpointConfig(selective_ac_option="op")
+    wholly: dict[str, Any] = {"cp": 1, "attn_mask_type": "causal"}
+    models = {name: MODELS[name].build_meta(MODELS[name].flavors["tiny"]) for name in MODELS}
+    for model, how, part in (
+        (models["llama3"], {"cp": 2}, "attention"),
+        (models["llama3"], {"attn_mask_type": "block_causal"}, "attention"),
+        (models["mistral"], {}, "attention"),
+        (models["qwen3_moe"], {}, "experts"),
+    ):
+        with pytest.raises(ConfigError, match=rf"selective_ac_option: .*{part}") as error:
+            check_recomputation(model, by_operator, **{**wholly, **how})
+        assert 'write "2"' in str(error.value)
+        for other in (
+            replace(by_operator, mode="full"),
+            replace(by_operator, selective_ac_option="2"),
+        ):
+            check_recomputation(model, other, **{**wholly, **how})
+    check_recomputation(models["llama3"], by_operator, **wholly)
 
 
 def test_each_shape_is_compiled_once_and_too_many_are_an_error() -> None:

@@ -83,6 +83,8 @@ class CheckpointIO:
 def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -> CheckpointIO:
     """Build the process group of checkpoints, and open their folder or store.
 
+    If a run only loads, no store is opened.
+
     Args:
         settings: The section [checkpoint].
         run_folder: The folder of the run, job.dump_folder.
@@ -95,6 +97,8 @@ def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -
     check_staging(settings, device_type=device_type)
     timeout = settings.save_timeout_seconds
     group, folder = build_group(timeout), run_folder / settings.local_folder
+    if not settings.enable:
+        return CheckpointIO(group, folder)
     if not is_url(settings.folder):
         if find_disks(run_folder, group=group, timeout_seconds=timeout) is not None:
             raise ConfigError.at(

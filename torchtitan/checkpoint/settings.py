@@ -30,7 +30,6 @@ def _folder_or_url(value: str) -> None:
     path_or_url(value) if is_url(value) else inside_dump_folder(value)
 
 
-SAVES = Requires("enable", True)
 HAS_NO_EFFECT = Requires("enable", True, is_notice=True)
 ELSEWHERE = Requires("initial_load_path", GIVEN, "name what to read, or remove this")
 WEIGHTS_ALONE = Requires("initial_load_model_only", True)
@@ -41,7 +40,8 @@ class CheckpointConfig:
     """When to save a run, and which checkpoint or weights it starts from."""
 
     enable: bool = False
-    """Save checkpoints, and resume from the newest one in the folder."""
+    """Save checkpoints, and resume from the newest one in the folder. initial_load_path is read
+    with and without it."""
     folder: Annotated[Text, _folder_or_url] = "checkpoint"
     """Folder of the checkpoints, inside dump_folder; or a URL of this run's own in an object store,
     as s3://bucket/run, to which each is uploaded in the background."""
@@ -70,32 +70,30 @@ class CheckpointConfig:
     host memory. async_with_pinned_mem: the same, into page-locked memory, from GPUs."""
     keep_latest_k: NonNegativeInt = 10
     """Number of newest checkpoints to keep; 0 keeps all."""
-    keep_best: Annotated[NonNegativeInt, Requires("validation.enable", True), SAVES] = 0
+    keep_best: Annotated[NonNegativeInt, HAS_NO_EFFECT, Requires("validation.enable", True)] = 0
     """Number of checkpoints with the lowest validation loss to keep in addition. Each save is then
     preceded by a validation."""
-    load_step: Annotated[int, Ge(-1), SAVES] = -1
+    load_step: Annotated[int, Ge(-1)] = -1
     """Step of initial_load_path to start from; -1: the newest. Without initial_load_path it must be
     the newest step of the run's own folder."""
     mode: Annotated[
         Literal["recover", "continue", "finetune"],
-        SAVES,
         replace(ELSEWHERE, of=("finetune",)),
         Requires("initial_load_model_only", True, 'or write mode = "continue"', of=("finetune",)),
     ] = "recover"
     """recover: resume the same run; settings that shape the training may not differ. continue: keep
     weights, optimizer and data position with other settings. finetune: load the weights of
     initial_load_path and start at step 0. A checkpoint of this very job is always recovered."""
-    initial_load_path: Annotated[PathOrURL | None, SAVES] = None
+    initial_load_path: PathOrURL | None = None
     """Checkpoint to start from if the run's own folder has none: the folder of a step, of
     checkpoints (the newest is used) or of a run; the URL of a step or of checkpoints; or a file of
     weights (.pt, .pth) with torchtitan's or Hugging Face's names."""
     initial_load_model_only: bool = True
     """Load only the weights of initial_load_path; false loads all components that mode loads."""
-    initial_load_in_hf: Annotated[bool, HAS_NO_EFFECT, ELSEWHERE, WEIGHTS_ALONE] = False
+    initial_load_in_hf: Annotated[bool, ELSEWHERE, WEIGHTS_ALONE] = False
     """initial_load_path is a Hugging Face folder: config.json and safetensors files."""
     initial_load_rope: Annotated[
         Literal["auto", "interleaved", "halves"],
-        HAS_NO_EFFECT,
         ELSEWHERE,
         Requires("initial_load_in_hf", False),
     ] = "auto"
@@ -103,11 +101,11 @@ class CheckpointConfig:
     names. interleaved: channels (2i, 2i + 1) of a head are rotated together, as in this library.
     halves: channels (i, i + D/2), as in Hugging Face files. auto: the order that the folder states,
     else that of torchtitan 0.2: Llama interleaved, Qwen3 halves."""
-    exclude_from_loading: Annotated[tuple[Text, ...], HAS_NO_EFFECT] = ()
+    exclude_from_loading: tuple[Text, ...] = ()
     """What keeps its initial values: components (model, optimizer, lr_scheduler, dataloader,
     train_state), parameters with their optimizer state (shell patterns of names, e.g. "output.*"),
     or their optimizer state alone ("optimizer.output.*")."""
-    grow_vocab: Annotated[bool, SAVES, ELSEWHERE] = False
+    grow_vocab: Annotated[bool, ELSEWHERE] = False
     """Load embedding and output head from weights with a smaller vocabulary. New rows start
     near the mean of the stored ones."""
     verify_on_load: bool = True
@@ -141,8 +139,15 @@ class CheckpointConfig:
                         f'has no effect: it needs a URL as folder, got "{self.folder}"; remove this'
                     )
                     yield Violation((key, "folder"), rule, is_notice=True)
-        if self.enable:
+        if self.enable or self.initial_load_path is not None:
             yield from self._load_violations()
+            return
+        for key in ("load_step", "mode", "exclude_from_loading"):
+            if getattr(self, key) != getattr(type(self), key):
+                is_notice = key == "exclude_from_loading"
+                rule = "needs enable = true or initial_load_path; set one, or remove this"
+                rule = f"has no effect: it {rule}" if is_notice else rule
+                yield Violation((key, "enable", "initial_load_path"), rule, is_notice=is_notice)
 
     @property
     def local_folder(self) -> str:

@@ -116,7 +116,7 @@ def find_start(
     Args:
         settings: The [checkpoint] section.
         run_folder: The folder of the run, which this job has locked.
-        io: What ranks load through. None if checkpoints are disabled.
+        io: What ranks load through. None if nothing is saved or loaded.
         compare: Compares this job with a checkpoint's manifest.
         compare_results: Compares this job with the settings in `run_folder`.
         open_initial: Opens `initial_load_path`.
@@ -142,7 +142,7 @@ def find_start(
         ),
         group=everyone,
     )
-    is_resumed = start is not None and start.source.path.parent == folder
+    is_resumed = settings.enable and start is not None and start.source.path.parent == folder
     if (has_rows or has_steps) and not is_resumed:
         refuse_differences(run_folder, compare_results(), has_checkpoint=has_steps)
     dist.barrier()  # no rank writes before every rank has looked
@@ -173,14 +173,16 @@ def choose_start(
     def compared(step: Path) -> Comparison:
         return compare(Checkpoint(path=step, group=group).manifest)
 
-    own = own_step(
-        folder,
-        load_step=settings.load_step,
-        may_be_elsewhere=settings.initial_load_path is not None,
-        requested_by=lambda step: compared(step).then.load_step,
-        verifies=settings.verify_on_load,
-        group=group,
-    )
+    own = None
+    if settings.enable:
+        own = own_step(
+            folder,
+            load_step=settings.load_step,
+            may_be_elsewhere=settings.initial_load_path is not None,
+            requested_by=lambda step: compared(step).then.load_step,
+            verifies=settings.verify_on_load,
+            group=group,
+        )
     if own is not None:
         if settings.initial_load_path is not None:
             logger.info(

@@ -58,6 +58,21 @@ class Holdout:
         """Return what selects the samples of this side, keyed as in earlier checkpoints."""
         return {"validation.split": f"{self.fraction}{', held out' if self.held_out else ''}"}
 
+    def log(
+        self, name: str, *, num_held_out: int, counted: str, num_left: int, more: str = ""
+    ) -> None:
+        """Log what is held out of the data to train on."""
+        logger.info(
+            "%.200s: %d of %s are held out, %d are left to train on%s. validation.holdout_fraction "
+            "= %s holds out with and without validation.enable: remove it to train on all",
+            name,
+            num_held_out,
+            counted,
+            num_left,
+            more,
+            self.fraction,
+        )
+
     def too_small(self, *, needed: str, found: str) -> DataError:
         """Return the error for data with less than a sample on this side."""
         verb, change = ("hold out", "raise") if self.held_out else ("leave to train on", "lower")
@@ -194,15 +209,12 @@ def build_view(
             found=f"{view.num_tokens} in {num_documents} of {total} documents",
         )
     if not holdout.held_out:
-        logger.info(
-            "validation.holdout_fraction = %s: %d of %d documents of %.200s are held out, "
-            "%d of %d tokens",
-            holdout.fraction,
-            counts["held_out"],
-            total,
+        holdout.log(
             name,
-            num_tokens - view.num_tokens,
-            num_tokens,
+            num_held_out=counts["held_out"],
+            counted=plural(total, "document"),
+            num_left=counts["to_train_on"],
+            more=f" with {view.num_tokens} of {num_tokens} tokens",
         )
     return view
 

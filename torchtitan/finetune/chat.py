@@ -175,6 +175,16 @@ class ChatTemplate:
         )
         return text.replace(BEGIN_MARK, "").replace(END_MARK, "")
 
+    def reads(self, conversation: Conversation, *, number: int, key: str) -> bool:
+        """Return whether the text depends on a key of a message: some write whole messages."""
+        messages = [*conversation.messages]
+        messages[number] = {k: v for k, v in messages[number].items() if k != key}
+        try:
+            without = self.render(conversation._replace(messages=messages))
+        except DataError:
+            return True
+        return without != self.render(conversation)
+
     def end_of_turn(self) -> str | None:
         """Return the special token that the template writes after an answer, None without one.
 

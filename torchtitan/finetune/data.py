@@ -159,7 +159,7 @@ def build_examples(
         vocab_size=examples.num_documents,
         write=lambda writer: _plan(examples, training, seed=seed, holdout=holdout, writer=writer),
     )
-    _log(encoded, planned, training)
+    _log(encoded, planned, training, holdout=holdout)
     return Dataset(
         [ExampleSource(examples, samples, training, pad_id=tokenizer.eos_id)],
         seed=seed,
@@ -322,15 +322,29 @@ def _plan(
     }
 
 
-def _log(encoded: Mapping[str, Any], planned: Mapping[str, Any], training: TrainingConfig) -> None:
-    """Log how many examples are used, padded, cut and skipped."""
-    seq_len = training.seq_len
+def _log(
+    encoded: Mapping[str, Any],
+    planned: Mapping[str, Any],
+    training: TrainingConfig,
+    *,
+    holdout: Holdout | None,
+) -> None:
+    """Log how many examples are held out, used, padded, cut and skipped."""
+    seq_len, num_other = training.seq_len, planned.get("other_side", 0)
+    if holdout is not None and not holdout.held_out:
+        num_answered = encoded["num_examples"] - encoded["without_answer"]
+        holdout.log(
+            encoded["source"],
+            num_held_out=num_other,
+            counted=plural(num_answered, "example"),
+            num_left=num_answered - num_other,
+        )
     capacity = planned["num_samples"] * seq_len
     logger.info(
         "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",
         encoded["source"],
         planned["num_used"],
-        plural(encoded["num_examples"] - planned.get("other_side", 0), "example"),
+        plural(encoded["num_examples"] - num_other, "example"),
         plural(planned["num_samples"], "sample"),
         plural(seq_len, "token"),
         100 - 100 * planned["num_places"] / capacity,

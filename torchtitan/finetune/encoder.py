@@ -71,6 +71,8 @@ class Encoder:
         self._written_ends = tuple(ends if self._encodes_special else ())
         self.num_without_end = 0
         self.unread_keys: Counter[str] = Counter()
+        # by role and key, as told from the first such message
+        self._is_read: dict[tuple[str, str], bool] = {}
 
     def encode(self, examples: Sequence[Example]) -> list[Numbers]:
         """Return the numbers of each example.
@@ -116,17 +118,24 @@ class Encoder:
         (template, *_) = [self._check(example) for example in examples]
         rendered = [template.divide(example) for example in examples]
         encoded = self._tokenizer.encode_special([each.text for each in rendered])
-        read = {*READ_HERE, *template.names}
-        self.unread_keys.update(
-            key
-            for example in examples
-            for message in example.messages
-            for key, value in message.items()
-            if value is not None and key not in read  # a table writes null for no value
-        )
+        for example in examples:
+            self._count_unread(example, template=template)
         for text, (ids, ends) in zip(rendered, encoded, strict=True):
             self.num_without_end += template.lacks_end(text)
             yield np.array(ids, np.int64), overlaps_spans(ends, spans=text.spans)
+
+    def _count_unread(self, example: Conversation, *, template: ChatTemplate) -> None:
+        """Count the keys of messages that nothing reads."""
+        for number, message in enumerate(example.messages):
+            for key, value in message.items():
+                # a table writes null for no value
+                if value is None or key in READ_HERE or key in template.names:
+                    continue
+                kind = (message["role"], key)
+                if kind not in self._is_read:
+                    self._is_read[kind] = template.reads(example, number=number, key=key)
+                if not self._is_read[kind]:
+                    self.unread_keys[key] += 1
 
     def _check(self, example: Conversation) -> ChatTemplate:
         """Return the template; raise DataError without one, or if a message names a token."""

@@ -136,6 +136,6 @@ def warn_of_random_base(settings: LoRAConfig) -> None:
     if settings.rank:
         logger.warning(
             "lora.rank = %d trains adapters of random weights, since the run starts from no "
-            "checkpoint; name the base by checkpoint.initial_load_path (with checkpoint.enable)",
+            "checkpoint; name the base by checkpoint.initial_load_path",
             settings.rank,
         )

@@ -10,7 +10,7 @@ transformers 5 stores the rotary embedding in `rope_parameters`, version 4 in `r
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
@@ -58,7 +58,29 @@ VISIBLE_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
 NULLABLE = ("sliding_window", "q_lora_rank")
 """Counts that may be null; for other keys null means the default."""
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys that are not sizes and that an export copies from the folder of the base model."""
+"""Keys that are not sizes and that an export has with or without a base model."""
+OURS = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "use_cache",
+        "rope_parameters",
+        "original_max_position_embeddings",
+        "quantization_config",
+        "compression_config",
+        "pruned_heads",
+        "transformers_version",
+    }
+)
+"""Keys beside the sizes that describe the file that is written, not the base model's."""
+NAMES_CODE = frozenset(
+    {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
+)
+"""Keys by which transformers loads code of others."""
+MAX_DEPTH = 8
+"""Tables and lists inside one another that an export copies."""
 MAX_COUNT, MAX_LAYERS = 10**8, 10**4
 """Limits of counts in a file, because the model is built before its weights are read."""
 Sizes = dict[str, Any]
@@ -256,7 +278,7 @@ def new_config(
     dtype: torch.dtype,
     carried: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the config.json of a model; `carried` has the keys of `CARRIED`."""
+    """Return the config.json of a model; `carried` has its other keys, see `find_carried`."""
     scaling = architecture.rope_scaling
     context = {}
     if scaling is not None and scaling.type == "yarn":
@@ -275,11 +297,15 @@ def new_config(
     }
 
 
-def find_carried(base: Path | None, *, seq_len: int, eos_id: int) -> dict[str, Any]:
-    """Return the values of `CARRIED` for an export.
+def find_carried(
+    base: Path | None, *, format: HFFormat, seq_len: int, eos_id: int
+) -> dict[str, Any]:
+    """Return the keys of an export's config.json that are neither sizes nor `OURS`.
 
     Args:
-        base: Folder of the base model, whose values are kept. None if the run starts from scratch.
+        base: Folder of the base model, whose keys are kept, without those that name code to load.
+            None if the run starts from scratch.
+        format: Family of the model.
         seq_len: Sequence length of the run: the least context length.
         eos_id: End token, unless the base has one.
     """
@@ -290,9 +316,28 @@ def find_carried(base: Path | None, *, seq_len: int, eos_id: int) -> dict[str, A
     if not (base / CONFIG).is_file():
         logger.warning("%s is missing: its token ids and context length are not exported", base)
         return carried
-    carried |= {key: value for key, value in read_config(base).items() if key in CARRIED}
+    ours = {*OURS, *size_table(format), *format.fixed, *format.each_layer, *format.aliases}
+    kept = {k: v for k, v in read_config(base).items() if k not in {*ours, format.more_layers}}
+    if refused := [key for key, value in kept.items() if _names_code(key, value)]:
+        logger.info(
+            "%s: not exported, as they name code to load: %s", base / CONFIG, ", ".join(refused)
+        )
+    carried |= {key: value for key, value in kept.items() if key not in refused}
     carried["max_position_embeddings"] = max(seq_len, carried["max_position_embeddings"])
     return carried
+
+
+def _names_code(key: str, value: object, *, depth: int = 0) -> bool:
+    """Return whether a key, or one inside its value, may name code to load."""
+    inner: Iterable[tuple[str, object]] = ()
+    if isinstance(value, dict | list):
+        inner = value.items() if isinstance(value, dict) else (("", item) for item in value)
+    return (
+        key in NAMES_CODE
+        or key.startswith("_")
+        or depth > MAX_DEPTH
+        or any(_names_code(name, item, depth=depth + 1) for name, item in inner)
+    )
 
 
 def find_quantization(config: StoredJSON) -> tuple[int, int] | None:

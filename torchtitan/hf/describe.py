@@ -63,10 +63,10 @@ def describe_export(
     Raises:
         UserError: The tokenizer, or the folder that the run started from, is damaged or missing.
     """
-    initial = checkpoint.initial_load_path
-    tokenizer = build_tokenizer(tokenizer_path)
+    initial, tokenizer = checkpoint.initial_load_path, build_tokenizer(tokenizer_path)
     carried = find_carried(
         Path(initial) if initial is not None and checkpoint.initial_load_in_hf else None,
+        format=spec.hf,
         seq_len=training.seq_len,
         eos_id=tokenizer.eos_id,
     )

@@ -7,8 +7,9 @@ torch.save, or a DCP folder.
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -37,6 +38,8 @@ from torchtitan.hf.config import (
     family_of,
     find_inexpressible,
     read_config,
+    read_scaling,
+    rope_table,
 )
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
@@ -94,15 +97,26 @@ def with_model_of(found: ModelConfig, settings: ModelConfig) -> ModelConfig:
     return replace(settings, name=found.name, rope_scaling=scaling, **sizes)
 
 
-def warn_beyond_positions(folder: Path, *, scaling: RopeScaling | None, seq_len: int) -> None:
+def warn_beyond_positions(
+    folder: Path, *, scaling: RopeScaling | None, lengths: Mapping[str, int]
+) -> None:
     """Log a warning if sequences are longer than a Hugging Face folder states for its model.
 
-    For a model with `scaling`, `warn_beyond_rope` does this.
+    Args:
+        folder: The folder.
+        scaling: The model's. With YaRN's, `warn_beyond_rope` does this; with another one than the
+            folder's, the folder does not say how far it reaches.
+        lengths: Tokens of the sequences by key.
     """
-    stated = read_config(folder).get("max_position_embeddings", seq_len)
-    if scaling is None and stated < seq_len:
-        text = "training.seq_len is %d, beyond max_position_embeddings = %d in %s"
-        logger.warning(text, seq_len, stated, folder / CONFIG)
+    config = read_config(folder)
+    stated = config.get("max_position_embeddings", math.inf)
+    is_folders = scaling is not None and scaling == read_scaling(rope_table(config))
+    if scaling is not None and not (scaling.type == "llama3" and is_folders):
+        return
+    for key, seq_len in lengths.items():
+        if stated < seq_len:
+            text = "%s is %d, beyond max_position_embeddings = %d in %s"
+            logger.warning(text, key, seq_len, stated, folder / CONFIG)
 
 
 def missing_folder(path: Path) -> ConfigError:
@@ -160,7 +174,7 @@ def open_initial(
     model: ModelConfig,
     spec: ModelSpec,
     architecture: DecoderConfig,
-    seq_len: int,
+    lengths: Mapping[str, int],
     optional: Callable[[str], bool] | None,
     folder: Path,
     group: dist.ProcessGroup,
@@ -173,7 +187,7 @@ def open_initial(
         model: The section [model].
         spec: Family of the model.
         architecture: Sizes of the model.
-        seq_len: Tokens per sequence.
+        lengths: Tokens per sequence, by the key that sets them.
         optional: Selects parameters that the source may lack.
         folder: Parent of the run's own `step-N` folders.
         group: All ranks.
@@ -203,7 +217,7 @@ def open_initial(
     if is_file:
         return open_file(path, rope=settings.initial_load_rope, **sizes, **how)
     if settings.initial_load_in_hf:
-        return _open_folder(path, model=model, seq_len=seq_len, **sizes, **how)
+        return _open_folder(path, model=model, lengths=lengths, **sizes, **how)
     if on_first_rank(lambda: is_hf_folder(path), group=group):
         raise CheckpointError(
             f"{PATH} {path} is a Hugging Face folder; to start from its weights write "
@@ -217,7 +231,7 @@ def _open_folder(
     *,
     model: ModelConfig,
     architecture: DecoderConfig,
-    seq_len: int,
+    lengths: Mapping[str, int],
     group: dist.ProcessGroup,
     **how: Any,
 ) -> WeightSource:
@@ -226,8 +240,8 @@ def _open_folder(
         raise missing_folder(path)
     how |= {"architecture": architecture, "group": group}
     found = open_folder(path, may_differ=chosen_rotation(model), **how)
-    warn_of_other_tokenizer(model.tokenizer_path, base=path)
-    warn_beyond_positions(path, scaling=architecture.rope_scaling, seq_len=seq_len)
+    on_first_rank(lambda: warn_of_other_tokenizer(model.tokenizer_path, base=path), group=group)
+    warn_beyond_positions(path, scaling=architecture.rope_scaling, lengths=lengths)
     return found
 
 

@@ -5,7 +5,6 @@ Settings are read without torch, so nothing here imports it.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -85,23 +84,6 @@ class RopeScaling:
 
     def _growth(self, scale: float) -> float:
         return 0.1 * scale * math.log(self.factor) + 1.0
-
-
-def warn_beyond_rope(scaling: RopeScaling | None, *, seq_len: int) -> None:
-    """Log a warning if sequences are longer than the scaled rotation reaches."""
-    if scaling is None or scaling.type == "linear":
-        return
-    reached = int(scaling.factor * scaling.original_max_position)
-    if reached < seq_len:
-        logger.warning(
-            "The rope scaling reaches %d positions (factor %g x original_max_position %d), "
-            "training.seq_len is %d; to reach as many raise model.rope_scaling.factor to %g",
-            reached,
-            scaling.factor,
-            scaling.original_max_position,
-            seq_len,
-            seq_len / scaling.original_max_position,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ def _contexts(*, by_operator: bool) -> tuple[_Recording, _Recording]:
     """Return the contexts of one run of a block and of its recomputation."""
     values: list[Any] = []
     keep, reuse = (
-        create_selective_checkpoint_contexts(_Policy())
+        create_selective_checkpoint_contexts(OperatorPolicy())
         if by_operator
         else (nullcontext(), nullcontext())
     )
@@ -175,7 +175,7 @@ def _contexts(*, by_operator: bool) -> tuple[_Recording, _Recording]:
     )
 
 
-class _Policy:
+class OperatorPolicy:
     """Decides for each operator of one run of a block, in order, whether its output is kept."""
 
     def __init__(self) -> None:
@@ -184,6 +184,7 @@ class _Policy:
     def __call__(
         self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
+        """Return whether the output of the next operator is kept."""
         # some versions of torch ask again in recomputation, so both passes are counted
         again = context.is_recompute
         name = operator.name()

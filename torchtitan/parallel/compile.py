@@ -12,8 +12,9 @@ with other ranks or depends on the lengths of documents, and routers with their 
 receive a different number of tokens. They run uncompiled, between the graphs before and after them.
 
 Recomputation wraps the compiled block instead of being compiled into it. So blocks with and without
-recomputation share one graph, and a recomputed block keeps only its input. Alternatively the
-compiler gets a memory budget, and chooses by itself what to recompute.
+recomputation share one graph, and a recomputed block keeps only its input. Recomputation by
+operator (`selective_ac_option = "op"`) has to see the operators, and is compiled into the block.
+Alternatively the compiler gets a memory budget, and chooses by itself what to recompute.
 
 A graph is valid for one shape. Another batch size or sequence length, or a forward without
 gradients, as in evaluation, compiles one more. A job has two or three of them. Beyond eight torch
@@ -29,10 +30,12 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan.base.errors import ConfigError, did_you_mean
-from torchtitan.models.interface import AttentionModule, MoELayer
-from torchtitan.parallel.settings import CompileConfig
+from torchtitan.models.interface import AttentionModule, MoELayer, has_window
+from torchtitan.parallel.activation import BY_OPERATOR, OperatorPolicy
+from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
 
 INDUCTOR = "inductor"
 
@@ -55,6 +58,34 @@ def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
         )
 
 
+def has_opaque_attention(model: nn.Module, *, cp: int, attn_mask_type: str) -> bool:
+    """Return whether attention communicates with other ranks, or depends on lengths or windows."""
+    return cp > 1 or attn_mask_type == "block_causal" or has_window(model)
+
+
+def check_recomputation(
+    model: nn.Module, settings: ActivationCheckpointConfig, *, cp: int, attn_mask_type: str
+) -> None:
+    """Check that blocks that are recomputed by operator are compiled as a whole.
+
+    Raises:
+        ConfigError: A part of them is not compiled.
+    """
+    if (settings.mode, settings.selective_ac_option) != ("selective", BY_OPERATOR):
+        return
+    parts = {
+        "attention": has_opaque_attention(model, cp=cp, attn_mask_type=attn_mask_type),
+        "the routing to experts": any(isinstance(module, MoELayer) for module in model.modules()),
+    }
+    if uncompiled := [part for part, is_uncompiled in parts.items() if is_uncompiled]:
+        raise ConfigError.at(
+            ("activation_checkpoint.selective_ac_option", "compile.enable"),
+            f'"op" selects operators of blocks that are compiled as a whole, and '
+            f'{" and ".join(uncompiled)} of this job is not; write "2" for every second block, or '
+            f"compile.enable = false",
+        )
+
+
 def apply_compile(
     model: nn.Module,
     *,
@@ -62,6 +93,7 @@ def apply_compile(
     memory_budget: float,
     opaque_attention: bool,
     sequence_comes_async: bool,
+    keeps_operators: bool = False,
 ) -> None:
     """Compile the blocks of `model` in place. Compilation takes place in the first forward.
 
@@ -72,6 +104,7 @@ def apply_compile(
             remaining ones are recomputed.
         opaque_attention: Leave attention uncompiled.
         sequence_comes_async: The embedding's output may still be in transit from other ranks.
+        keeps_operators: Recompute blocks except their most expensive operators.
     """
     has_experts = _exclude_routes(model)
     compiled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
@@ -81,7 +114,7 @@ def apply_compile(
         shared = forward.__func__ if is_own_method else forward
         if shared not in compiled:
             graphs: Any = torch.compile(
-                shared,
+                _recompute_by_operator(shared) if keeps_operators else shared,
                 backend=backend,
                 fullgraph=not (opaque_attention or has_experts),
                 dynamic=False,
@@ -97,6 +130,19 @@ def apply_compile(
     if sequence_comes_async and model.tok_embeddings is not None:
         # a compiled block would wait for such an input, but drop its autograd history
         model.tok_embeddings.register_forward_hook(_wait_for_output)
+
+
+def _recompute_by_operator(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `forward` with the recomputation that a compiler splits into its two graphs."""
+
+    def recomputed(*args: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts)
+
+    return recomputed
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(OperatorPolicy())
 
 
 def _exclude_routes(model: nn.Module) -> bool:

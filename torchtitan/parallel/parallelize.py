@@ -28,7 +28,6 @@ from torchtitan.models.interface import (
     LanguageModel,
     ModelParts,
     cast,
-    has_window,
     router_biases,
 )
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
@@ -80,17 +79,20 @@ def parallelize(
         keeps = selects_operators(recomputed, option)
         apply_context_parallel(model, mesh=mesh, parallelism=parallelism, keep_output=keeps)
     if compilation.enable:
-        from torchtitan.parallel.compile import apply_compile
+        from torchtitan.parallel.compile import apply_compile, has_opaque_attention
 
+        cp, keeps_operators = mesh.dims.cp, selects_operators(recomputed, option)
         apply_compile(
             model,
             backend=compilation.backend,
             memory_budget=recomputation.memory_budget if mode == "memory_budget" else 1.0,
-            opaque_attention=mesh.dims.cp > 1
-            or training.attn_mask_type == "block_causal"
-            or has_window(model),
+            opaque_attention=has_opaque_attention(
+                model, cp=cp, attn_mask_type=training.attn_mask_type
+            ),
             sequence_comes_async=mesh.dims.tp > 1,
+            keeps_operators=keeps_operators,
         )
+        recomputed = "none" if keeps_operators else recomputed
     apply_activation_checkpointing(model, mode=recomputed, option=option)
     _shard(model, mesh=mesh, layout=layout, training=training)
 

@@ -67,7 +67,7 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
     from torchtitan.hf.names import CONFIG
     from torchtitan.hf.source import warn_beyond_positions
     from torchtitan.layout import find_layout
-    from torchtitan.models.sizes import warn_beyond_rope
+    from torchtitan.models.positions import warn_beyond_rope
     from torchtitan.parallel.layout import check_device
     from torchtitan.resume_rules import resolve_model
 
@@ -76,11 +76,12 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
     tokenizer = find_tokenizer(config.model.tokenizer_path)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
-    warn_beyond_rope(layout.architecture.rope_scaling, seq_len=config.training.seq_len)
     checkpoint, scaling = config.checkpoint, layout.architecture.rope_scaling
+    if scaling is not None:
+        warn_beyond_rope(scaling, lengths=config.sequence_lengths)
     folder = Path(checkpoint.initial_load_path or "")
     if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
-        warn_beyond_positions(folder, scaling=scaling, seq_len=config.training.seq_len)
+        warn_beyond_positions(folder, scaling=scaling, lengths=config.sequence_lengths)
     if checkpoint.exclude_from_loading:
         model = layout.spec.build_meta(layout.architecture)
         if layout.adapt is not None:
