@@ -228,20 +228,22 @@ def resolve_model(config: Config) -> Config:
     Raises:
         UserError: The folder does not exist, or its model is not built here.
     """
-    if config.model.flavor != HF or not config.checkpoint.initial_load_in_hf:
+    given = config.checkpoint.initial_load_path
+    if not config.checkpoint.initial_load_in_hf or given is None:
         return config
     from torchtitan.hf.names import CONFIG
-    from torchtitan.hf.source import names_all_sizes, read_model, with_model_of
+    from torchtitan.hf.source import find_export, names_all_sizes, read_model, with_model_of
 
-    if names_all_sizes(config.model):
+    folder, run = find_export(pathlib.Path(given)), config.job.dump_folder
+    initial = replace(config.checkpoint, initial_load_path=str(folder))
+    config = replace(config, checkpoint=initial)
+    if config.model.flavor != HF or names_all_sizes(config.model):
         return config
-    folder, run = config.checkpoint.initial_load_path, config.job.dump_folder
-    assert folder is not None, "initial_load_in_hf needs initial_load_path"
     stored = pathlib.Path(run) / CONFIG_FILE
-    if not (pathlib.Path(folder) / CONFIG).is_file() and stored.is_file():
+    if not (folder / CONFIG).is_file() and stored.is_file():
         found = Job.stored_in(stored).config.model
     else:
-        found = read_model(pathlib.Path(folder), config.model)
+        found = read_model(folder, config.model)
     return replace(config, model=with_model_of(found, config.model))
 
 
