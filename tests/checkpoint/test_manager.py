@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint.test_storage import refuse_to_remove
 from tests.distributed import jobs
@@ -15,6 +16,7 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.storage import find_steps
+from torchtitan.tools.compare.compare_runs import StoredTensors
 from torchtitan.trainer import Trainer
 
 
@@ -182,6 +184,21 @@ def test_a_job_that_names_its_newest_step_is_started_again_by_its_own_command(
     ranks.run(jobs.train, [*named, "--training.steps=6"], world=1)
     assert steps(tmp_path) == [6]
     assert ranks.run(first_step, named, world=1) == [6]
+
+
+def test_an_export_has_a_type_of_its_own_and_is_read_in_the_jobs(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    last = ("--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16")
+    job = [*jobs.write_job(tmp_path), "--training.steps=2", *last]
+    [result] = ranks.run(jobs.train, job, world=1)
+    export = tmp_path / "run" / "checkpoint" / "export" / "step-2"
+    weights = StoredTensors(export, "model", skip=())
+    assert {weights[name].dtype for name in weights} == {torch.bfloat16}
+    assert all(torch.equal(weights[n], result.final[n].bfloat16()) for n in weights)
+    tuned = [*jobs.write_job(tmp_path, name="tuned"), f"--checkpoint.initial_load_path={export}"]
+    [found] = ranks.run(jobs.train, [*tuned, "--training.steps=0"], world=1)
+    assert all(torch.equal(found.final[n], weights[n].float()) for n in weights)
 
 
 def test_damaged_newer_steps_come_before_none_of_ours(ranks: RankPool, tmp_path: Path) -> None:

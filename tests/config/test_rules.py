@@ -410,6 +410,8 @@ INSIDE = [
     '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_in_hf = true\n'
     'mode = "finetune"',
     '[checkpoint]\nenable = true\nlast_save_in_hf = true\nexport_dtype = "float16"',
+    '[checkpoint]\nenable = true\nlast_save_model_only = true\nexport_dtype = "float16"',
+    '[checkpoint]\nenable = true\nexclude_from_loading = ["dataloader"]',
     '[activation_checkpoint]\nselective_ac_option = "1"',
     '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
     '[activation_checkpoint]\nmode = "memory_budget"\nmemory_budget = 0.4\n[compile]\n'
