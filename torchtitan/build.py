@@ -62,6 +62,7 @@ from torchtitan.parallel.precision import resolve_precision
 from torchtitan.resume_rules import (
     CONFIG_FILE,
     Job,
+    is_longer,
     resolve_model,
     shaping_code,
     trajectory_differences,
@@ -283,7 +284,11 @@ class JobComparison:
         now = self._planned(Checkpoint(path=manifest.path.parent, group=self.group), then=then)
         warn_of_other_code(manifest, now=now.config)
         differences = trajectory_differences(then, now, data_is_checked=True)
-        return Comparison(differences=tuple(differences), then=then.config.checkpoint)
+        return Comparison(
+            differences=tuple(differences),
+            then=then.config.checkpoint,
+            is_longer=is_longer(then, now, step=manifest["step"]),
+        )
 
     def with_results(self) -> tuple[str, ...]:
         """Return how this job differs from the one that wrote the run's folder."""

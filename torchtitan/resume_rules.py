@@ -166,6 +166,14 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
     ]
 
 
+def is_longer(then: Job, now: Job, *, step: int) -> bool:
+    """Return whether `now` only has more steps than `then`, which had reached its last, `step`."""
+    last, steps = then.config.training.steps, now.config.training.steps
+    training = replace(then.config.training, steps=steps)
+    then = replace(then, config=replace(then.config, training=training))
+    return last == step < steps and not trajectory_differences(then, now, data_is_checked=True)
+
+
 def _origins(job: Job) -> dict[Path, str]:
     """Return where values come from that a job derives from keys with other names."""
     training, schedule = job.config.training, job.config.lr_scheduler

@@ -152,26 +152,38 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
     assert "remove it" in message
 
 
-def test_commands_of_torchtitan_in_a_folder_with_steps_are_told_the_way(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """Those that torchtitan 0.2 takes; docs/from_torchtitan.md lists them."""
+def test_commands_of_torchtitan_in_a_folder_with_steps(ranks: RankPool, tmp_path: Path) -> None:
+    """A run that reached its end is trained for longer, and parts are left out, once."""
     toml = jobs.TINY.replace("total_steps = 20", "").replace("warmup_steps = 5", "warmup_steps = 1")
     job = [*jobs.write_job(tmp_path, toml), "--checkpoint.interval=2"]
-    ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
     longer, excluding = "--training.steps=6", "--checkpoint.exclude_from_loading=optimizer"
-    rounding = ("--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16")
+    [message] = ranks.run(jobs.refusal, [*job, excluding], world=1)
+    assert "checkpoint.exclude_from_loading needs a checkpoint" in message
+    ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
+    stored = "lr_scheduler.total_steps: stored 4, now "
     for options, parts in (
-        ([longer], ["lr_scheduler.total_steps", "--checkpoint.mode continue"]),
-        (["--training.steps=4", excluding], ["exclude_from_loading", 'mode = "continue"']),
-        (rounding, ["export_dtype", "last_save_in_hf = true"]),
+        ([longer, "--debug.seed=1"], [f"{stored}6", "debug.seed: stored 0, now 1"]),
+        ([excluding, "--training.steps=4", "--debug.seed=1"], ["debug.seed: stored 0, now 1"]),
+        (["--training.steps=3"], [f"{stored}3"]),
     ):
         [message] = ranks.run(jobs.refusal, [*job, *options], world=1)
-        assert all(part in message for part in parts), message
-    way = [*job, longer, excluding, "--checkpoint.mode=continue"]
-    assert ranks.run(first_step, way, world=1) == [4]
-    ranks.run(jobs.train, way, world=1)
+        assert all(part in message for part in (*parts, "--checkpoint.mode continue")), message
+    way = [*job, longer, excluding]
+    [lines] = ranks.run(jobs.logged, way, world=1)
+    assert any("loaded: model, lr_scheduler" in line for line in lines)
+    assert any(f"{stored}6" in line for line in lines)
+    assert any("Learning rate at step 5" in line for line in lines)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    by_mode = [*way, "--checkpoint.mode=continue", f"--job.dump_folder={tmp_path}/other"]
+    [expected] = ranks.run(jobs.train, by_mode, world=1)
+    [trained] = ranks.run(jobs.train, way, world=1)
+    assert [row["loss"] for row in trained.rows] == [row["loss"] for row in expected.rows]
     assert ranks.run(first_step, way, world=1) == [6]
+    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-6")
+    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-4")
+    # it had not reached its end there
+    [message] = ranks.run(jobs.refusal, [*job, longer], world=1)
+    assert f"{stored}6" in message
 
 
 def test_a_job_that_names_its_newest_step_is_started_again_by_its_own_command(

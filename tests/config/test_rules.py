@@ -254,23 +254,15 @@ BROKEN = [
         '"headtail" or "none"',
     ),
     (f'{ELSEWHERE}mode = "continue"', "[checkpoint] mode", 'write mode = "finetune"'),
-    *(
-        (
-            f'{job}exclude_from_loading = ["dataloader"]',
-            "[checkpoint] exclude_from_loading",
-            'write mode = "continue"',
-        )
-        for job in (SAVES, f"{ELSEWHERE}initial_load_model_only = false\n")
+    (
+        f'{ELSEWHERE}initial_load_model_only = false\nexclude_from_loading = ["dataloader"]',
+        "[checkpoint] exclude_from_loading",
+        'write mode = "continue"',
     ),
     (
         f'{ELSEWHERE}exclude_from_loading = ["model"]\nmode = "finetune"',
         "[checkpoint] exclude_from_loading",
         "remove it, or initial_load_path",
-    ),
-    (
-        f'{SAVES}last_save_model_only = true\nexport_dtype = "bfloat16"',
-        "[checkpoint] export_dtype",
-        "needs last_save_in_hf = true",
     ),
     *(
         (f'{SAVES}initial_load_path = "x.pt"\n{line}', f"[checkpoint] {key}", "remove this")
@@ -540,7 +532,7 @@ def test_the_last_place_chooses_how_the_warmup_is_said(jobs: Jobs) -> None:
     ("text", "switch"),
     [
         ('[checkpoint]\nexport_dtype = "float16"', "last_save_in_hf"),
-        ('[checkpoint]\nlast_save_model_only = true\nexport_dtype = "float16"', "last_save_in_hf"),
+        ('[checkpoint]\nlast_save_model_only = true\nexport_dtype = "float16"', "enable = true"),
         ('[checkpoint]\nenable = true\nexport_dtype = "bfloat16"', "last_save_in_hf"),
         ("[checkpoint]\nlast_save_in_hf = true", "enable = true"),
         ("[checkpoint]\ninitial_load_in_hf = true", "enable = true"),

@@ -156,11 +156,11 @@ class CheckpointConfig:
                 "takes optimizer and data position too, but initial_load_model_only is true; set "
                 'it false, or write mode = "finetune" for the weights alone',
             )
-        if excluded and self.mode == "recover" and not weights_alone:
+        if excluded and self.mode == "recover" and path is not None and not weights_alone:
             yield Violation(
                 ("exclude_from_loading", *ties),
-                'leaves something out, but mode = "recover" loads everything; write mode = '
-                '"continue", or mode = "finetune" with an initial_load_path',
+                'leaves something out, but mode = "recover" loads everything of another run; write '
+                'mode = "continue", or initial_load_model_only = true',
             )
         if "model" in excluded and weights_alone:
             yield Violation(
