@@ -163,12 +163,13 @@ def test_commands_of_torchtitan_in_a_folder_with_steps(ranks: RankPool, tmp_path
     stored = "lr_scheduler.total_steps: stored 4, now "
     for options, parts in (
         ([longer, "--debug.seed=1"], [f"{stored}6", "debug.seed: stored 0, now 1"]),
-        ([excluding, "--training.steps=4", "--debug.seed=1"], ["debug.seed: stored 0, now 1"]),
         (["--training.steps=3"], [f"{stored}3"]),
     ):
         [message] = ranks.run(jobs.refusal, [*job, *options], world=1)
         assert all(part in message for part in (*parts, "--checkpoint.mode continue")), message
     way = [*job, longer, excluding]
+    [lines] = ranks.run(jobs.logged, [*way, "--optimizer.lr=1e-3"], world=1)
+    assert any("optimizer.lr: stored 0.0008, now 0.001" in line for line in lines)
     [lines] = ranks.run(jobs.logged, way, world=1)
     assert any("loaded: model, lr_scheduler" in line for line in lines)
     assert any(f"{stored}6" in line for line in lines)

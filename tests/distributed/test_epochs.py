@@ -116,7 +116,7 @@ def test_more_epochs_follow_the_schedule_of_all(ranks: RankPool, tmp_path: Path)
     [lines] = ranks.run(jobs.logged, [*job, "--training.steps=1000"], world=1)  # the same
     assert any("Resumed from" in line for line in lines)
     longer = [*job, "--training.num_epochs=4"]
-    [message] = ranks.run(jobs.refusal, [*longer, "--debug.seed=1"], world=1)
+    [message] = ranks.run(jobs.refusal, [*longer, "--optimizer.lr=1e-3"], world=1)
     assert "lr_scheduler.total_steps: stored 3, now 6" in message
     assert "num_epochs" in message
     [found] = ranks.run(jobs.train, longer, world=1)

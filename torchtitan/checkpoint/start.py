@@ -233,10 +233,8 @@ def _start_from_own(
     has_same_exclusions = then.exclude_from_loading == settings.exclude_from_loading
     is_same_job = then.mode == settings.mode and has_same_exclusions and not comparison.differences
     kind: SourceKind = "same job" if is_same_job else "own folder"
-    requested, leaves_out = settings.mode, bool(settings.exclude_from_loading)
-    if requested == "recover" and (
-        comparison.is_longer or (leaves_out and not comparison.differences)
-    ):
+    requested = settings.mode
+    if requested == "recover" and (comparison.is_longer or settings.exclude_from_loading):
         requested = "continue"
     mode = EFFECTIVE_MODE[kind, requested]
     assert mode is not None
