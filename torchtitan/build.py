@@ -50,7 +50,6 @@ from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
-from torchtitan.models.settings import HF
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
@@ -135,7 +134,7 @@ def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str
 
     Collective.
     """
-    if config.model.flavor == HF:
+    if config.checkpoint.initial_load_in_hf:
         from torchtitan.resume_rules import resolve_model
 
         config = resolve_model(config)

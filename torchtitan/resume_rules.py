@@ -175,6 +175,14 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
     ]
 
 
+def is_longer(then: Job, now: Job, *, step: int) -> bool:
+    """Return whether `now` only has more steps than `then`, which had reached its last, `step`."""
+    last, steps = then.config.training.steps, now.config.training.steps
+    training = replace(then.config.training, steps=steps)
+    then = replace(then, config=replace(then.config, training=training))
+    return last == step < steps and not trajectory_differences(then, now, data_is_checked=True)
+
+
 def _origins(job: Job) -> dict[Path, str]:
     """Return where values come from that a job derives from keys with other names."""
     training, schedule = job.config.training, job.config.lr_scheduler
@@ -237,20 +245,22 @@ def resolve_model(config: Config) -> Config:
     Raises:
         UserError: The folder does not exist, or its model is not built here.
     """
-    if config.model.flavor != HF or not config.checkpoint.initial_load_in_hf:
+    given = config.checkpoint.initial_load_path
+    if not config.checkpoint.initial_load_in_hf or given is None:
         return config
     from torchtitan.hf.names import CONFIG
-    from torchtitan.hf.source import names_all_sizes, read_model, with_model_of
+    from torchtitan.hf.source import find_export, names_all_sizes, read_model, with_model_of
 
-    if names_all_sizes(config.model):
+    folder, run = find_export(pathlib.Path(given)), config.job.dump_folder
+    initial = replace(config.checkpoint, initial_load_path=str(folder))
+    config = replace(config, checkpoint=initial)
+    if config.model.flavor != HF or names_all_sizes(config.model):
         return config
-    folder, run = config.checkpoint.initial_load_path, config.job.dump_folder
-    assert folder is not None, "initial_load_in_hf needs initial_load_path"
     stored = pathlib.Path(run) / CONFIG_FILE
-    if not (pathlib.Path(folder) / CONFIG).is_file() and stored.is_file():
+    if not (folder / CONFIG).is_file() and stored.is_file():
         found = Job.stored_in(stored).config.model
     else:
-        found = read_model(pathlib.Path(folder), config.model)
+        found = read_model(folder, config.model)
     return replace(config, model=with_model_of(found, config.model))
 
 
@@ -274,7 +284,11 @@ class JobComparison:
         now = self._planned(Checkpoint(path=manifest.path.parent, group=self.group), then=then)
         warn_of_other_code(manifest, now=now.config)
         differences = trajectory_differences(then, now, data_is_checked=True)
-        return Comparison(differences=tuple(differences), then=then.config.checkpoint)
+        return Comparison(
+            differences=tuple(differences),
+            then=then.config.checkpoint,
+            is_longer=is_longer(then, now, step=manifest["step"]),
+        )
 
     def with_results(self) -> tuple[str, ...]:
         """Return how this job differs from the one that wrote the run's folder."""

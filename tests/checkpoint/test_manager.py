@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint.test_storage import refuse_to_remove
 from tests.distributed import jobs
@@ -15,6 +16,7 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.storage import find_steps
+from torchtitan.tools.compare.compare_runs import StoredTensors
 from torchtitan.trainer import Trainer
 
 
@@ -150,26 +152,39 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
     assert "remove it" in message
 
 
-def test_commands_of_torchtitan_in_a_folder_with_steps_are_told_the_way(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """Those that torchtitan 0.2 takes; docs/from_torchtitan.md lists them."""
+def test_commands_of_torchtitan_in_a_folder_with_steps(ranks: RankPool, tmp_path: Path) -> None:
+    """A run that reached its end is trained for longer, and parts are left out, once."""
     toml = jobs.TINY.replace("total_steps = 20", "").replace("warmup_steps = 5", "warmup_steps = 1")
     job = [*jobs.write_job(tmp_path, toml), "--checkpoint.interval=2"]
-    ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
     longer, excluding = "--training.steps=6", "--checkpoint.exclude_from_loading=optimizer"
-    rounding = ("--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16")
+    [message] = ranks.run(jobs.refusal, [*job, excluding], world=1)
+    assert "checkpoint.exclude_from_loading needs a checkpoint" in message
+    ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
+    stored = "lr_scheduler.total_steps: stored 4, now "
     for options, parts in (
-        ([longer], ["lr_scheduler.total_steps", "--checkpoint.mode continue"]),
-        (["--training.steps=4", excluding], ["exclude_from_loading", 'mode = "continue"']),
-        (rounding, ["export_dtype", "last_save_in_hf = true"]),
+        ([longer, "--debug.seed=1"], [f"{stored}6", "debug.seed: stored 0, now 1"]),
+        (["--training.steps=3"], [f"{stored}3"]),
     ):
         [message] = ranks.run(jobs.refusal, [*job, *options], world=1)
-        assert all(part in message for part in parts), message
-    way = [*job, longer, excluding, "--checkpoint.mode=continue"]
-    assert ranks.run(first_step, way, world=1) == [4]
-    ranks.run(jobs.train, way, world=1)
+        assert all(part in message for part in (*parts, "--checkpoint.mode continue")), message
+    way = [*job, longer, excluding]
+    [lines] = ranks.run(jobs.logged, [*way, "--optimizer.lr=1e-3"], world=1)
+    assert any("optimizer.lr: stored 0.0008, now 0.001" in line for line in lines)
+    [lines] = ranks.run(jobs.logged, way, world=1)
+    assert any("loaded: model, lr_scheduler" in line for line in lines)
+    assert any(f"{stored}6" in line for line in lines)
+    assert any("Learning rate at step 5" in line for line in lines)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    by_mode = [*way, "--checkpoint.mode=continue", f"--job.dump_folder={tmp_path}/other"]
+    [expected] = ranks.run(jobs.train, by_mode, world=1)
+    [trained] = ranks.run(jobs.train, way, world=1)
+    assert [row["loss"] for row in trained.rows] == [row["loss"] for row in expected.rows]
     assert ranks.run(first_step, way, world=1) == [6]
+    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-6")
+    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-4")
+    # it had not reached its end there
+    [message] = ranks.run(jobs.refusal, [*job, longer], world=1)
+    assert f"{stored}6" in message
 
 
 def test_a_job_that_names_its_newest_step_is_started_again_by_its_own_command(
@@ -182,6 +197,21 @@ def test_a_job_that_names_its_newest_step_is_started_again_by_its_own_command(
     ranks.run(jobs.train, [*named, "--training.steps=6"], world=1)
     assert steps(tmp_path) == [6]
     assert ranks.run(first_step, named, world=1) == [6]
+
+
+def test_an_export_has_a_type_of_its_own_and_is_read_in_the_jobs(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    last = ("--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16")
+    job = [*jobs.write_job(tmp_path), "--training.steps=2", *last]
+    [result] = ranks.run(jobs.train, job, world=1)
+    export = tmp_path / "run" / "checkpoint" / "export" / "step-2"
+    weights = StoredTensors(export, "model", skip=())
+    assert {weights[name].dtype for name in weights} == {torch.bfloat16}
+    assert all(torch.equal(weights[n], result.final[n].bfloat16()) for n in weights)
+    tuned = [*jobs.write_job(tmp_path, name="tuned"), f"--checkpoint.initial_load_path={export}"]
+    [found] = ranks.run(jobs.train, [*tuned, "--training.steps=0"], world=1)
+    assert all(torch.equal(found.final[n], weights[n].float()) for n in weights)
 
 
 def test_damaged_newer_steps_come_before_none_of_ours(ranks: RankPool, tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1", "laye
     "layers.4", "layers.5", "norm", "output"]]
 """
 MOE = '[model]\nname = "qwen3_moe"\nflavor = "tiny"\ntokenizer_path = "byte"\n'
-WITHIN = '[training]\nattn_mask_type = "block_causal"\n[model]\nflavor ='
 FLOAT8 = '[training]\nmixed_precision_param = "bfloat16"\n[model]\nconverters = ["float8"]'
 FILES = '[training]\ndataset = "files"\ndataset_path = "texts.jsonl"'
 # of each feature a job that is refused, and jobs that do what is advised; "" is a removed line
@@ -131,11 +130,6 @@ FOLLOWED: dict[str, tuple[str, list[str]]] = {
         '[model]\nname = "simple_fsdp.deepseek_v3"',
         ['[model]\nname = "deepseek_v3"\nflavor = "tiny"\ntokenizer_path = "byte"'],
     ),
-    "attention_of_debugmodel": (
-        '[model]\nflavor = "debugmodel_flex_attn"',
-        [f'{WITHIN} "debugmodel"'],
-    ),
-    "attention_of_8B": ('[model]\nflavor = "8B_flex"', [f'{WITHIN} "8B"']),
     "c4": ('[training]\ndataset = "c4"', ['[training]\ndataset = "python_stdlib"', FILES]),
     "c4_validation": (
         '[validation]\nenable = true\ndataset = "c4_validation"',
@@ -146,6 +140,8 @@ FOLLOWED: dict[str, tuple[str, list[str]]] = {
     ),
 }
 TAKEN = {  # every value
+    "attention_of_debugmodel": '[model]\nflavor = "debugmodel_flex_attn"',
+    "attention_of_8B": '[model]\nflavor = "8B_flex"',
     "mark_of_its_own_tests": "[job]\nuse_for_integration_test = true",
     "overlapped_exchange": "[parallelism]\npipeline_parallel_expert_parallel_overlap = false",
     "quantized_weights": '[checkpoint]\nenable = true\ninitial_load_path = "hf"\n'

@@ -157,14 +157,6 @@ def test_every_default_of_one_old_file_together() -> None:
         ("[memory_estimation]\nenable = true", "torchtitan.tools.plan memory"),
         ("[memory_estimation]\nenabled = true", "only false is accepted"),
         ("[parallelism]\nenable_compiled_autograd = true", "compiles the backward of each block"),
-        (
-            '[model]\nflavor = "debugmodel_flex_attn"',
-            'flavor = "debugmodel" and training.attn_mask_type',
-        ),
-        (
-            '[model]\nflavor = "8B_varlen"',
-            'flavor = "8B" and training.attn_mask_type = "block_causal"',
-        ),
         ('[model]\nflavor = "debugmodel_moe"', "qwen3_moe and deepseek_v3 are built"),
         ('[model]\nname = "llama3_ft"', 'write name = "llama3"'),
         ('[model]\nname = "simple_fsdp.llama3"', 'write name = "llama3"'),
@@ -369,6 +361,36 @@ def test_a_file_of_our_own_is_not(
 ) -> None:
     jobs.load(text, *options)
     assert not any("written for torchtitan" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("debugmodel_flex_attn", "debugmodel"),
+        ("debugmodel_varlen_attn", "debugmodel"),
+        ("8B_flex", "8B"),
+        ("8B_varlen", "8B"),
+    ],
+)
+def test_flavors_that_attend_within_documents_are_a_flavor_and_a_mask(
+    theirs: str, ours: str
+) -> None:
+    text = f'[model]\nflavor = "{theirs}"'
+    for options in ([], ["--training.attn_mask_type=block_causal"]):
+        loaded = load(text, *options)
+        assert not loaded.mistakes
+        assert (loaded.config.model.flavor, loaded.config.training.attn_mask_type) == (
+            ours,
+            "block_causal",
+        )
+        assert loaded.foreign_file == "job.toml"
+        [notice] = loaded.notices
+        assert notice.startswith(f'job.toml: [model] flavor = "{theirs}": ')
+    # overridden as a whole, and contradicted
+    assert changed(load(text, "--model.flavor=small")) == {"model.flavor": "small"}
+    [mistake] = load(text, "--training.attn_mask_type=causal").mistakes
+    assert mistake.startswith("command line: --training.attn_mask_type causal: ")
+    assert f'flavor = "{theirs}"' in mistake
 
 
 def test_an_unbuilt_feature_can_be_switched_off_again() -> None:

@@ -252,23 +252,15 @@ BROKEN = [
         '"headtail" or "none"',
     ),
     (f'{ELSEWHERE}mode = "continue"', "[checkpoint] mode", 'write mode = "finetune"'),
-    *(
-        (
-            f'{job}exclude_from_loading = ["dataloader"]',
-            "[checkpoint] exclude_from_loading",
-            'write mode = "continue"',
-        )
-        for job in (SAVES, f"{ELSEWHERE}initial_load_model_only = false\n")
+    (
+        f'{ELSEWHERE}initial_load_model_only = false\nexclude_from_loading = ["dataloader"]',
+        "[checkpoint] exclude_from_loading",
+        'write mode = "continue"',
     ),
     (
         f'{ELSEWHERE}exclude_from_loading = ["model"]\nmode = "finetune"',
         "[checkpoint] exclude_from_loading",
         "remove it, or initial_load_path",
-    ),
-    (
-        f'{SAVES}last_save_model_only = true\nexport_dtype = "bfloat16"',
-        "[checkpoint] export_dtype",
-        "needs last_save_in_hf = true",
     ),
     *(
         (f'{SAVES}initial_load_path = "x.pt"\n{line}', f"[checkpoint] {key}", "remove this")
@@ -403,6 +395,8 @@ INSIDE = [
     '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_in_hf = true\n'
     'mode = "finetune"',
     '[checkpoint]\nenable = true\nlast_save_in_hf = true\nexport_dtype = "float16"',
+    '[checkpoint]\nenable = true\nlast_save_model_only = true\nexport_dtype = "float16"',
+    '[checkpoint]\nenable = true\nexclude_from_loading = ["dataloader"]',
     '[activation_checkpoint]\nselective_ac_option = "1"',
     '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
     '[activation_checkpoint]\nmode = "memory_budget"\nmemory_budget = 0.4\n[compile]\n'
@@ -535,7 +529,7 @@ def test_the_last_place_chooses_how_the_warmup_is_said(jobs: Jobs) -> None:
     ("text", "switch"),
     [
         ('[checkpoint]\nexport_dtype = "float16"', "last_save_in_hf"),
-        ('[checkpoint]\nlast_save_model_only = true\nexport_dtype = "float16"', "last_save_in_hf"),
+        ('[checkpoint]\nlast_save_model_only = true\nexport_dtype = "float16"', "enable = true"),
         ('[checkpoint]\nenable = true\nexport_dtype = "bfloat16"', "last_save_in_hf"),
         ("[checkpoint]\nlast_save_in_hf = true", "enable = true"),
         ("[checkpoint]\nkeep_best = 2", "enable = true"),

@@ -110,16 +110,16 @@ def test_text_is_planned_too_and_training_steps_may_come_first(
     assert rates(found) == pytest.approx([LR, LR * 3 / 4, LR * 2 / 4, LR / 4])
 
 
-def test_more_epochs_are_another_schedule(ranks: RankPool, tmp_path: Path) -> None:
+def test_more_epochs_follow_the_schedule_of_all(ranks: RankPool, tmp_path: Path) -> None:
     job = write_text(tmp_path)
     ranks.run(jobs.train, job, world=1)
     [lines] = ranks.run(jobs.logged, [*job, "--training.steps=1000"], world=1)  # the same
     assert any("Resumed from" in line for line in lines)
     longer = [*job, "--training.num_epochs=4"]
-    [message] = ranks.run(jobs.refusal, longer, world=1)
+    [message] = ranks.run(jobs.refusal, [*longer, "--optimizer.lr=1e-3"], world=1)
     assert "lr_scheduler.total_steps: stored 3, now 6" in message
     assert "num_epochs" in message
-    [found] = ranks.run(jobs.train, [*longer, CONTINUE], world=1)
+    [found] = ranks.run(jobs.train, longer, world=1)
     assert rates(found)[3:] == pytest.approx([LR * n / 6 for n in (3, 2, 1)])
     # half the batch for what is left: 2 epochs of 12 samples make 6 steps more
     smaller = [*job, "--training.num_epochs=6", "--training.global_batch_size=4", CONTINUE]

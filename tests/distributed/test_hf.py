@@ -209,6 +209,11 @@ def test_an_export_that_is_not_there_is_made_by_the_next_start(
     for place in (folder, tmp_path / "other" / "checkpoint"):
         found = LlamaForCausalLM.from_pretrained(place / "export" / "step-1")
         assert all(torch.equal(p, expected[name]) for name, p in found.named_parameters())
+    # torchtitan writes it in the step's place
+    job = [*jobs.write_job(tmp_path, name="tuned"), "--training.steps=0"]
+    job += [f"--checkpoint.initial_load_path={folder}/step-1", "--checkpoint.initial_load_in_hf"]
+    [tuned] = ranks.run(jobs.train, job, world=1)
+    assert all(torch.equal(tuned.final[name], final[name]) for name in final)
     weight = folder / "export" / "step-1" / "model.safetensors"
     made = weight.stat().st_mtime_ns
     ranks.run(hf_jobs.start_again, whole, world=1)

@@ -44,6 +44,7 @@ def read_tensors(
     group: dist.ProcessGroup | None,
     may_skip: Callable[[str], bool] = lambda name: True,
     may_grow: Collection[str] = (),
+    accepts: Collection[str] = (),
     rope_head_dim: HeadDim = lambda name: None,
     remedy: str = SKIP,
 ) -> None:
@@ -56,6 +57,7 @@ def read_tensors(
         group: Ranks that load together. None: this process only.
         may_skip: Whether a stored tensor that is not in `into` may stay unread.
         may_grow: Tensors that may be stored with fewer rows (`growth.py` fills the others).
+        accepts: Types to convert, e.g. torch.bfloat16. Others must be those of `into`.
         rope_head_dim: Head width of a tensor that is stored in the half-split order (`rows.py`),
             None if it has the interleaved order.
         remedy: What to do if names, shapes or types differ.
@@ -65,7 +67,9 @@ def read_tensors(
     """
     folder = checkpoint / component
     # names of all ranks: a pipeline stage has only some of the stored tensors
-    wanted = union({n: (tuple(t.shape), (str(t.dtype),)) for n, t in into.items()}, group=group)
+    wanted = union(
+        {n: (tuple(t.shape), (str(t.dtype), *accepts)) for n, t in into.items()}, group=group
+    )
     metadata = on_first_rank(lambda: read_metadata(folder), group=group)
     readers: list[TensorReader] = []
 

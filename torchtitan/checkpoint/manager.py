@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -257,7 +257,9 @@ class CheckpointManager:
             if self._remote is not None:
                 self._remote.push_export(f"{EXPORT}/{name}")
         elif self._settings.last_save_model_only:
-            self._write(self.folder / EXPORT, step, {"model": components["model"]})
+            dtype, model = getattr(torch, self._settings.export_dtype), components["model"]
+            tensors = {name: tensor.to(dtype) for name, tensor in (model.tensors or {}).items()}
+            self._write(self.folder / EXPORT, step, {"model": replace(model, tensors=tensors)})
             if self._remote is not None:
                 self._remote.push(f"{EXPORT}/{name}")
 

@@ -64,7 +64,7 @@ class CheckpointConfig:
     last_save_in_hf: Annotated[bool, HAS_NO_EFFECT] = False
     """Write the weights as a Hugging Face folder instead, also without last_save_model_only."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Type of the weights that last_save_in_hf writes."""
+    """Type of the weights that last_save_model_only and last_save_in_hf write."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """disabled: training waits until the files are written. async: until the state is copied to
     host memory. async_with_pinned_mem: the same, into page-locked memory, from GPUs."""
@@ -115,14 +115,11 @@ class CheckpointConfig:
 
     def violations(self) -> Iterator[Violation]:
         """Check the settings of loading and of the export."""
-        exports = self.enable and self.last_save_model_only
-        if self.export_dtype != "float32" and not self.last_save_in_hf:
-            yield Violation(
-                ("export_dtype", "last_save_in_hf"),
-                f"{'' if exports else 'has no effect: it '}needs last_save_in_hf = true, got "
-                "false; the other checkpoints keep training.dtype; set that, or remove this",
-                is_notice=not exports,
-            )
+        exports = self.last_save_in_hf or self.last_save_model_only
+        if self.export_dtype != "float32" and not (self.enable and exports):
+            need = "enable" if exports else "last_save_model_only or last_save_in_hf"
+            rule = f"has no effect: it needs {need} = true; set that, or remove this"
+            yield Violation(("export_dtype",), rule, is_notice=True)
         for key in ("folder", "initial_load_path"):
             value = getattr(self, key)
             if value is not None and is_url(value) and not is_plain_url(value):
@@ -164,11 +161,11 @@ class CheckpointConfig:
                 "takes optimizer and data position too, but initial_load_model_only is true; set "
                 'it false, or write mode = "finetune" for the weights alone',
             )
-        if excluded and self.mode == "recover" and not weights_alone:
+        if excluded and self.mode == "recover" and path is not None and not weights_alone:
             yield Violation(
                 ("exclude_from_loading", *ties),
-                'leaves something out, but mode = "recover" loads everything; write mode = '
-                '"continue", or mode = "finetune" with an initial_load_path',
+                'leaves something out, but mode = "recover" loads everything of another run; write '
+                'mode = "continue", or initial_load_model_only = true',
             )
         if "model" in excluded and weights_alone:
             yield Violation(

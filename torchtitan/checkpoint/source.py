@@ -82,6 +82,8 @@ class ParameterFilter:
 
 
 ALL = ParameterFilter()
+EXPORTED = ("torch.float16", "torch.bfloat16", "torch.float32")
+"""Types of `checkpoint.export_dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,8 @@ class Checkpoint:
             group=self.group,
             may_skip=self.filter.excludes,
             may_grow=self.filter.may_grow,
+            # weights alone are an export, in a type of its own
+            accepts=EXPORTED if self.manifest["components"] == ["model"] else (),
         )
 
 

@@ -75,6 +75,8 @@ class Comparison:
     """Settings that shape the training and differ, a line each."""
     then: CheckpointConfig
     """The [checkpoint] section of that job."""
+    is_longer: bool = False
+    """Whether that job had reached its last step, and this one only has more of them."""
 
 
 Compare = Callable[[StoredJSON], Comparison]
@@ -195,6 +197,11 @@ def choose_start(
                 f'checkpoint.mode = "continue" needs a checkpoint, and {folder} has none; set '
                 f'checkpoint.initial_load_path, or mode = "recover" to start from scratch'
             )
+        if settings.exclude_from_loading:
+            raise CheckpointError(
+                f"checkpoint.exclude_from_loading needs a checkpoint, and {folder} has none; set "
+                f"checkpoint.initial_load_path, or remove it to start from scratch"
+            )
         return None
     return _start_from_elsewhere(settings, compared=compared, open_initial=open_initial)
 
@@ -228,9 +235,12 @@ def _start_from_own(
     has_same_exclusions = then.exclude_from_loading == settings.exclude_from_loading
     is_same_job = then.mode == settings.mode and has_same_exclusions and not comparison.differences
     kind: SourceKind = "same job" if is_same_job else "own folder"
-    mode = EFFECTIVE_MODE[kind, settings.mode]
+    requested = settings.mode
+    if requested == "recover" and (comparison.is_longer or settings.exclude_from_loading):
+        requested = "continue"
+    mode = EFFECTIVE_MODE[kind, requested]
     assert mode is not None
-    exclude = settings.exclude_from_loading if settings.mode == "continue" else ()
+    exclude = settings.exclude_from_loading if requested == "continue" else ()
     already_excluded = exclude if has_same_exclusions else ()
     if mode == "recover":
         refuse_differences(own, comparison.differences)

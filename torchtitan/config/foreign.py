@@ -16,6 +16,7 @@ The table is a TOML file:
     was_ours = true                 an earlier version of this library had these keys
     keys."section.key" = [values that request nothing]
     values."section.key" = [values that are refused, of a key that is built]
+    means."section.key" = value     instead of refusing: what these values stand for here
     whole_job."section.key" = [the same, and nothing else of such a job is checked]
 
     [items]                         "key" = [names]: all that a list may hold, also while it is off
@@ -75,6 +76,8 @@ class Values:
     instead: str
     is_earlier: bool
     """Whether an earlier version of this library had the key."""
+    means: Mapping[Path, object] = field(default_factory=dict)
+    """Settings that the values stand for. Empty: they are refused."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +154,9 @@ class Foreign:
     def refused_job(self, settings: Layer) -> str | None:
         """Return the mistake of a job that is of no kind built here."""
         for path, entries in self.whole_job.items():
-            if instead := _find(entries, settings.get(path)):
+            if entry := _find(entries, settings.get(path)):
                 where = settings[path].where()
-                return f"{where}: {instead}; nothing else of this job was checked"
+                return f"{where}: {entry.instead}; nothing else of this job was checked"
         return None
 
     def without_foreign(self, settings: Layer, report: Report, *, tree: type) -> Layer:
@@ -205,14 +208,30 @@ class Foreign:
         note = f" ({note})" if note else ""
         return f"is not a key here; write {spell(_path(key), origin=origin)}{note}"
 
-    def _refused_value(self, path: Path, setting: Setting) -> str | None:
+    def expand(self, settings: Layer, report: Report) -> Layer:
+        """Replace values that stand for other settings by these."""
+        result = dict(settings)
+        for path, setting in settings.items():
+            entry = _find(self.values.get(path, ()), setting)
+            for new, value in entry.means.items() if entry else ():
+                other = settings.get(new) if new != path else None
+                if other is not None and not same(other.value, value):
+                    rule = f"is {literal(value)} with {setting.where()}; remove one"
+                    report.mistakes.append(f"{other.where()}: {rule}")
+                result[new] = replace(setting, value=value, written=new, given=literal(value))
+            if entry and entry.means:
+                report.notices.append(f"{setting.where()}: {entry.instead}")
+        return result
+
+    def _refused_value(self, path: Path, setting: Setting) -> Values | None:
         return _find([*self.values.get(path, ()), *self.whole_job.get(path, ())], setting)
 
     def _refusal(self, path: Path, setting: Setting) -> tuple[str | None, str]:
         """Return what to write instead, and which values are accepted."""
         known, value = self.keys.get(path), setting.value
         if known is None:
-            return self._refused_value(path, setting), ""
+            refused = self._refused_value(path, setting)
+            return (refused.instead if refused else None), ""
         given = (value, [value])  # a list may be written as one value
         if value is None or any(same(form, one) for form in given for one in known.values):
             return None, ""
@@ -235,10 +254,10 @@ def _is_on(value: object, wanted: str | None) -> bool:
     return value == wanted or (isinstance(value, (list, tuple)) and wanted in value)
 
 
-def _find(entries: Collection[Values], setting: Setting | None) -> str | None:
+def _find(entries: Collection[Values], setting: Setting | None) -> Values | None:
     given = setting.value if setting is not None else None
     values = given if isinstance(given, list) else [given]
-    return next((one.instead for one in entries for v in values if v in one.values), None)
+    return next((one for one in entries for v in values if v in one.values), None)
 
 
 @functools.cache
@@ -259,11 +278,12 @@ def read_foreign(
     }
     for feature in table["features"].values():
         instead, is_earlier = feature["instead"], feature.get("was_ours", False)
+        means = {_path(key): value for key, value in feature.get("means", {}).items()}
         for key, values in feature.get("keys", {}).items():
             known[_path(key)] = Values(values, instead, is_earlier)
         for kind, into in refused.items():
             for key, values in feature.get(kind, {}).items():
-                into[_path(key)].append(Values(values, instead, is_earlier))
+                into[_path(key)].append(Values(values, instead, is_earlier, means))
     answers: Any = {}
     if other_trainers is not None:
         answers = parse(other_trainers.read_text("utf-8"), origin=str(other_trainers))

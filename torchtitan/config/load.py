@@ -158,7 +158,7 @@ def build(
         _merge(foreign.translate(layer, report), into=merged, tree=tree)
     if mistake := foreign.refused_job(merged):
         return Loaded(tree(), merged, [mistake], [], None)
-    known = foreign.without_foreign(merged, report, tree=tree)
+    known = foreign.without_foreign(foreign.expand(merged, report), report, tree=tree)
     valid = _without_unknown(known, report, tree=tree, foreign=foreign)
     # `none` on the command line restores the default
     valid = {path: setting for path, setting in valid.items() if setting.value is not None}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, ConfigError, Mistakes
 from torchtitan.base.urls import is_url
+from torchtitan.checkpoint.manager import EXPORT
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.checkpoint.source import (
@@ -65,6 +66,15 @@ def names_all_sizes(settings: ModelConfig) -> bool:
         return False
     sizes = find_spec(settings).sizes
     return not sizes.missing(given_sizes(settings, of=sizes))
+
+
+def find_export(path: Path) -> Path:
+    """Return the Hugging Face folder that a run wrote beside its last step, if `path` is this step.
+
+    torchtitan 0.2 writes it in the step's place. Any other path is returned as it is.
+    """
+    export = path.parent / EXPORT / path.name
+    return path if is_hf_folder(path) or not is_hf_folder(export) else export
 
 
 def read_model(path: Path, settings: ModelConfig) -> ModelConfig:

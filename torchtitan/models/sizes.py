@@ -12,7 +12,6 @@ from typing import Any
 
 from torchtitan.base.errors import Violation
 
-logger = logging.getLogger(__name__)
 OF_FAMILY = {"of_family": True}
 """Marks a field that the family sets and no job can change, because it changes the module."""
 EXPERT_SCORES = ("softmax", "sigmoid")

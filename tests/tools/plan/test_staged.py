@@ -69,6 +69,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     copy = (EXACT + 4 * TENSORS) / 2 / 2**20
     assert on_host() == []
+    assert on_host("--memory_estimation.enable") == []  # torchtitan's key for what it does
+    assert main(["traffic", *job[1:], "--memory_estimation.enable"]) == 2
     assert on_host(SAVES, f"{MODE}async") == [pytest.approx(copy, abs=0.005)]
     offloaded, both = on_host(SAVES, f"{MODE}async", OFFLOADED)
     assert both - offloaded == pytest.approx(copy, abs=0.01)

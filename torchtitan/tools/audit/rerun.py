@@ -126,7 +126,7 @@ def _settings(
         grow_vocab=own.grow_vocab,  # beside an adapter: which rows are trained
         # what a start leaves out it leaves out once
         exclude_from_loading=own.exclude_from_loading
-        if own.mode == "continue" and any(row["step"] == saved for row in starts)
+        if own.mode != "finetune" and any(row["step"] == saved for row in starts)
         else (),
     )
     if saved == 0:  # no checkpoint: it begins as the run did

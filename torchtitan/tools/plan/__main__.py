@@ -60,6 +60,8 @@ def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
         if settings:
             _parser().error(f"unrecognized arguments: {' '.join(settings)}")
         return OTHERS[arguments.command](arguments)
+    if arguments.command == "memory":  # it does what this key of torchtitan asks for
+        settings = [*settings, "--memory_estimation.enable=false"]
     planned = plan_job(
         settings,
         world_size=arguments.world_size,
