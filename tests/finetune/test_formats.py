@@ -56,6 +56,12 @@ SHAPES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         {"conversations": [turn("human", "ask"), turn("gpt", "answer", train=False)]},
         [ASK[0], {**ASK[1], "train": False}],
     ),
+    # TRL's prompt and completion as messages: of the prompt nothing is learnt
+    (
+        {"prompt": [*ASK, ASK[0]], "completion": [ASK[1]]},
+        [{**message, "train": False} for message in [*ASK, ASK[0]]] + [ASK[1]],
+    ),
+    ({"prompt": [], "completion": ASK}, ASK),
     # the first shape whose keys are all there
     ({"prompt": "ask", "prompt_id": "1", "messages": ASK}, ASK),
     ({"prompt": "p", "conversations": [turn("human", "ask"), turn("gpt", "answer")]}, ASK),

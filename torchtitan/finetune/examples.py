@@ -96,7 +96,12 @@ def parse_example(row: object, *, where: str) -> Example:
     return found[0].parse(row, where)
 
 
-def _completion(row: Row, where: str) -> Completion:
+def _completion(row: Row, where: str) -> Example:
+    prompt: Any = row.get("prompt")
+    completion: Any = row.get("completion")
+    if _are_objects(prompt) and _are_objects(completion):  # messages, as TRL has them
+        given = [{**message, "train": False} for message in prompt]
+        return _conversation([*given, *completion], row, where)
     return Completion(_text(row, "prompt", where), _text(row, "completion", where), where)
 
 
