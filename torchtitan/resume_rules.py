@@ -125,11 +125,7 @@ class Job:
         return None if self.dp is None else training.local_batch_size * self.dp
 
 
-EARLIER_DEFAULTS: tuple[Path, ...] = (
-    ("training", "mixed_precision_param"),
-    DECAY_END,
-    FLAVOR,
-)
+EARLIER_DEFAULTS: tuple[Path, ...] = (("training", "mixed_precision_param"), DECAY_END, FLAVOR)
 """Settings that differ although nobody changed them: with the machine, or with the version."""
 
 
