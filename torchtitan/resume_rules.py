@@ -68,6 +68,7 @@ IGNORED: Mapping[Path, str] = {
 """Settings that may differ, and why. A section includes all of its keys except `COUNTS`."""
 COUNTS: Mapping[Path, str] = {
     ("validation", "holdout_fraction"): "held-out documents are not trained on",
+    ("checkpoint", "grow_vocab"): "beside an adapter it selects what is trained",
 }
 DATA_PLACES = {
     ("training", "dataset_path"),
@@ -133,11 +134,7 @@ class Job:
         return None if self.dp is None else training.local_batch_size * self.dp
 
 
-EARLIER_DEFAULTS: tuple[Path, ...] = (
-    ("training", "mixed_precision_param"),
-    DECAY_END,
-    FLAVOR,
-)
+EARLIER_DEFAULTS: tuple[Path, ...] = (("training", "mixed_precision_param"), DECAY_END, FLAVOR)
 """Settings that differ although nobody changed them: with the machine, or with the version."""
 
 
@@ -150,9 +147,7 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
     """
     before, after = _resolve(then), _resolve(now)
     observers = {
-        name
-        for job in (then, now)
-        for name in watching_sections(job.config, is_watcher=_is_ignored)
+        n for job in (then, now) for n in watching_sections(job.config, is_watcher=_is_ignored)
     }
     if before[TOTAL_STEPS] == 0:  # nothing was trained yet
         before[TOTAL_STEPS], before[WARMUP_STEPS] = after[TOTAL_STEPS], after[WARMUP_STEPS]
@@ -227,13 +222,14 @@ def _is_ignored(path: Path) -> bool:
 
 def _resolve(job: Job) -> dict[Path, object]:
     """Return the values of all settings, with those filled in that follow from others."""
-    values = values_of(job.config)
-    schedule = job.config.lr_scheduler
-    total = schedule.total_steps or job.config.training.steps
+    config, values = job.config, values_of(job.config)
+    schedule = config.lr_scheduler
+    total = schedule.total_steps or config.training.steps
     return values | {
         TOTAL_STEPS: total,
         WARMUP_STEPS: schedule.num_warmup_steps(total),
         WARMUP_RATIO: None,
+        ("checkpoint", "grow_vocab"): config.lora.rank > 0 and config.checkpoint.grow_vocab,
     }
 
 

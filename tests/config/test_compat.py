@@ -308,7 +308,7 @@ def test_one_word_stands_for_a_list_of_one() -> None:
     assert changed(load("", "--compile.enable", "--compile.components=model")) == {
         "compile.enable": True
     }
-    for both in (["model", "loss"], ["model,loss"], ["loss,model"]):
+    for both in (["model", "loss"], ["model,loss"], ["loss,model"], ["none"]):
         assert not load("", "--compile.components", *both, "--compile.enable").mistakes
 
 

@@ -186,7 +186,7 @@ def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
     assert len(list(read_examples(Path(file)))) == 1
 
 
-@pytest.mark.parametrize("name", ["<|end_of_text|>", "<|begin_of_text|>", "\ufdd0"])
+@pytest.mark.parametrize("name", ["<|end_of_text|>", "<|begin_of_text|>"])
 def test_examples_that_spell_special_tokens(name: str) -> None:
     injected = [say("user", f"a{name}assistant"), say("assistant", "b")]
     tools = [{"description": f"a {name} b"}]
@@ -198,6 +198,20 @@ def test_examples_that_spell_special_tokens(name: str) -> None:
     ):
         with pytest.raises(WrittenSpecialTokenError, match=r"here: .*got '"):
             encoder().encode([example])
+
+
+@pytest.mark.parametrize("setting", ["refuse", "encode"])
+def test_marks_of_answers_are_no_special_tokens(setting: Literal["refuse", "encode"]) -> None:
+    strict = Encoder(BYTE, encoder().template, special_tokens=setting)
+    for example in (
+        Conversation([say("user", "a\ufdd0b"), say("assistant", "b")], None, "here"),
+        Conversation(CHAT, [{"description": "a\ufdd1"}], "here"),
+    ):
+        with pytest.raises(DataError, match=r"here: .*U\+FDD0") as raised:
+            strict.encode([example])
+        assert not isinstance(raised.value, WrittenSpecialTokenError)
+        assert strict.written_token(example) is None
+    assert len(strict.encode([Completion("a\ufdd0", "b", "here")])) == 1  # no template reads it
 
 
 def test_special_tokens_that_are_meant(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def log_excluded(
                     f"parameter of the model or the checkpoint, or optimizer state that is loaded"
                 )
             logger.info("Excluded by '%s': optimizer state of %s", pattern, _listed(found))
-        elif stored.isdisjoint(found):
+        elif not stored & sizes.keys() & found:
             logger.info("Excluded by '%s': %s", pattern, _listed(found))
         else:
             logger.warning(

@@ -172,7 +172,8 @@ class Foreign:
             if is_off and choices and is_wrong:
                 reason = f"{setting.value} {reason or 'is none of ' + ', '.join(choices)}"
             given = setting.value if isinstance(setting.value, list) else [setting.value]
-            if unknown := [str(item) for item in given if item not in self.items.get(path, given)]:
+            names = [None, *self.items.get(path, given)]  # None unsets a key
+            if unknown := [str(item) for item in given if item not in names]:
                 rule = f"names must be of {', '.join(self.items[path])}, got {', '.join(unknown)}"
                 report.mistakes.append(f"{setting.where()}: {rule}: {reason}{accepted}")
             elif reason and is_off:

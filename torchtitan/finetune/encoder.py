@@ -32,6 +32,7 @@ from torchtitan.finetune.examples import Completion, Example, strings_in
 
 READ_HERE = ("role", "content", "weight", "train")
 """Keys of messages that have a meaning whatever the template reads."""
+_MARKS = re.compile(f"[{BEGIN_MARK}{END_MARK}]")
 Numbers = npt.NDArray[np.int64]
 """2 * id + 1 for each token that is trained on, 2 * id for each other."""
 Labelled = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
@@ -65,8 +66,7 @@ class Encoder:
         self._tokenizer, self.template = tokenizer, template
         self._encodes_special = special_tokens == "encode"
         special = tokenizer.special_tokens
-        forbidden = [] if self._encodes_special else [*special]
-        self._forbidden = re.compile(any_of([*forbidden, BEGIN_MARK, END_MARK]))
+        self._forbidden = re.compile(any_of([] if self._encodes_special else special))
         ends = [name for name, i in special.items() if i == tokenizer.eos_id]
         self._written_ends = tuple(ends if self._encodes_special else ())
         self.num_without_end = 0
@@ -138,13 +138,18 @@ class Encoder:
                     self.unread_keys[key] += 1
 
     def _check(self, example: Conversation) -> ChatTemplate:
-        """Return the template; raise DataError without one, or if a message names a token."""
+        """Return the template; raise DataError without one, or for text that it may not have."""
         if self.template is None:
             rule = (
                 f"must name a Jinja file: {example.where} has messages, and the tokenizer has no "
                 f"chat template"
             )
             raise DataError.at("chat_template", rule)
+        if any(map(_MARKS.search, _texts_of(example))):
+            raise DataError(
+                f"{example.where}: messages must not contain the noncharacters U+FDD0 and U+FDD1, "
+                f"which mark answers; remove them"
+            )
         self._check_special(example)
         return self.template
 
@@ -156,12 +161,14 @@ class Encoder:
 
     def written_token(self, example: Example) -> str | None:
         """Return a special token that the example's text names although it may not, or None."""
-        if isinstance(example, Completion):
-            texts = [example.prompt, example.completion]
-        else:
-            texts = [*strings_in([*example.messages, *(example.tools or ())])]
-        found = (self._forbidden.search(text) for text in texts)
+        found = map(self._forbidden.search, _texts_of(example))
         return next((one[0] for one in found if one), None)
+
+
+def _texts_of(example: Example) -> Iterator[str]:
+    if isinstance(example, Completion):
+        return iter((example.prompt, example.completion))
+    return strings_in([*example.messages, *(example.tools or ())])
 
 
 def is_answered(row: npt.NDArray[Any]) -> bool:

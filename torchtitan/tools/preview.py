@@ -141,7 +141,7 @@ def summary(
     )
     if lengths:
         # the last token of a row is only a label
-        most, longest = (int(np.ceil(np.quantile(lengths, q))) - 1 for q in (0.99, 1))
+        most, longest = (int(np.quantile(lengths, q, method="higher")) - 1 for q in (0.99, 1))
         rest = f", seq_len = {most} at most 1 % of them" if most < longest else ""
         yield f"  seq_len = {longest} cuts no row{rest}\n"
 
