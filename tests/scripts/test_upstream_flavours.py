@@ -18,7 +18,6 @@ REFUSED = {
     "qwen3_fsdp+tp+ep+etp": "expert_tensor_parallel_degree",
     "llama4_pp+fsdp+tp+ep+compile": "model.name",
     "gpt_oss_fsdp+tp+ep+compile": "model.name",
-    "1d_compile_sac_op": "selective_ac_option",
 }
 
 
