@@ -13,6 +13,7 @@ from torchtitan.base.custom import is_import_path, load_object, trust
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.callbacks import build_callbacks
+from torchtitan.config.help import docstring_of
 from torchtitan.config.schema import keys
 from torchtitan.config.sources import to_toml
 from torchtitan.job import Config, load_config, own_sections
@@ -60,8 +61,8 @@ def test_a_module_of_the_current_folder_brings_a_model_and_its_sizes(folder: Pat
     spec, sizes = find_model(config.model)
     assert (spec.name, sizes.branch_scale, sizes.kind) == ("mine", 0, "flat")  # type: ignore[attr-defined]
     facts = keys(type(config))
-    assert facts["model", "kind"].help.startswith("Kind of it.")
-    assert facts["model", "branch_scale"].help.startswith("Factor on what a block adds")
+    assert docstring_of(facts["model", "kind"]).startswith("Kind of it.")
+    assert docstring_of(facts["model", "branch_scale"]).startswith("Factor on what a block adds")
     assert load_config([]) == Config()  # nothing of it stays
 
 
@@ -220,7 +221,7 @@ def test_a_module_brings_sections_that_its_objects_read(frozen: str, folder: Pat
     stored = Job.stored(to_toml(config)).config
     assert to_toml(stored) == to_toml(config)
     facts = keys(type(config))
-    assert facts["mine", "size"].help == "Size of it."
+    assert docstring_of(facts["mine", "size"]) == "Size of it."
     assert facts["mine", "kind"].choices == ("a", "b")
     assert load_config([]) == Config()
 

@@ -232,8 +232,9 @@ def test_every_job_file_loads_without_old_names(
         words = ["--job.config_file", str(path), *TO_BE_GIVEN[path.stem]]
         config = load_config([*words, "--checkpoint.enable", "false"])
         assert (config.model.flavor, config.model.tokenizer_path) == ("hf", "base")
-        noticed = [key for key in ("keep_best", "last_save_in_hf") if key in caplog.text]
-        assert (len(caplog.messages), len(noticed)) == (2, 2)
+        keys = ("keep_best", "last_save_in_hf", "export_dtype")
+        noticed = [key for key in keys if key in caplog.text]
+        assert (len(caplog.messages), len(noticed)) == (3, 3)
     if path.stem.startswith("llama3_"):
         assert config.model.flavor == path.stem.split("_")[1].upper()
         assert config.training.dataset == "files"
