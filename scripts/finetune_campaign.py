@@ -33,7 +33,6 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
 from scripts.chat_rows import SHAPES, Labelled, Message, Row, label_by_prefixes, make_rows
-from scripts.convert_hf import to_hf
 from torchtitan import api
 from torchtitan.base.errors import UserError
 from torchtitan.data.settings import TrainingConfig
@@ -52,6 +51,7 @@ from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.compare.layouts.gaps import relative
 from torchtitan.tools.compare.layouts.launch import train
 from torchtitan.tools.compare.layouts.words import parse_layout
+from torchtitan.tools.convert import to_hf
 
 STEPS, BATCH, NUM_ROWS, SEED = 10, 2, 225, 0
 IGNORED = -100

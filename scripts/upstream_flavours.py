@@ -93,10 +93,10 @@ class Runs:
         script, _, rest = command.partition(" ")
         words = [str(ROOT / "run_train.sh"), *options(command), f"--job.dump_folder={folder}"]
         if script == "estimate":  # by a script of theirs, here by the planner
-            words = [sys.executable, "-m", "torchtitan.tools.plan", "memory", *options(rest)]
+            words = [sys.executable, "-m", "torchtitan", "plan", "memory", *options(rest)]
             words += [f"--world_size={ranks}", "--job.config_file=base.toml"]
         if script == "generate":
-            words = [sys.executable, str(ROOT / "scripts/generate.py"), "--checkpoint", folder]
+            words = [sys.executable, "-m", "torchtitan", "generate", "--checkpoint", folder]
             words += ["--prompt", "What is the meaning of life?"]
         environ = {**os.environ, "NGPU": str(ranks), "CONFIG_FILE": "base.toml"}
         environ["PYTHONPATH"] = str(ROOT)

@@ -56,7 +56,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 
 
 def hang(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchtitan.tools.hang", str(folder)]
+    command = [sys.executable, "-m", "torchtitan", "hang", str(folder)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

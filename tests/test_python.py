@@ -457,7 +457,7 @@ def test_text_is_that_of_the_command(
     trained: Path,
 ) -> None:
     options = ["--max_new_tokens=12", "--temperature=0.7", "--top_k=40", "--seed=3"]
-    command = [str(ROOT / "scripts/generate.py"), "--checkpoint", str(trained), *options]
+    command = ["-m", "torchtitan", "generate", "--checkpoint", str(trained), *options]
     done = subprocess.run(
         [sys.executable, *command, "--prompt=naïve ", "--prompt=def"],
         capture_output=True,

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 import torchtitan
-from scripts import convert_hf, generate
 from torchtitan.base import custom
 from torchtitan.base.errors import UserError
 from torchtitan.base.stored_json import read_json
@@ -29,13 +28,14 @@ from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.metrics.ledger import LEDGER, hash_manifest
 from torchtitan.models.decoder import Decoder
 from torchtitan.resume_rules import Job
-from torchtitan.tools import average, hang
-from torchtitan.tools.audit import __main__ as audit
+from torchtitan.tools import average, generate, hang
+from torchtitan.tools import convert as convert_hf
+from torchtitan.tools.audit import command as audit
 from torchtitan.tools.compare import compare_layouts
 from torchtitan.tools.compare.layouts import launch
-from torchtitan.tools.evaluate import __main__ as evaluate
-from torchtitan.tools.plan import __main__ as plan
-from torchtitan.tools.report import __main__ as report
+from torchtitan.tools.evaluate import command as evaluate
+from torchtitan.tools.plan import command as plan
+from torchtitan.tools.report import command as report
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -1,6 +1,6 @@
 """What a step of FSDP does, counted: the same on every machine.
 
-    ours           the trainer's own step, rehearsed by `torchtitan.tools.plan`
+    ours           the trainer's own step, rehearsed by `torchtitan plan`
     transformers   its model, loss and checkpointing with FSDP2 on each block and on the whole, a
                    clipped norm and fused AdamW, recorded by the same tape
     least          by formula: what no program can do without that shards in this way

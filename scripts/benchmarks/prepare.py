@@ -1,6 +1,6 @@
 """Text to tokens on disk, beside Hugging Face's `datasets` and `tokenizers`.
 
-    ours       scripts/prepare_data.py, by the tokenizer's tokenizer.json, and by the same
+    ours       python -m torchtitan prepare, by the tokenizer's tokenizer.json, and by the same
                vocabulary as a tiktoken file: a token store
     datasets   load_dataset("json") and a batched map that calls the same tokenizer.json; Arrow
                files
@@ -31,10 +31,10 @@ import numpy as np
 
 from scripts.benchmarks.pairs import Comparison, DisagreementError, Report, check_close
 from scripts.benchmarks.startup import processor_seconds
-from scripts.train_tokenizer import tokens_by_rank, train, write_tiktoken
 from torchtitan.base.errors import DataError
 from torchtitan.data.store import TokenStore
 from torchtitan.data.text import END_OF_TEXT
+from torchtitan.tools.tokenizer import tokens_by_rank, train, write_tiktoken
 
 SUMMARY = "text to tokens on disk, against datasets and tokenizers"
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""One step of transformers' model under FSDP2, rehearsed as `torchtitan.tools.plan` rehearses ours.
+"""One step of transformers' model under FSDP2, rehearsed as `torchtitan plan` rehearses ours.
 
 The model runs on fake tensors, as one rank of a world that does not exist, and the planner's tape
 records it. Around the model is what its users write: `fully_shard` on each block and on the whole,

@@ -203,7 +203,7 @@ def test_a_gpu_out_of_memory_is_described(
     assert first == "rank 3 is out of memory: full"
     assert "77.00 GiB" in peak
     assert shlex.split(command) == [
-        *("python", "-m", "torchtitan.tools.plan", "memory", "--ran_out"),
+        *("python", "-m", "torchtitan", "plan", "memory", "--ran_out"),
         *("--world_size=16", "--gpus_per_node=8"),
         *("--device=NVIDIA H100 80GB HBM3", "--memory_gib=79.1"),
         *([] if expandable else ["--classic_allocator"]),

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import generate as generate_script
 from scripts import goldens
 from scripts.golden.jobs import FIXTURES, JOBS, SMALLEST, write_data
 from scripts.golden.ranks import add_smallest
@@ -22,6 +21,7 @@ from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.generate.sampling import generate
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
+from torchtitan.tools import generate as generate_script
 
 RUNS = goldens.ROOT / FIXTURES / "first_house"
 RUN = RUNS / "single" / "run"

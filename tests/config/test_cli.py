@@ -171,11 +171,11 @@ def test_a_switch_before_another_option_is_true() -> None:
         (["stray"], ["'stray' belongs to no option"]),
         (
             ["--memory_estimation.enable"],
-            ["--memory_estimation.enable: python -m torchtitan.tools.plan memory"],
+            ["--memory_estimation.enable: python -m torchtitan plan memory"],
         ),
         (
             ["--memory_estimation.enabled"],
-            ["--memory_estimation.enabled: python -m torchtitan.tools.plan memory"],
+            ["--memory_estimation.enabled: python -m torchtitan plan memory"],
         ),
         (
             ["--model.name", "a\udc80"],

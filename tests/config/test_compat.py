@@ -154,7 +154,7 @@ def test_every_default_of_one_old_file_together() -> None:
         ("[parallelism]\nexpert_tensor_parallel_degree = 8", "only 1 is accepted"),
         ("[checkpoint]\ncreate_seed_checkpoint = true", "only false is accepted"),
         ('[model]\nconverters = ["quantize.linear.mx"]', "train in bfloat16"),
-        ("[memory_estimation]\nenable = true", "torchtitan.tools.plan memory"),
+        ("[memory_estimation]\nenable = true", "torchtitan plan memory"),
         ("[memory_estimation]\nenabled = true", "only false is accepted"),
         ("[parallelism]\nenable_compiled_autograd = true", "compiles the backward of each block"),
         ('[model]\nflavor = "debugmodel_moe"', "qwen3_moe and deepseek_v3 are built"),

@@ -1,4 +1,4 @@
-"""`python -m torchtitan.tools.config`, and the job files that come with the project."""
+"""`python -m torchtitan config`, and the job files that come with the project."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_co
     tmp_path: Path,
 ) -> None:
     no_torch = "sys.modules['torch'] = None\n"  # importing it would now fail
-    run_it = "runpy.run_module('torchtitan.tools.config', run_name='__main__', alter_sys=True)"
+    run_it = "sys.argv.insert(1, 'config'); runpy.run_module('torchtitan', run_name='__main__')"
 
     def run(*options: str, before: str = "") -> subprocess.CompletedProcess[str]:
         script = f"import runpy, sys\n{before}{run_it}"

@@ -146,8 +146,7 @@ def test_what_waits_is_not_begun_when_stopped(
 
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     paths = write_texts(tmp_path, {f"{i}.txt": f"{i} words " * 3_000_000 for i in range(2)})
-    root = Path(__file__).parents[2]
-    script = [sys.executable, str(root / "scripts/prepare_data.py"), str(tmp_path / "store")]
+    script = [sys.executable, "-m", "torchtitan", "prepare", str(tmp_path / "store")]
     process = subprocess.Popen(
         [*script, *paths, "--tokenizer", NAME, "--workers", "2"], stderr=subprocess.PIPE
     )

@@ -2,7 +2,7 @@
 
 Layouts and features together are in test_matrix.py. Here is the tiny model, with a vocabulary that
 no degree divides, in float32, over 20 steps, with the global batch cut in different ways. Rounding
-is all that may differ: what `scripts/compare_layouts.py` allows, whose comparison this is.
+is all that may differ: what `torchtitan compare layouts` allows, whose comparison this is.
 """
 
 from __future__ import annotations

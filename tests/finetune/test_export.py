@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from scripts.convert_hf import to_hf
 from tests.distributed import jobs
 from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
@@ -27,6 +26,7 @@ from torchtitan.hf.peft import AdapterExport
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.spec import ModelSpec
+from torchtitan.tools.convert import to_hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 263
@@ -135,7 +135,7 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     written = json.loads((checkpoint / "export" / "step-4" / "config.json").read_text())
     assert {key: written.get(key) for key in more} == more
     assert "auto_map" not in written
-    # as scripts/generate.py does
+    # as python -m torchtitan generate does
     ours = open_generator(checkpoint / "step-4", device=torch.device("cpu")).model
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, ours(TOKENS)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from scripts.convert_hf import to_hf
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
@@ -28,6 +27,7 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.interface import ModelParts
 from torchtitan.optim.settings import OptimizerConfig
 from torchtitan.resume_rules import read_settings
+from torchtitan.tools.convert import to_hf
 
 BASE_ROWS = 100
 VOCABULARY = ("tok_embeddings.weight", "output.weight")

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from scripts.convert_hf import main as convert
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import CHATML, SPECIAL, write_lines, write_tokenizer
@@ -21,6 +20,7 @@ from torchtitan.hf.export import export
 from torchtitan.hf.names import CARD
 from torchtitan.models.families import MODELS
 from torchtitan.resume_rules import read_settings
+from torchtitan.tools.convert import main as convert
 
 HEAD = "---\nlicense: llama3.2\nlicense_name: 'x'\nlanguage: [en]\n---\n# Theirs\n"
 

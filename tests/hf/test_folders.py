@@ -839,7 +839,7 @@ def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
     data = next((step / "model").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-20_000])
     settings = HFExport(names=Names(LLAMA.hf, model.config))
-    with pytest.raises(CheckpointError, match=r"convert .*step-1 by scripts/convert_hf.py"):
+    with pytest.raises(CheckpointError, match=r"convert .*step-1 by python -m torchtitan convert"):
         export(step, folder, settings=settings, group=None)
     assert equal(load_file(folder / "model.safetensors"), before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-1"]

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.upstream_flavours import FLAVOURS, options, prepare
 from torchtitan.tools.config import main
-from torchtitan.tools.plan.__main__ import main as plan
+from torchtitan.tools.plan.command import main as plan
 
 REFUSED = {
     "2d_asynctp_compile": "enable_async_tensor_parallel",

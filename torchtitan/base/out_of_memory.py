@@ -23,7 +23,7 @@ def describe_out_of_memory(
     """Return a message with the rank, torch's error, the peak, and a command that plans the job."""
     world_size = environ.get("WORLD_SIZE", "1")
     num_local = environ.get("LOCAL_WORLD_SIZE", world_size)
-    command = ["python", "-m", "torchtitan.tools.plan", "memory", "--ran_out"]
+    command = ["python", "-m", "torchtitan", "plan", "memory", "--ran_out"]
     command += [f"--world_size={world_size}", f"--gpus_per_node={num_local}"]
     device = torch.device(device_type())
     if device.type == "cuda":

@@ -117,7 +117,7 @@ def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -
         raise ConfigError.at(
             ("checkpoint.last_save_in_hf", "checkpoint.folder"),
             "needs a job.dump_folder that all ranks share; remove it, and convert a step of the "
-            "store by scripts/convert_hf.py",
+            "store by python -m torchtitan convert",
         )
     return CheckpointIO(group, folder, remote)
 

@@ -212,7 +212,7 @@ class TrainingConfig:
             url = hide_credentials(self.dataset_cache)
             rule = (
                 f"must be a folder, got the URL {url!r}; upload the store that "
-                f"scripts/prepare_data.py writes, and name its URL in dataset_path"
+                f"`torchtitan prepare` writes, and name its URL in dataset_path"
             )
             yield Violation(("dataset_cache",), rule)
         ends = [number for one in self.skip_samples for number in one]

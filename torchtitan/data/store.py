@@ -46,7 +46,7 @@ TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MAX_SEQUENCE = 2**31 - 1
 CHUNK = 1 << 20
 NUM_HASHED_CHUNKS = 64
-WRITE_AGAIN = "write the store again, for example with scripts/prepare_data.py"
+WRITE_AGAIN = "write the store again, for example with python -m torchtitan prepare"
 
 
 class TokenStore:

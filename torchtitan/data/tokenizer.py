@@ -7,7 +7,7 @@ batches, padding or chats. Special tokens written in a text are plain text: a do
 them as tokens.
 
 `ByteTokenizer` needs no file and suits tests. `TiktokenTokenizer` reads tiktoken files, such as
-Llama 3's `tokenizer.model` and the built-in `bpe_2048` (made by `scripts/train_tokenizer.py`, for
+Llama 3's `tokenizer.model` and the built-in `bpe_2048` (made by `torchtitan tokenizer`, for
 small models). `hf_tokenizer.py` reads `tokenizer.json`. The packages that encode are imported
 when such a tokenizer is built; neither needs the network, nor runs code of the model's author.
 """

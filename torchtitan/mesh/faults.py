@@ -11,7 +11,7 @@ interpreter, writes the stacks of all threads to this rank's log.
 
 torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of this rank in memory.
 NCCL writes its collectives to a file when one times out. Each rank that ends with a fault writes
-those of gloo. `python -m torchtitan.tools.hang` reads the files of all ranks. Sends and
+those of gloo. `python -m torchtitan hang` reads the files of all ranks. Sends and
 receives of gloo are not recorded.
 """
 

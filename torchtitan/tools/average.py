@@ -1,6 +1,6 @@
 """Average the weights of a run's checkpoints.
 
-    python -m torchtitan.tools.average outputs/run --out DIR
+    python -m torchtitan average outputs/run --out DIR
 
 An average over the last part of a run is often better than its last step, as if the learning rate
 had decayed further. Trainers keep such an average (EMA) in memory, with a decay chosen before the
@@ -202,7 +202,7 @@ def check_alike(steps: Sequence[Path]) -> None:
             raise CheckpointError(
                 f"{step} holds a LoRA adapter: the average of its two factors is not the average "
                 f"of what they add to a weight, so adapters are not averaged; merge the step that "
-                f"you want by scripts/convert_hf.py to-hf --lora merged"
+                f"you want by python -m torchtitan convert to-hf --lora merged"
             )
     models = [find_model(config.model)[1] for config in settings]
     for step, model in zip(steps[1:], models[1:], strict=True):
@@ -325,7 +325,7 @@ def _steps(text: str) -> list[int]:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.average",
+        prog="python -m torchtitan average",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -340,7 +340,3 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
     add_trust_code(parser)
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Check a job and print it resolved: `python -m torchtitan.tools.config --job.config_file F`.
+"""Check a job and print it resolved: `python -m torchtitan config --job.config_file F`.
 
 It builds no process group and needs no GPU, so a job can be checked on the laptop where it is
 written. What the settings alone can tell comes first, and needs no torch; then what the model's
@@ -23,7 +23,7 @@ from torchtitan.mesh.settings import ParallelismConfig
 
 logger = logging.getLogger(__name__)
 HELP = (
-    "python -m torchtitan.tools.config [--world_size N] [--section.key VALUE ...] checks a job and "
+    "python -m torchtitan config [--world_size N] [--section.key VALUE ...] checks a job and "
     "prints it; --world_size is the number of ranks it is for.\n\n"
 )
 
@@ -135,7 +135,3 @@ def _read_world_size(given: str | None) -> int | None:
             "leave it out to check for the fewest that the degrees allow"
         )
     return int(given)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Which rank held the others up: `python -m torchtitan.tools.hang outputs/run`.
+"""Which rank held the others up: `python -m torchtitan hang outputs/run`.
 
 When a rank hangs, all others fail, each with an error of its own, and none knows why. But each has
 remembered which collectives it called (`mesh/faults.py`). All ranks of a group call the same ones
@@ -61,7 +61,7 @@ class Blocked:
 def main(argv: Sequence[str]) -> int:
     """Print who waited for whom and return 0, or print what is missing and return 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.hang",
+        prog="python -m torchtitan hang",
         description="Tell which rank held the others up when a run has ended in a time-out.",
         allow_abbrev=False,
     )
@@ -245,7 +245,3 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _time(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

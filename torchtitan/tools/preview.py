@@ -1,4 +1,4 @@
-"""Show what a job learns of its examples: `python -m torchtitan.tools.preview --job.config_file F`.
+"""Show what a job learns of its examples: `python -m torchtitan preview --job.config_file F`.
 
 Prints the first rows of each file, every token with its label, then how many rows of the file are
 kept, cut and dropped, and the seq_len that would cut none. Tokens and labels are those of the
@@ -45,7 +45,7 @@ DROPPED: tuple[Fate, ...] = ("without an answer", "without one within seq_len", 
 def main(argv: Sequence[str]) -> int:
     """Print rows and counts of each file; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.preview",
+        prog="python -m torchtitan preview",
         description=__doc__,
         epilog="All other options are settings of the job, as --training.seq_len 4096.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -149,7 +149,3 @@ def summary(
 def _say(*lines: str) -> None:
     for line in lines:
         sys.stdout.write(f"{line}\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -41,7 +41,7 @@ def bisect(layout: str, *options: str, fault: str | None = None) -> tuple[int, s
     done = subprocess.run(
         [
             sys.executable,
-            *("-m", "torchtitan.tools.audit", "compare", "--bisect", JOB, "single"),
+            *("-m", "torchtitan", "compare", "--bisect", JOB, "single"),
             *words,
             *options,
         ],

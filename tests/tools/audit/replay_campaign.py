@@ -41,7 +41,7 @@ def replay(run: Path, *options: str) -> dict[str, Any]:
     """Run the command; return what was seen of the last step."""
     command = ["explain", str(run), "--step=4", "--replay", "--json", *options]
     done = subprocess.run(
-        [sys.executable, "-m", "torchtitan.tools.audit", *command],
+        [sys.executable, "-m", "torchtitan", "audit", *command],
         capture_output=True,
         check=False,
         text=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tools.audit.bisect_campaign import JOB, check_clean, check_fault
-from torchtitan.tools.audit import __main__ as audit
+from torchtitan.tools.audit import command as audit
 
 pytestmark = [pytest.mark.usefixtures("warm_starts"), pytest.mark.long]
 

@@ -22,7 +22,7 @@ from tests.tools.audit.campaign import (
     write_data,
 )
 from torchtitan.data.sampler import Inverse, Mixture, Permutation
-from torchtitan.tools.audit.__main__ import main
+from torchtitan.tools.audit.command import main
 from torchtitan.tools.audit.explain import explain_document, explain_step
 from torchtitan.tools.audit.history import read_history
 

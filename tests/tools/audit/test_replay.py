@@ -16,7 +16,7 @@ from tests.models.reference import random_decoder, reference_of
 from tests.tools.audit.campaign import SETTINGS, write_data
 from tests.tools.audit.replay_campaign import JOB, MORE_LAYOUTS, check, replay
 from torchtitan.models.families import MODELS
-from torchtitan.tools.audit import __main__ as audit
+from torchtitan.tools.audit import command as audit
 
 pytestmark = [
     pytest.mark.long,

@@ -15,7 +15,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.tools.audit.campaign import SMALL
 from torchtitan.metrics.ledger import LEDGER, hash_manifest, read_ledger
-from torchtitan.tools.audit import __main__ as audit
+from torchtitan.tools.audit import command as audit
 from torchtitan.tools.compare import compare_runs
 
 pytestmark = pytest.mark.long

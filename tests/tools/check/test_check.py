@@ -261,7 +261,7 @@ def test_axes_that_fall_short_of_the_plan() -> None:
 
 @pytest.mark.long
 def test_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torchtitan.tools.check", *write_job(tmp_path)]
+    command = [sys.executable, "-m", "torchtitan", "check", *write_job(tmp_path)]
     command += [f"--json={tmp_path}/out/check.json"]
     run = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

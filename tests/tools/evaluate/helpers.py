@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.models.families import MODELS
-from torchtitan.tools.evaluate import __main__ as command
+from torchtitan.tools.evaluate import command as command
 
 METRICS = {
     "multiple_choice": ("acc", "acc_norm"),

@@ -21,7 +21,7 @@ from tests.tools.evaluate.helpers import (
     write_tasks,
     write_texts,
 )
-from torchtitan.tools.evaluate import __main__ as command
+from torchtitan.tools.evaluate import command as command
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.tools.evaluate.helpers import arguments, write_model, write_texts
 from torchtitan.base.errors import UserError
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.tools.evaluate.__main__ import evaluate
+from torchtitan.tools.evaluate.command import evaluate
 
 pytestmark = pytest.mark.long
 

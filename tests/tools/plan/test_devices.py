@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools.plan.jobs import planned
 from torchtitan.base.errors import ConfigError
-from torchtitan.tools.plan.__main__ import main
+from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import DEVICES, find_device
 
 SHARE = {"worst": 0.5, "best": 0.9}

@@ -16,8 +16,8 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.metrics.ledger import Hardware, Ledger
 from torchtitan.metrics.rows import read_rows
 from torchtitan.resume_rules import Job
-from torchtitan.tools.plan.__main__ import main
 from torchtitan.tools.plan.account import replay
+from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import DEVICES
 from torchtitan.tools.plan.explain import device_of, settled, verdict
 from torchtitan.tools.plan.job import place

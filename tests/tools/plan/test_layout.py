@@ -13,7 +13,6 @@ from tests.tools.plan.jobs import planned
 from torchtitan.job import load_config
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.tools.plan import layout
-from torchtitan.tools.plan.__main__ import main
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.candidates import (
     FRAGMENTED,
@@ -27,6 +26,7 @@ from torchtitan.tools.plan.candidates import (
     place_again,
     rank_candidates,
 )
+from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.records import rehearse_rank

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from torchtitan.parallel.pipeline.schedules import compute_table
-from torchtitan.tools.plan.__main__ import main
+from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.draw import as_text, save_picture
 from torchtitan.tools.plan.schedule import Costs, simulate
 

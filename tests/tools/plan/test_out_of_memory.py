@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs import UNSAVED, places_of_ranks, write_job
-from torchtitan.tools.plan.__main__ import main
+from torchtitan.tools.plan.command import main
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -45,8 +45,8 @@ def test_a_run_out_of_memory_prints_a_command_that_plans_it(
     assert message.count("is out of memory: ") == 1
     assert "bytes are live" in message
     [command] = [line for line in message.splitlines() if line.startswith("python -m ")]
-    module, *arguments = shlex.split(command)[2:]
-    assert module == "torchtitan.tools.plan"
+    module, verb, *arguments = shlex.split(command)[2:]
+    assert (module, verb) == ("torchtitan", "plan")
     assert arguments[1:4] == ["--ran_out", "--world_size=2", "--gpus_per_node=2"]
     assert arguments[4:] == job
     assert main(arguments) == 0

@@ -10,8 +10,8 @@ import pytest
 from tests.tools.plan.jobs import planned
 from tests.tools.plan.test_traffic import CP2, PP2, TP2
 from torchtitan.base.device import GIB
-from torchtitan.tools.plan.__main__ import main
 from torchtitan.tools.plan.account import replay
+from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.records import rehearse_rank
 from torchtitan.tools.plan.remedies import propose

@@ -20,7 +20,7 @@ from tests.tools.plan.test_account import (
     TENSORS,
     VOCAB,
 )
-from torchtitan.tools.plan.__main__ import main
+from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.memory import staged
 from torchtitan.tools.plan.records import rehearse_rank
 

@@ -15,7 +15,7 @@ from tests.tools.plan.jobs import planned
 from tests.tools.plan.test_traffic import BLOCK, EMBEDDING, FP32, HEAD, KV, B, C, F, H, L, S, V
 from torchtitan.parallel.pipeline.schedules import compute_table
 from torchtitan.tools.plan import records
-from torchtitan.tools.plan.__main__ import main
+from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import DEVICES, Share, find_device
 from torchtitan.tools.plan.rehearse import rehearse, rehearse_step
 from torchtitan.tools.plan.schedule import Costs, simulate

@@ -19,9 +19,9 @@ from tests.tools.plan.test_account import (
     VOCAB,
 )
 from tests.tools.plan.test_unroll import IN_4, LAYOUTS, layers
-from torchtitan.tools.plan.__main__ import main
 from torchtitan.tools.plan.account import Account, replay
 from torchtitan.tools.plan.candidates import measure
+from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.records import follow, rehearse_rank
 from torchtitan.tools.plan.rehearse import find_templates, rehearse
 from torchtitan.tools.plan.remedies import propose

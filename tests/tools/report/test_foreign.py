@@ -14,8 +14,8 @@ import pytest
 
 from tests.tools.report.test_report import write_run
 from torchtitan.tools.hang import main as hang
-from torchtitan.tools.plan.__main__ import main as plan
-from torchtitan.tools.report.__main__ import main as report
+from torchtitan.tools.plan.command import main as plan
+from torchtitan.tools.report.command import main as report
 
 ROOT = Path(__file__).parents[3]
 START = {"event": "start", "time": "2026", "step": 0, "layout": "tp 2", "world_size": 2}

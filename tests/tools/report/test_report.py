@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.metrics.ledger import Ledger
-from torchtitan.tools.report.__main__ import main
+from torchtitan.tools.report.command import main
 from torchtitan.tools.report.read import events, name_runs, read_run, thinned
 
 ATTACK = "</script><img src=x onerror=alert(1)>"

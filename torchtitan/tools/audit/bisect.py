@@ -1,6 +1,6 @@
 """Where do two layouts part? The first module whose numbers differ, forwards and then backwards.
 
-    python -m torchtitan.tools.audit compare --bisect my.toml single "fsdp2,tp2"
+    python -m torchtitan compare --bisect my.toml single "fsdp2,tp2"
 
 Both train one step from the same initial weights on the same samples. Then are compared, in this
 order and token by token or parameter by parameter: the samples, the weights before the step, each
@@ -81,7 +81,7 @@ class Difference:
 def main(argv: Sequence[str]) -> int:
     """Compare; return 0 if nothing differs, 1 if something does; raise UserError for mistakes."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.audit compare --bisect",
+        prog="python -m torchtitan compare --bisect",
         description="Name the first module in which two layouts of a job differ.",
         allow_abbrev=False,
     )

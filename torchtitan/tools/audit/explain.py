@@ -1,7 +1,7 @@
 """Which samples made the batch of a step, and in which steps a document was.
 
-    python -m torchtitan.tools.audit explain RUN --step 100 --text
-    python -m torchtitan.tools.audit explain RUN --document data/a.jsonl:17
+    python -m torchtitan audit explain RUN --step 100 --text
+    python -m torchtitan audit explain RUN --document data/a.jsonl:17
 
 No log is needed: a step's position gives the numbers of its samples, the permutation gives their
 places in the data, and both can be computed backwards.
@@ -32,7 +32,7 @@ SHOWN_CHARS = 60
 def main(argv: Sequence[str]) -> int:
     """Print the samples of a step, or the steps of a document; raise UserError for mistakes."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.audit explain",
+        prog="python -m torchtitan audit explain",
         description="Tell which samples and documents made the batch of a step.",
         allow_abbrev=False,
     )

@@ -1,6 +1,6 @@
 """A step trained once more and looked at from inside: why did the loss spike?
 
-    python -m torchtitan.tools.audit explain RUN --step 100 --replay
+    python -m torchtitan audit explain RUN --step 100 --replay
 
 The step is trained again from the checkpoint before it. Its loss and gradient norm must be those
 that were logged; then what is seen of it is what happened: each layer's outputs, the largest

@@ -1,6 +1,6 @@
 """The commands that would train a run again, with all that was done to it on the way.
 
-    python -m torchtitan.tools.audit reproduce RUN --out again
+    python -m torchtitan audit reproduce RUN --out again
 
 The ledger has the settings and layout of each start. Steps that a later start went back behind were
 undone, and a start that changed nothing went on as if there had been no stop: neither is repeated.
@@ -52,7 +52,7 @@ class Stretch:
 def main(argv: Sequence[str]) -> int:
     """Write the commands; raise UserError for mistakes."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.audit reproduce",
+        prog="python -m torchtitan audit reproduce",
         description="Write the commands that train a run again, interventions included.",
         allow_abbrev=False,
     )

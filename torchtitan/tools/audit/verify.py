@@ -1,6 +1,6 @@
 """Does training a run's steps again give what it logged?
 
-    python -m torchtitan.tools.audit verify RUN --steps 5
+    python -m torchtitan audit verify RUN --steps 5
 
 First every file of every checkpoint is compared with its checksum, and each manifest with its hash
 in the ledger. Then steps drawn at random are trained again from the checkpoint before each of them,
@@ -33,7 +33,7 @@ from torchtitan.tools.compare.compare_runs import Comparison, compare_checkpoint
 def main(argv: Sequence[str]) -> int:
     """Verify; return 0 if all is as it was, 1 if not; raise UserError for mistakes."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.audit verify",
+        prog="python -m torchtitan audit verify",
         description="Tell whether a run's steps, trained again, give what it logged.",
         allow_abbrev=False,
     )

@@ -1,7 +1,7 @@
 """Train one job in several layouts on this machine, and say where they part.
 
-    python -m torchtitan.tools.audit compare layouts my.toml single fsdp2 hsdp2x2
-    python -m torchtitan.tools.audit compare layouts my.toml single "fsdp2 --compile.enable"
+    python -m torchtitan compare layouts my.toml single fsdp2 hsdp2x2
+    python -m torchtitan compare layouts my.toml single "fsdp2 --compile.enable"
 
 A layout is words with numbers of ranks joined by commas (fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN; 1 or
 single is one device) and options of the trainer behind them; epN adds no ranks, but deals out
@@ -53,7 +53,7 @@ from torchtitan.tools.compare.layouts.words import Layout, fit_local_batch, opti
 
 SET_HERE = ("training.steps", "training.max_norm", "training.global_batch_size")
 SET_HERE_SECTIONS = ("job.", "metrics.", "checkpoint.")
-PROG = "python -m torchtitan.tools.audit compare layouts"
+PROG = "python -m torchtitan compare layouts"
 LOCAL_BATCH = "training.local_batch_size"
 
 

@@ -1,6 +1,6 @@
 """Compare two runs: every logged figure, and every tensor of the checkpoints that both have.
 
-    python -m torchtitan.tools.audit compare runs outputs/a outputs/b
+    python -m torchtitan compare runs outputs/a outputs/b
 
 Prints the first difference and a table; exit code 0 equal, 1 different, 2 a mistake. Equal means
 bit for bit, unless --tolerance allows a relative difference: two layouts add in another order, and
@@ -41,7 +41,7 @@ TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak", "slowe
 # what belongs to the ranks, which another layout has others of
 OF_RANKS = ("rank_", "world_size")
 MAX_LOSS = "max_loss"
-PROG = "python -m torchtitan.tools.audit compare runs"
+PROG = "python -m torchtitan compare runs"
 AT_ONCE = 2**26
 """Bytes that are read in one go."""
 

@@ -31,7 +31,7 @@ class EvaluationConfig:
     """Held-out domains to measure at each validation."""
 
     domains: tuple[str, ...] = ()
-    """NAME=FILES of each, as --perplexity of torchtitan.tools.evaluate; a name again adds files."""
+    """NAME=FILES of each, as --perplexity of `torchtitan evaluate`; a name again adds files."""
     tokenizer_path: str = "bpe_2048"
     """As model.tokenizer_path."""
 
@@ -67,7 +67,7 @@ class Perplexity:
             raise ConfigError.at(
                 "training.loss",
                 f"must be cross_entropy for a perplexity, got '{run.training.loss}'; measure the "
-                f"checkpoints by python -m torchtitan.tools.evaluate, and remove the callback",
+                f"checkpoints by python -m torchtitan evaluate, and remove the callback",
             )
         cut = replace(run.training, dataset_weights=(), dataset_mixture={})
         size = cut.local_batch_size

@@ -1,4 +1,4 @@
-"""The command `python -m torchtitan.tools.plan schedule --schedule 1F1B --stages 4 ...`.
+"""The command `python -m torchtitan plan schedule --schedule 1F1B --stages 4 ...`.
 
 It needs no model: a schedule is a table, and what it costs is played through on paper.
 """

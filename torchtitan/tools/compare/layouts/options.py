@@ -1,4 +1,4 @@
-"""The options of `python -m torchtitan.tools.audit compare layouts`."""
+"""The options of `python -m torchtitan compare layouts`."""
 
 from __future__ import annotations
 

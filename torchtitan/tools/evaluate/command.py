@@ -1,11 +1,11 @@
 """Evaluate a checkpoint: perplexity of held-out files, and tasks of lm-evaluation-harness.
 
-    python -m torchtitan.tools.evaluate --checkpoint outputs --perplexity web=a.jsonl code='*.py'
-    python -m torchtitan.tools.evaluate --checkpoint Qwen3-0.6B --tasks hellaswag,arc_easy --limit 9
-    torchrun --nproc_per_node 2 -m torchtitan.tools.evaluate --checkpoint Qwen3-8B --tasks gsm8k
+    python -m torchtitan evaluate --checkpoint outputs --perplexity web=a.jsonl code='*.py'
+    python -m torchtitan evaluate --checkpoint Qwen3-0.6B --tasks hellaswag,arc_easy --limit 9
+    torchrun --nproc_per_node 2 -m torchtitan evaluate --checkpoint Qwen3-8B --tasks gsm8k
 
-The checkpoint is whatever scripts/generate.py takes: a run, a step, a folder of Hugging Face. Under
-torchrun the ranks share the model's matrices (tensor parallelism), and rank 0 reports.
+The checkpoint is whatever `torchtitan generate` takes: a run, a step, a folder of Hugging Face.
+Under torchrun the ranks share the model's matrices (tensor parallelism), and rank 0 reports.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from torchtitan import __version__
 from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
@@ -31,7 +29,7 @@ from torchtitan.data.settings import TrainingConfig
 from torchtitan.generate.generator import DTYPES, join_tensor_parallel
 from torchtitan.hf.names import CONFIG
 from torchtitan.mesh.faults import refuse_exits
-from torchtitan.mesh.ranks import leave, let_rank_0_report
+from torchtitan.mesh.ranks import let_rank_0_report
 from torchtitan.tools.evaluate.perplexity import measure, open_domain, parse_domains
 from torchtitan.tools.evaluate.report import is_first_rank, show
 from torchtitan.tools.evaluate.subject import Subject, open_subject
@@ -217,7 +215,7 @@ def _check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 def _parser() -> argparse.ArgumentParser:
     summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.evaluate",
+        prog="python -m torchtitan evaluate",
         description=summary,
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -253,10 +251,3 @@ def _parser() -> argparse.ArgumentParser:
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    if dist.is_initialized():
-        leave(code)
-    sys.exit(code)

@@ -1,6 +1,6 @@
 """Train a byte-pair tokenizer on text and write it as a tiktoken file.
 
-    python scripts/train_tokenizer.py my.tiktoken --vocab_size 32000 'corpus/**/*.txt'
+    python -m torchtitan tokenizer my.tiktoken --vocab_size 32000 'corpus/**/*.txt'
 
 Without files it learns from the Python standard library: so the built-in `bpe_2048` was made. Two
 ids of the vocabulary go to the begin and end tokens that `TiktokenTokenizer` adds to any such
@@ -15,8 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.base.urls import local_path
@@ -87,11 +85,14 @@ def write_tiktoken(file: Path, tokens: Sequence[bytes]) -> None:
     temporary.replace(file)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train on the given files and write the result."""
+def main(argv: Sequence[str]) -> int:
+    """Train, write the file and return 0; a mistake ends the process with 2."""
     summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m torchtitan tokenizer",
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("output", type=local_path, help="file to write")
     parser.add_argument("files", nargs="*", help="files or globs, as training.dataset_path")
@@ -116,8 +117,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_tiktoken(args.output, tokens)
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
-    print(f"{args.output}: {len(tokens)} tokens and {NUM_SPECIAL} special ones")
-
-
-if __name__ == "__main__":
-    main()
+    sys.stdout.write(f"{args.output}: {len(tokens)} tokens and {NUM_SPECIAL} special ones\n")
+    return 0

@@ -1,6 +1,6 @@
 """Plan before you pay.
 
-    python -m torchtitan.tools.plan memory --job.config_file F --world_size 512
+    python -m torchtitan plan memory --job.config_file F --world_size 512
 
 Needs no GPU and no other ranks. What is not an option of the command is a setting of the job, as
 the trainer takes it.
@@ -74,7 +74,7 @@ def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.plan", description=__doc__, allow_abbrev=False
+        prog="python -m torchtitan plan", description=__doc__, allow_abbrev=False
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, (summary, _) in OF_A_JOB.items():
@@ -116,7 +116,3 @@ def _parser() -> argparse.ArgumentParser:
     add_schedule(commands)
     add_explain(commands)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

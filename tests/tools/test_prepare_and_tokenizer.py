@@ -1,8 +1,7 @@
-"""scripts/prepare_data.py and train_tokenizer.py, run as a user runs them."""
+"""`torchtitan prepare` and `tokenizer`, run as a user runs them."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,20 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from scripts import prepare_data, train_tokenizer
 from tests.data.helpers import dataset_of, write_texts
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import build_tokenizer, read_ranks
+from torchtitan.tools import prepare as prepare_data
+from torchtitan.tools import tokenizer as train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
+def run(verb: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, f"scripts/{script}", *args],
+        [sys.executable, "-m", "torchtitan", verb, *args],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -36,7 +36,7 @@ def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
 def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
     paths = write_texts(tmp_path, {"a.txt": "one " * 99, "b.jsonl": '{"body": "two"}\n' * 99})
     prefix = str(tmp_path / "new" / "store")
-    done = run("prepare_data.py", prefix, *paths, "--tokenizer", "byte", "--text_key", "body")
+    done = run("prepare", prefix, *paths, "--tokenizer", "byte", "--text_key", "body")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == f"{prefix}.bin, .idx: 100 documents, {4 * 99 + 1 + 4 * 99} tokens"
@@ -110,24 +110,19 @@ def test_a_store_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert TokenStore(tmp_path / "stores" / "a").num_tokens == 5
 
 
-@pytest.mark.parametrize("script", ["prepare_data.py", "train_tokenizer.py"])
-def test_help(script: str) -> None:
-    done = run(script, "--help")
+@pytest.mark.parametrize("verb", ["prepare", "tokenizer"])
+def test_help(verb: str) -> None:
+    done = run(verb, "--help")
     assert done.returncode == 0
-    assert f"python scripts/{script}" in done.stdout
+    assert f"python -m torchtitan {verb}" in done.stdout
 
 
 def test_a_trained_tokenizer_is_that_of_the_library(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("trainer", ROOT / "scripts/train_tokenizer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     source = (ROOT / "torchtitan" / "data" / "settings.py").read_text()
     odd = "naïve 中文 \U0001f600 don't  DON'T\r\n\r\n 123456 \t x\n" * 5
-    library = script.train(iter([source, odd]), vocab_size=700)
+    library = train_tokenizer.train(iter([source, odd]), vocab_size=700)
     file = tmp_path / "new.tiktoken"
-    script.write_tiktoken(file, script.tokens_by_rank(library))
+    train_tokenizer.write_tiktoken(file, train_tokenizer.tokens_by_rank(library))
     ours = build_tokenizer(str(file))
     assert (ours.vocab_size, ours.eos_id) == (700, 699)
     for text in (source, odd, Path(__file__).read_text(), "".join(map(chr, range(1, 0xD800)))):
@@ -137,7 +132,7 @@ def test_a_trained_tokenizer_is_that_of_the_library(tmp_path: Path) -> None:
 def test_training_on_files_merges_the_most_frequent_pairs(tmp_path: Path) -> None:
     paths = write_texts(tmp_path, {"a.txt": "low lower lowest " * 50, "b.txt": "newest widest"})
     file = tmp_path / "new.tiktoken"
-    done = run("train_tokenizer.py", str(file), *paths, "--vocab_size", "262")
+    done = run("tokenizer", str(file), *paths, "--vocab_size", "262")
     assert (done.returncode, done.stdout) == (0, f"{file}: 260 tokens and 2 special ones\n")
     # the most frequent pairs, by hand: lo or ow come 150 times, then low, then " low" 149 times
     merged = list(read_ranks(file))[256:]
@@ -147,6 +142,6 @@ def test_training_on_files_merges_the_most_frequent_pairs(tmp_path: Path) -> Non
 
 
 def test_vocabularies_below_the_bytes_are_refused(tmp_path: Path) -> None:
-    done = run("train_tokenizer.py", str(tmp_path / "t"), "--vocab_size", "257")
+    done = run("tokenizer", str(tmp_path / "t"), "--vocab_size", "257")
     assert done.returncode == 2
     assert "at least 258, got 257" in done.stderr

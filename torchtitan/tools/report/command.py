@@ -1,6 +1,6 @@
 """One HTML file about one or more runs.
 
-    python -m torchtitan.tools.report outputs/a outputs/b --out report.html
+    python -m torchtitan report outputs/a outputs/b --out report.html
 
 Curves of all logged figures side by side, starts, changed settings and spikes on their axes, the
 layout, the pipeline's timeline, and what was done to each run. The file needs no network.
@@ -23,7 +23,7 @@ from torchtitan.tools.report.read import name_runs, read_run
 def main(argv: Sequence[str]) -> int:
     """Write the page; return 0, or 2 for a mistake, which is printed."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.report",
+        prog="python -m torchtitan report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -52,7 +52,3 @@ def main(argv: Sequence[str]) -> int:
     names = printable(", ".join(run.name for run in runs))
     sys.stdout.write(f"{out}: {names}, {size:.2f} MiB\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Tokenise files once into a token store, to train from on any machine.
 
-    python scripts/prepare_data.py data/corpus 'text/**/*.jsonl.zst' --tokenizer tokenizer.model
+    python -m torchtitan prepare data/corpus 'text/**/*.jsonl.zst' --tokenizer tokenizer.model
 
 writes `data/corpus.bin` and `data/corpus.idx` in Megatron-LM's format. Train with
 `training.dataset = "files"` and `training.dataset_path = ["data/corpus"]`. The trainer tokenises
@@ -17,8 +17,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.base.urls import is_url
@@ -43,11 +41,14 @@ def find_corpus(patterns: Sequence[str], *, text_key: str, template: str | None)
     return FileCorpus(files, text_key, template, settings=("--text_key", "--text_template"))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Read the command line and write the store."""
+def main(argv: Sequence[str]) -> int:
+    """Write the store and return 0; a mistake ends the process with 2."""
     summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m torchtitan prepare",
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("prefix", help="path of the store, without .bin and .idx")
     parser.add_argument("files", nargs="+", help="files or globs, as training.dataset_path")
@@ -75,8 +76,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:
         parser.exit(130, "stopped\n")
-    print(f"{prefix}.bin, .idx: {done}")
-
-
-if __name__ == "__main__":
-    main()
+    sys.stdout.write(f"{prefix}.bin, .idx: {done}\n")
+    return 0

@@ -1,7 +1,7 @@
 """Convert weights between this library's checkpoints and folders of Hugging Face.
 
-    python scripts/convert_hf.py to-hf outputs model --dtype bfloat16
-    python scripts/convert_hf.py from-hf model weights
+    python -m torchtitan convert to-hf outputs model --dtype bfloat16
+    python -m torchtitan convert from-hf model weights
 
 `to-hf` reads a run's folder or its checkpoint folder (the newest step is taken), or one step's
 folder. It is what checkpoint.last_save_in_hf does at the end of a run, and reads one tensor at a
@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
@@ -114,7 +112,7 @@ def _check_absent(out: Path) -> None:
         raise CheckpointError(f"{out} is there already; name a folder that is not")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Read the command line and convert; 2 with one message for what the user can mend."""
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
@@ -134,14 +132,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return UserError.exit_code
-    print(line)
+    sys.stdout.write(f"{line}\n")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m torchtitan convert",
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ways = parser.add_subparsers(dest="direction", required=True)
     to = ways.add_parser("to-hf", help="from a checkpoint to a folder of Hugging Face")
@@ -166,7 +167,3 @@ def _parser() -> argparse.ArgumentParser:
         help="the training.dtype of the job to come",
     )
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

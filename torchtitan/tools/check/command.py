@@ -1,6 +1,6 @@
 """Look at the machines of a job before it starts, with all its ranks.
 
-    python -m torchtitan.launch ... -m torchtitan.tools.check --job.config_file F [settings]
+    python -m torchtitan.launch ... -m torchtitan check --job.config_file F [settings]
 
 Every rank takes part, so what is found is what the job would meet: other versions or other code,
 memory and disks, data that differ, a slow device, a slow link. Prints one table and, for
@@ -27,7 +27,7 @@ from torchtitan.base.urls import local_path
 from torchtitan.job import Config, load_config
 from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import Mesh, build_mesh
-from torchtitan.mesh.ranks import init_process_group, leave, read_rank_info
+from torchtitan.mesh.ranks import init_process_group, read_rank_info
 from torchtitan.parallel.layout import check_device
 from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.check.disks import check_checkpoints, check_data
@@ -42,7 +42,7 @@ WIDTH = len("dp_replicate")
 def main(argv: Sequence[str]) -> int:
     """Check on this rank; return the exit code, the same on all ranks."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.tools.check", description=__doc__, allow_abbrev=False
+        prog="python -m torchtitan check", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("--json", type=local_path, metavar="FILE", help="write all figures")
     arguments, settings = parser.parse_known_args(argv)
@@ -97,13 +97,3 @@ def write(file: Path, ranks: Ranks, checks: Sequence[Checked]) -> None:
     told = {"machines": list(ranks.machines), "checks": [one.as_json() for one in checks]}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"{error}\n")
-        code = error.exit_code
-    leave(code)

@@ -1,4 +1,4 @@
-"""Ask a run what it did: `python -m torchtitan.tools.audit VERB RUN`.
+"""Ask a run what it did: `python -m torchtitan audit VERB RUN`.
 
 Each verb is a module of this package with a `main(arguments)`. It is imported when it is asked for,
 and returns the exit code; a user's mistake is printed here, with code 2.
@@ -13,7 +13,6 @@ from importlib import import_module
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 VERBS: Mapping[str, tuple[str, str]] = {
-    "compare": ("torchtitan.tools.compare.compare", "where two runs, or layouts of one job, part"),
     "verify": ("torchtitan.tools.audit.verify", "whether steps trained again give what was logged"),
     "reproduce": (
         "torchtitan.tools.audit.reproduce",
@@ -33,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if verb in ("-h", "--help"):
             lines = [f"  {name:<12} {summary}" for name, (_, summary) in VERBS.items()]
-            usage = "usage: python -m torchtitan.tools.audit VERB ... [--help]\n\nverbs:"
+            usage = "usage: python -m torchtitan audit VERB ... [--help]\n\nverbs:"
             sys.stdout.write("\n".join([usage, *lines]) + "\n")
             return 0
         if verb not in VERBS:
@@ -46,7 +45,3 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

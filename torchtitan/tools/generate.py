@@ -1,9 +1,9 @@
 """Continue texts, or answer in a chat, with a trained model.
 
-    python scripts/generate.py --checkpoint outputs --prompt "def main(" --temperature 0.8
-    python scripts/generate.py --checkpoint Qwen3-0.6B --chat
-    python scripts/generate.py --checkpoint Qwen3-0.6B --chat --prompt "Who are you?"
-    torchrun --nproc_per_node 2 scripts/generate.py --checkpoint Qwen3-8B --prompts_file lines.txt
+    python -m torchtitan generate --checkpoint outputs --prompt "def main(" --temperature 0.8
+    python -m torchtitan generate --checkpoint Qwen3-0.6B --chat
+    python -m torchtitan generate --checkpoint Qwen3-0.6B --chat --prompt "Who are you?"
+    torchrun --nproc_per_node 2 -m torchtitan generate --checkpoint Qwen3-8B --prompts_file a.txt
 
 The checkpoint is a run's folder or its checkpoint folder (the newest step is taken), one step's
 folder, or a folder of Hugging Face, of any size of a family that is built here. Checksums of a step
@@ -33,8 +33,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
-
 from torchtitan.api import open_generator
 from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, DataError, UserError
@@ -44,7 +42,7 @@ from torchtitan.generate.generator import DTYPES, join_tensor_parallel
 from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import BATCH_SIZE, answer, complete
 from torchtitan.mesh.faults import refuse_exits
-from torchtitan.mesh.ranks import leave, let_rank_0_report, read_rank_info
+from torchtitan.mesh.ranks import let_rank_0_report, read_rank_info
 
 MOST_TOKENS = 10**6
 
@@ -63,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
     if not dist.is_initialized() or dist.get_rank() == 0:
         for number, text in enumerate(texts, start=1):
             if len(texts) > 1:
-                print(f"=== {number} of {len(texts)}")
-            print(text)
+                sys.stdout.write(f"=== {number} of {len(texts)}\n")
+            sys.stdout.write(f"{text}\n")
     return 0
 
 
@@ -194,7 +192,10 @@ def _check(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m torchtitan generate",
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="of a run or Hugging Face")
@@ -214,10 +215,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--skip_verify", action="store_true", help="do not verify checksums")
     add_trust_code(parser)
     return parser
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    if dist.is_initialized():
-        leave(code)
-    sys.exit(code)

@@ -1,8 +1,8 @@
 """Compare trainings: two runs that are there, or layouts of one job, trained here.
 
-    python -m torchtitan.tools.audit compare layouts my.toml single fsdp2 tp2
-    python -m torchtitan.tools.audit compare runs outputs/a outputs/b
-    python -m torchtitan.tools.audit compare --bisect my.toml single fsdp2,tp2
+    python -m torchtitan compare layouts my.toml single fsdp2 tp2
+    python -m torchtitan compare runs outputs/a outputs/b
+    python -m torchtitan compare --bisect my.toml single fsdp2,tp2
 
 Each is a module of this package with a `main(arguments)`, as the verbs are.
 """
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     kind, *arguments = argv or ["--help"]
     if kind in ("-h", "--help"):
         lines = [f"  {name:<10} {summary}" for name, (_, summary) in KINDS.items()]
-        head = "usage: python -m torchtitan.tools.audit compare KIND ... [--help]\n\nkinds:"
+        head = "usage: python -m torchtitan compare KIND ... [--help]\n\nkinds:"
         sys.stdout.write("\n".join([head, *lines]) + "\n")
         return 0
     if kind not in KINDS:
