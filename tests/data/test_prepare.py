@@ -173,7 +173,7 @@ def test_a_full_disk_is_said_and_cleared(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\n"
         "from torchtitan.data.cache import cached_store\n"
-        "from torchtitan.data.corpus import SyntheticCorpus\n"
+        "from torchtitan.data.synthetic import SyntheticCorpus\n"
         "from torchtitan.data.tokenizer import ByteTokenizer\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"

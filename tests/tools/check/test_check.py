@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -117,13 +118,12 @@ def full_disk(rank: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def slow_disk(rank: int) -> contextlib.AbstractContextManager[Any]:
-    sync = os.fsync
+    measure = disks._try
 
-    def slow(number: int) -> None:
-        time.sleep(6)
-        sync(number)
+    def slow(folder: Path, seen: Path) -> disks.Disk:
+        return dataclasses.replace(measure(folder, seen), rate=1.0)
 
-    return patch.object(os, "fsync", slow) if rank == 1 else nothing(rank)
+    return patch.object(disks, "_try", slow) if rank == 1 else nothing(rank)
 
 
 @contextlib.contextmanager
