@@ -118,6 +118,27 @@ def test_a_resumed_run_trains_the_same_rows(
     check_rows(whole.initial, result.final)
 
 
+def test_a_run_that_trains_none_of_them_exports_them(
+    trained: tuple[Path, Path, jobs.Result], ranks: RankPool, tmp_path: Path
+) -> None:
+    _, run, before = trained
+    job = [
+        f"--job.config_file={run / 'config.toml'}",
+        f"--job.dump_folder={tmp_path / 'run'}",
+        f"--checkpoint.initial_load_path={run / 'checkpoint' / 'step-4'}",
+        "--checkpoint.initial_load_in_hf=false",
+        "--checkpoint.grow_vocab=false",
+        "--training.steps=1",
+    ]
+    [result] = ranks.run(jobs.train, job, world=1)
+    export = tmp_path / "run" / "checkpoint" / "export" / "step-1"
+    tensors = load_file(export / "adapter_model.safetensors")
+    held = [name for name in tensors if name.endswith("token_adapter.trainable_tokens_delta")]
+    assert len(held) == len(result.final.keys() & VOCABULARY)
+    embedding = tensors["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
+    assert torch.equal(embedding, before.final["tok_embeddings.weight"][BASE_ROWS:])
+
+
 @pytest.mark.parametrize(
     ("options", "spares"),
     [

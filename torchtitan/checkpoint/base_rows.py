@@ -17,6 +17,7 @@ from torch import Tensor
 from torchtitan.checkpoint.source import Checkpoint, WeightSource
 from torchtitan.checkpoint.state import VOCABULARY, RunState
 from torchtitan.checkpoint.storage import STATE, read_state
+from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.models.init import local_offsets, local_part
 from torchtitan.models.interface import ModelParts
 
@@ -51,6 +52,21 @@ def train_new_rows(state: RunState, *, parts: ModelParts, source: WeightSource) 
     logger.info(
         "The first %d rows of the vocabulary are frozen, those after them trained", num_rows
     )
+    return replace(state, model_state={**state.model_state, BASE_ROWS: num_rows})
+
+
+def keep_base_rows(state: RunState, *, source: WeightSource) -> RunState:
+    """Return the state with the number of the base's rows that `source` records, if it does.
+
+    So the export of an adapter has the rows that an earlier run added, also if this one trains none
+    of them.
+    """
+    if not isinstance(source, Checkpoint):
+        return state
+    path = source.path
+    num_rows = on_first_rank(lambda: stored_base_rows(path), group=source.group)
+    if num_rows is None:
+        return state
     return replace(state, model_state={**state.model_state, BASE_ROWS: num_rows})
 
 

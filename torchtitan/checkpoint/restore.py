@@ -66,10 +66,10 @@ def restore(
         if "train_state" in loaded:
             _restore_train_state(state, source)
     _log_start(start, loaded=loaded, step=state.progress.step)
-    if new_rows_of is None:
-        return state
-    from torchtitan.checkpoint.base_rows import train_new_rows
+    from torchtitan.checkpoint.base_rows import keep_base_rows, train_new_rows
 
+    if new_rows_of is None:
+        return keep_base_rows(state, source=source) if "model" in loaded else state
     return train_new_rows(state, parts=new_rows_of, source=source)
 
 
