@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -20,19 +19,14 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
+from torchtitan.tools import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-SCRIPT = Path(__file__).parents[2] / "scripts" / "convert_hf.py"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convert_hf_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return convert
 
 
 @pytest.fixture(scope="module")
