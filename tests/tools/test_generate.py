@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import re
@@ -29,19 +28,14 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.resume_rules import find_run_step
+from torchtitan.tools import generate as command
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 PROMPT = "naïve "
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return command
 
 
 @pytest.fixture(scope="module")
