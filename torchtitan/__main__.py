@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from torchtitan.base.errors import ConfigError, UserError, did_you_mean
+from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.tools.verbs import Verbs, choose
 
 TRAIN = "torchtitan.train"
-VERBS: Mapping[str, tuple[str, str]] = {
+VERBS: Verbs = {
     "train": (TRAIN, "train a job; this process is one of its ranks"),
     "config": ("torchtitan.tools.config", "check a job's settings and print them all"),
     "plan": ("torchtitan.tools.plan.command", "tell a job's memory, traffic, layout and step time"),
@@ -33,35 +34,22 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "report": ("torchtitan.tools.report.command", "write a page about runs"),
     "hang": ("torchtitan.tools.hang", "name the rank that the others waited for"),
 }
-"""The module of each verb, and what it does."""
-HELP = ("-h", "--help")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a verb and return its exit code; a mistake of the user is printed, with code 2."""
-    verb, *arguments = argv or ["--help"]
     try:
-        if verb in HELP:
-            sys.stdout.write(_usage())
+        verb = choose(VERBS, argv, prog="torchtitan", noun="verb", what="the verb")
+        if verb is None:
             return 0
-        if verb not in VERBS:
-            raise ConfigError(
-                f"the verb must be one of {', '.join(VERBS)}, got {verb!r:.60}"
-                f"{did_you_mean(verb, VERBS)}"
-            )
         if verb == "train":
-            return _train(arguments)
-        code: int = import_module(VERBS[verb][0]).main(arguments)
+            return _train(argv[1:])
+        code: int = import_module(VERBS[verb][0]).main(argv[1:])
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"{error}\n")
         return error.exit_code
     return code
-
-
-def _usage() -> str:
-    lines = [f"  {verb:<10} {summary}" for verb, (_, summary) in VERBS.items()]
-    return "\n".join(["usage: torchtitan VERB ... [--help]", "", "verbs:", *lines, ""])
 
 
 def _train(arguments: Sequence[str]) -> NoReturn:

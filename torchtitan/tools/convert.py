@@ -38,6 +38,7 @@ from torchtitan.hf.folder import to_dcp
 from torchtitan.models.families import MODELS, to_settings
 from torchtitan.models.settings import ModelSection
 from torchtitan.resume_rules import find_run_step, read_settings
+from torchtitan.tools.verbs import build_parser
 
 SECONDS_OF_PATIENCE = 600
 
@@ -137,13 +138,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan convert",
-        description=summary,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser("convert", __doc__)
     ways = parser.add_subparsers(dest="direction", required=True)
     to = ways.add_parser("to-hf", help="from a checkpoint to a folder of Hugging Face")
     to.add_argument("checkpoint", type=Path, help="folder of a run or a step")

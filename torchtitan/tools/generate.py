@@ -43,6 +43,7 @@ from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import BATCH_SIZE, answer, complete
 from torchtitan.mesh.faults import refuse_exits
 from torchtitan.mesh.ranks import let_rank_0_report, read_rank_info
+from torchtitan.tools.verbs import build_parser
 
 MOST_TOKENS = 10**6
 
@@ -190,13 +191,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan generate",
-        description=summary,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser("generate", __doc__)
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="of a run or Hugging Face")
     add("--prompt", action="append", default=[], metavar="TEXT", help="to go on from; repeatable")

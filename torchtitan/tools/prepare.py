@@ -11,7 +11,6 @@ Several processes work, a file at a time each; stopped, the same command goes on
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -25,6 +24,7 @@ from torchtitan.data.files import divide, find_files
 from torchtitan.data.prepare_files import prepare_files
 from torchtitan.data.settings import template_parts, template_rule
 from torchtitan.data.store import STORE_SUFFIXES
+from torchtitan.tools.verbs import build_parser
 
 
 def find_corpus(patterns: Sequence[str], *, text_key: str, template: str | None) -> FileCorpus:
@@ -43,13 +43,7 @@ def find_corpus(patterns: Sequence[str], *, text_key: str, template: str | None)
 
 def main(argv: Sequence[str]) -> int:
     """Write the store and return 0; a mistake ends the process with 2."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan prepare",
-        description=summary,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser("prepare", __doc__)
     parser.add_argument("prefix", help="path of the store, without .bin and .idx")
     parser.add_argument("files", nargs="+", help="files or globs, as training.dataset_path")
     parser.add_argument("--tokenizer", required=True, help="as model.tokenizer_path")

@@ -9,7 +9,6 @@ file. Training is the `tokenizers` library's (the `hf` extra), with Llama 3's sp
 
 from __future__ import annotations
 
-import argparse
 import base64
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from torchtitan.base.urls import local_path
 from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus
 from torchtitan.data.files import divide, find_files
 from torchtitan.data.tokenizer import LLAMA3_PATTERN
+from torchtitan.tools.verbs import build_parser
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -87,13 +87,7 @@ def write_tiktoken(file: Path, tokens: Sequence[bytes]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Train, write the file and return 0; a mistake ends the process with 2."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan tokenizer",
-        description=summary,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser("tokenizer", __doc__)
     parser.add_argument("output", type=local_path, help="file to write")
     parser.add_argument("files", nargs="*", help="files or globs, as training.dataset_path")
     parser.add_argument("--vocab_size", type=int, default=2048, help="ids, with begin and end")

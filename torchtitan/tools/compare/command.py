@@ -9,14 +9,13 @@ Each is a module of this package with a `main(arguments)`, as the verbs are.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.tools.verbs import Verbs, choose
 
-KINDS: Mapping[str, tuple[str, str]] = {
+KINDS: Verbs = {
     "layouts": (
         "torchtitan.tools.compare.compare_layouts",
         "train one job in several layouts, and say where they part",
@@ -27,24 +26,17 @@ KINDS: Mapping[str, tuple[str, str]] = {
         "name the first module in which two layouts of a job differ",
     ),
 }
-"""The module of each kind of comparison, and what it does."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one kind of comparison; return 0, 1 where something differs that should not, or 2."""
-    kind, *arguments = argv or ["--help"]
-    if kind in ("-h", "--help"):
-        lines = [f"  {name:<10} {summary}" for name, (_, summary) in KINDS.items()]
-        head = "usage: python -m torchtitan compare KIND ... [--help]\n\nkinds:"
-        sys.stdout.write("\n".join([head, *lines]) + "\n")
+    kind = choose(
+        KINDS, argv, prog="python -m torchtitan compare", noun="kind", what="what to compare"
+    )
+    if kind is None:
         return 0
-    if kind not in KINDS:
-        raise ConfigError(
-            f"what to compare must be one of {', '.join(KINDS)}, got {kind!r:.60}"
-            f"{did_you_mean(kind, KINDS)}"
-        )
     module: Any = import_module(KINDS[kind][0])
     if kind != "runs":  # which starts nothing
         import_module("torchtitan.tools.compare.compare_layouts").end_ranks_on_signals()
-    code: int = module.main(arguments)
+    code: int = module.main(argv[1:])
     return code

@@ -33,6 +33,7 @@ from torchtitan.mesh.ranks import let_rank_0_report
 from torchtitan.tools.evaluate.perplexity import measure, open_domain, parse_domains
 from torchtitan.tools.evaluate.report import is_first_rank, show
 from torchtitan.tools.evaluate.subject import Subject, open_subject
+from torchtitan.tools.verbs import build_parser
 
 OF_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template", "chat_template")
 OF_PERPLEXITY = ("dataset_text_key", "dataset_text_template", "dataset_cache")
@@ -213,13 +214,7 @@ def _check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan evaluate",
-        description=summary,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser("evaluate", __doc__)
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="of a run or Hugging Face")
     add(
