@@ -124,10 +124,21 @@ def test_the_diffs_of_extend_are_lines_of_the_code() -> None:
             assert line[1:].strip() in code, f"{file.relative_to(ROOT)} has no line {line[1:]!r}"
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
 def test_links_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target in re.findall(r"\]\((?!http)([^)]+)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.exists(), f"{page.name} links to {target}"
+            if anchor:
+                assert anchor in anchors(file), f"{page.name} links to {target}"
 
 
 MAX_LINES_OF_THE_TOUR = 3100

@@ -588,8 +588,8 @@ def test_all_files_of_the_package_are_shipped() -> None:
 
 
 def test_the_page_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks one after the other, with the output that stands behind one."""
-    page = (ROOT / "docs" / "python.md").read_text()
+    """Run its blocks one after the other; a block's output is that on the page."""
+    page = (ROOT / "docs" / "config.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", page, re.S | re.M)
     assert len(blocks) > 5
     (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")

@@ -6,7 +6,7 @@ torchrun and a notebook. The only difference is who ends: a command reports a mi
 function raises it and leaves the process as it was. There is no trainer object to hold on to: a run
 is its folder, from which it resumes and from which its model is loaded.
 
-docs/python.md shows all of it.
+docs/config.md shows all of it.
 """
 
 from __future__ import annotations
