@@ -1,11 +1,11 @@
-"""Data of your own: sums to learn, as "17+5=22", made when they are asked for.
+"""A custom dataset: sums such as "17+5=22", generated on access.
 
     python -m torchtitan.train --training.dataset examples.own_dataset:Sums --sums.digits 2 \
         --training.seq_len 64 --model.tokenizer_path byte --training.steps 20
 
 A class with `__len__` and `__getitem__` is shuffled and repeated by the trainer, and resumed at the
-next sample on any number of ranks. Labels are -100 on the question: the loss is of the answer. The
-held-out tenth of all sums is what validation reads.
+next sample on any number of ranks. Labels are -100 on the question, so only the answer has a loss.
+Validation reads a held-out tenth of all sums.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SECTIONS = {"sums": SumsConfig}
 
 
 class Sums:
-    """As many sums as fit into each sample; the arguments are asked for by name."""
+    """Samples full of sums. The trainer passes the arguments by name."""
 
     def __init__(
         self, tokenizer: Tokenizer, seq_len: int, seed: int, held_out: bool, sums: SumsConfig

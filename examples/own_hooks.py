@@ -1,4 +1,4 @@
-"""Code of your own around the loop: a callback, a sink, a loss and a decay.
+"""Custom code around the loop: a callback, a metrics sink, a loss and a learning rate decay.
 
     python -m torchtitan.train --training.callbacks examples.own_hooks:StopEarly \
         --metrics.sinks examples.own_hooks:CsvSink --training.loss examples.own_hooks:smoothed \
@@ -36,19 +36,19 @@ class StopEarly:
         self.patience, self.lowest, self.num_worse = stop_early.patience, float("inf"), 0
 
     def on_validation(self, step: int, row: Mapping[str, Any]) -> dict[str, float]:
-        """Count validations since the lowest loss; what is returned joins the row."""
+        """Count validations since the lowest loss, and return a figure to add to the row."""
         self.num_worse = 0 if row["validation_loss"] < self.lowest else self.num_worse + 1
         self.lowest = min(self.lowest, row["validation_loss"])
         return {"lowest_validation_loss": self.lowest}
 
     def on_step(self, step: int, row: Mapping[str, Any] | None) -> str | None:
-        """Ask for the end, on all ranks, with a checkpoint."""
+        """Return a reason to stop all ranks after saving a checkpoint, or None."""
         is_over = self.num_worse >= self.patience
         return f"no lower validation loss than {self.lowest:.4f}" if is_over else None
 
 
 class CsvSink:
-    """A sink: takes the figures of each logged step."""
+    """A sink: receives the figures of each logged step."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "losses.csv").open("a", newline="")
@@ -69,5 +69,5 @@ def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def quadratic(progress: float) -> float:
-    """Return the part of the peak rate that is left: fast first, slow at the end."""
+    """Return the fraction of the peak rate: the decay is fast first and slow at the end."""
     return (1 - progress) ** 2

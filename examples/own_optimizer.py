@@ -1,11 +1,10 @@
-"""An optimizer of your own: Lion (arXiv:2302.06675), which steps by the sign of a momentum.
+"""A custom optimizer: Lion (arXiv:2302.06675), which updates by the sign of a momentum.
 
     python -m torchtitan.train --optimizer.name examples.own_optimizer:Lion --optimizer.lr 1e-4 \
         --optimizer.options.betas "[0.95, 0.98]" --training.steps 20
 
-Any torch.optim.Optimizer that works element by element does: its parameters may be shards
-(DTensor), in any layout. It reads `lr` and `weight_decay` from its groups in each step, and keeps
-tensors that begin as zeros.
+Any element-wise torch.optim.Optimizer works: its parameters may be shards (DTensor), in any layout.
+It must read `lr` and `weight_decay` from its groups in each step, and zero-initialize its state.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""A model of your own: attention and a GELU feed-forward side by side, behind one norm.
+"""A custom model: parallel attention and GELU feed-forward after one norm.
 
     python -m torchtitan.train --model.name examples.parallel_block:SPEC --model.flavor tiny \
         --model.tokenizer_path byte --training.steps 20
 
 The parts around the blocks are the decoder's, so it also runs in pipeline stages and generates
-text. `TENSOR_PLAN` says how tensor parallelism splits a block; without it that is refused.
+text. `TENSOR_PLAN` defines how tensor parallelism splits a block; without it, tensor parallelism is
+refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torchtitan.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(DecoderConfig):
-    """A decoder's sizes, and one of our own: each is a key of [model]."""
+    """A decoder's sizes and one more. Each is a key of [model]."""
 
     branch_scale: float = 0.7
     """Factor on what a block adds to the stream."""
@@ -40,12 +41,12 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """Map each token by itself."""
+        """Map each token independently."""
         return self.w2(F.gelu(self.w1(x_BSC)))
 
 
 class SideBySide(nn.Module):
-    """A block."""
+    """A block: both branches read the same normed input."""
 
     def __init__(self, config: Sizes) -> None:
         super().__init__()
@@ -55,20 +56,20 @@ class SideBySide(nn.Module):
         self.scale = config.branch_scale
 
     def forward(self, x_BSC: Tensor, *others: Any) -> Tensor:
-        """Add both branches to the stream; `others` are what attention takes."""
+        """Add both branches to the residual stream. `others` are further inputs of attention."""
         y_BSC = self.norm(x_BSC)
         return x_BSC + self.scale * (self.attention(y_BSC, *others) + self.feed_forward(y_BSC))
 
 
 class Parallel(Decoder):
-    """The decoder with such blocks."""
+    """The decoder with parallel blocks."""
 
     def __init__(self, config: Sizes) -> None:
         super().__init__(config)
         self.layers = nn.ModuleDict({name: SideBySide(config) for name in self.layers})
 
     def initial(self, name: str) -> Init:
-        """Say how a parameter starts."""
+        """Return the initialization of a parameter."""
         return Constant(1.0) if "norm." in name else Normal(std=0.02)
 
 
