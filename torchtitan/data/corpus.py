@@ -96,8 +96,7 @@ class FileCorpus(Files):
 
         setting = self.settings[self.template is not None]
         text_of = TextTemplate(self.text_key, self.template, setting=setting)
-        read = partial(read_documents, text_of=text_of, advance=advance)
-        yield from read_each(self.files, read)
+        yield from read_each(self.files, partial(read_documents, text_of=text_of, advance=advance))
 
 
 class StdlibCorpus(Files):
