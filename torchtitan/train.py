@@ -128,8 +128,8 @@ def train_job(
     undo.callback(trainer.close_after_failure)
     sync_before_training(stop)
     if done < steps:
-        reason = f": {config.compile.backend} compiles blocks" if config.compile.enable else ""
-        logger.info("Starting at step %d of %d, the slowest one%s", done + 1, steps, reason)
+        why = f": {config.compile.backend} compiles blocks" if config.compile.enable else ""
+        logger.info("Starting at step %d of %d, the slowest one%s", done + 1, steps, why)
     log, limit = folder / "logs" / f"rank_{launch.rank}.log", config.comm.train_timeout_seconds
     with bar:
         with dump_stacks_on_stall(log, limit_seconds=limit, on_step=bar.advance) as on_step:
