@@ -226,6 +226,7 @@ def test_run_train_uses_the_given_file_and_ranks(tmp_path: Path) -> None:
     done = run(command, **environ)
     assert done.returncode == 0, done.stderr
     assert "layout: dp_shard 2" in done.stderr
+    assert "step 1 of 2" in done.stderr
     assert len(read_rows(tmp_path / "run")) == 2
 
 
@@ -236,6 +237,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_train(tmp_path: Path) -> N
     assert again.returncode == 0
     assert "is at step 1 of 1 already" in again.stderr
     assert "training finished" not in again.stderr
+    assert "Starting at" not in again.stderr
     assert (tmp_path / "run" / "checkpoint" / "export" / "step-1" / "config.json").is_file()
     on = (
         again.stderr.rpartition("continue it with ")[2]

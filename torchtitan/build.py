@@ -754,10 +754,6 @@ def log_job(
             float8.recipe_name or "tensorwise",
             ", emulated" if float8.emulate else "",
         )
-    if config.compile.enable:
-        logger.info(
-            "Blocks are compiled by %s: the first step takes longer", config.compile.backend
-        )
     if config.job.print_config:
         logger.info("Settings:\n%s", to_toml(config))
 

@@ -138,7 +138,8 @@ def build_validation_loader(
     )
     freq = validation.freq
     logger.info(
-        "Validation on %s of %s in %s, every %s",
+        "Validation on %s of %s in %s, every %s, after step 1 (before "
+        "it is logged) and after the last one",
         plural(batches.num_drawn, "sample"),
         plural(source.seq_len, "token"),
         plural(batches.num_batches, "batch"),

@@ -51,6 +51,20 @@ def test_each_size_of_a_flavor_may_be_another_one() -> None:
     assert find_model(model_of("flavor=small"))[1] == LLAMA.flavors["small"]
 
 
+def test_a_size_of_a_flavor_may_be_taken_away() -> None:
+    given = ["num_dense_layers=0", "num_shared_experts=0", "q_lora_rank=0"]
+    settings = model_of("name=deepseek_v3", "flavor=tiny", *given)
+    spec, found = find_model(settings)
+    none = dict.fromkeys(("num_dense_layers", "num_shared_experts", "q_lora_rank"))
+    flavor = spec.flavors["tiny"]
+    assert all(getattr(flavor, name) for name in none)
+    assert found == dataclasses.replace(flavor, **none)
+    model = spec.build_meta(found)
+    names = {name for name, _ in model.named_parameters()}
+    assert not any("wq_a" in n or "shared_experts" in n or "feed_forward" in n for n in names)
+    assert all(found.has_parameter(name) for name in names)
+
+
 @pytest.mark.parametrize(
     ("options", "key", "remedy"),
     [

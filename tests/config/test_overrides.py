@@ -20,6 +20,8 @@ class Sizes:
     is_odd: bool = False
     own: int | None = None
     """Own one."""
+    spare: int | None = None
+    """Spare. Default: none."""
     fixed: bool = dataclasses.field(default=False, metadata={"of_family": True})
     """Nobody's to choose."""
     name: str = ""
@@ -42,17 +44,23 @@ class Section:
 
 def test_numbers_and_switches_become_keys_with_their_text() -> None:
     facts = keys(with_sizes(Section, of=More, remark="Or not."))
-    assert {path[0] for path in facts} == {"own", "width", "share", "is_odd", "depth", "name"}
+    assert {path[0] for path in facts} == {
+        *("own", "width", "share", "is_odd", "depth", "name", "spare")
+    }
     assert docstring_of(facts["width",]) == "Width of it. Or not."
     assert docstring_of(facts["own",]) == "The section's own."
     assert docstring_of(facts["is_odd",]) == "Or not."
     assert (facts["width",].type_text, facts["share",].type_text) == ("int > 0", "float >= 0.0")
+    assert facts["spare",].type_text == "int >= 0"
+    assert docstring_of(facts["spare",]).startswith("Spare. Default: none. Or not. 0")
     assert all(fact.default is None and fact.optional for fact in facts.values())
 
 
 def test_what_is_given_is_returned() -> None:
     section = with_sizes(Section, of=More, remark="")(width=3, is_odd=False)  # type: ignore[call-arg]
     assert given_sizes(section, of=More) == {"width": 3, "is_odd": False}
+    section = with_sizes(Section, of=More, remark="")(spare=0, share=0.0)  # type: ignore[call-arg]
+    assert given_sizes(section, of=More) == {"spare": None, "share": 0.0}
 
 
 def is_valid(key: Key, value: object) -> bool:

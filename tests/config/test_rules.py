@@ -229,7 +229,7 @@ BROKEN = [
     (
         "[training]\nglobal_batch_size = 20\nlocal_batch_size = 8",
         "[training] global_batch_size",
-        "multiple of local_batch_size (8), got 20; try 16",
+        "multiple of local_batch_size (8) x data-parallel ranks, got 20",
     ),
     (
         f'{PIPELINE}module_fqns_per_model_part = [["norm"]]\n'
@@ -463,7 +463,8 @@ def test_a_rule_points_at_what_was_written(jobs: Jobs) -> None:
     assert mistake.startswith("job.toml: [lr_scheduler] total_steps = 50: ")
     [mistake] = jobs.mistakes("[training]\nglobal_batch_size = 8", "--training.local_batch_size=3")
     assert mistake.startswith("job.toml: [training] global_batch_size = 8: ")
-    assert "local_batch_size (3), got 8; try 6" in mistake
+    assert "local_batch_size (3)" in mistake
+    assert "got 8" in mistake
 
 
 def test_a_rule_is_silent_while_one_of_its_keys_is_wrong(jobs: Jobs) -> None:

@@ -181,7 +181,8 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     for name, weight in tuned.initial.items():
         assert is_adapter(name) or torch.equal(weight, base.final[name]), name
     # what its job wanted alone can still be added to the weights
-    to_hf(tmp_path / "tuned", tmp_path / "merged", lora="merged")
+    assert "adapter" in to_hf(tmp_path / "tuned", tmp_path / "alone").partition(" of ")[0]
+    assert "merged" in to_hf(tmp_path / "tuned", tmp_path / "merged", lora="merged")
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "merged").model.layers[0].self_attn
     wv, a, b = (tuned.final[f"layers.0.attention.wv.{n}"] for n in ("weight", "lora_a", "lora_b"))
     torch.testing.assert_close(theirs.v_proj.weight, wv + 16 / 2 * b @ a)

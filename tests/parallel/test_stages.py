@@ -163,6 +163,12 @@ def test_an_end_that_is_heavier_than_a_stage(first: int, last: int, key: str) ->
             ["pipeline_parallel_degree", "got 4: 3 stages", "try 1 or 3 or 5"],
         ),
         (
+            # no size makes 6 stages of 8 layers, embedding and head
+            settings(6, pipeline_parallel_layers_per_stage=2),
+            6,
+            ["got 2: 5 stages", "remove it for 6"],
+        ),
+        (
             settings(3, module_fqns_per_model_part=[["a"], ["b"]]),
             3,
             ["must hold a multiple of pipeline_parallel_degree (3) lists", "got 2; make it 3"],

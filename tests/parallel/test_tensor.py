@@ -26,7 +26,12 @@ from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.layout import Reshard
-from torchtitan.parallel.tensor import _matches, apply_tensor_parallel, check_tensor_parallel
+from torchtitan.parallel.tensor import (
+    _matches,
+    apply_tensor_parallel,
+    check_tensor_parallel,
+    find_uneven_sizes,
+)
 
 LLAMA3 = MODELS["llama3"]
 TINY8 = LLAMA3.flavors["tiny8"]
@@ -249,6 +254,12 @@ def test_sizes_that_the_degree_does_not_divide_are_named_with_the_degrees_that_f
     message = refused(LLAMA3.flavors["70B"], tp=16)
     assert "got 16 for num_kv_heads 8; this model can be split by 1, 2, 4, 8;" in message
     assert "got 2 for hidden_dim 97;" in refused(replace(TINY8, hidden_dim=97), tp=2)
+
+
+def test_the_width_of_dense_layers_counts_only_where_there_are_some() -> None:
+    config = replace(MODELS["qwen3_moe"].flavors["tiny"], hidden_dim=97)
+    assert find_uneven_sizes(replace(config, num_dense_layers=None), tp=2) == ""
+    assert "hidden_dim 97" in find_uneven_sizes(replace(config, num_dense_layers=1), tp=2)
 
 
 def test_a_sequence_that_the_degree_does_not_divide() -> None:

@@ -28,6 +28,7 @@ from torchtitan.checkpoint.state import (
     rng_tensors,
     set_rng,
 )
+from torchtitan.models.init import local_part
 from torchtitan.models.interface import ModelParts
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.settings import LRSchedulerConfig
@@ -56,7 +57,10 @@ def restore(
 
         log_excluded(state, start, loaded=loaded, group=group)
     if "model" in loaded:
-        source.read(model_tensors(state.model))
+        weights = model_tensors(state.model)
+        size = sum(local_part(tensor).nbytes for tensor in weights.values()) / 2**30
+        logger.info("Reading weights from %s: %.2f GiB on this rank", source.path, size)
+        source.read(weights)
     if start.mode != "finetune":
         assert isinstance(source, Checkpoint)
         if "optimizer" in loaded:

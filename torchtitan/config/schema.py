@@ -539,8 +539,10 @@ def with_sizes(section: type[T], of: type[DataclassInstance], *, remark: str) ->
         plain = [kind for kind in typing.get_args(hints[one.name]) if kind is not types.NoneType]
         kind: Any = scalars.get((plain or [hints[one.name]])[0])
         if kind is not None and one.name not in known and not one.metadata.get("of_family"):
-            size = field(default=None, metadata={"source": (of, remark)})
-            added.append((one.name, kind | None, size))
+            is_optional = kind is PositiveInt and bool(plain)  # 0 takes away the flavor's
+            text = f"{remark} 0: the default." if is_optional else remark
+            size = field(default=None, metadata={"source": (of, text)})
+            added.append((one.name, (NonNegativeInt if is_optional else kind) | None, size))
     return _subclass(section, added)
 
 

@@ -89,23 +89,23 @@ def find_files(
     if not files:
         rule = f"no file matches {pattern!r:.200}; relative paths start at {Path.cwd()}"
         raise DataError.at(key, rule)
-    from torchtitan.data.readers import check_suffix
+    from torchtitan.data.readers import check_each, check_suffix
 
-    for file in files:
-        check_suffix(file)
-    empty = [file for file in files if file.exists() and file.stat().st_size == 0]
+    check_each(files, check_suffix)
+    empty = {file for file in files if file.exists() and file.stat().st_size == 0}
     if empty and (is_named or len(empty) == len(files)):
-        raise DataError.at(key, f"a file must not be empty: {empty[0]}; remove it")
+        raise DataError.at(key, f"a file must not be empty: {min(empty)}; remove it")
     if empty:
         num_files = plural(len(files), "file")
         logger.warning("skipping %d of %s in %s: empty", len(empty), num_files, pattern)
-    skipped = set(empty)
-    return [file for file in files if file not in skipped]
+    return [file for file in files if file not in empty]
 
 
 def find_all(entries: Iterable[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
     """Return the files of each entry of `dataset_path`, as `find_files` does."""
-    found = once(lambda: [[*map(str, find_files(entry, cache=cache))] for entry in entries])
+    from torchtitan.data.readers import check_each
+
+    found = once(lambda: check_each(entries, lambda e: [*map(str, find_files(e, cache=cache))]))
     return [[*map(Path, files)] for files in found]
 
 

@@ -34,7 +34,7 @@ from torchtitan.data.cache import cached_store, open_cached
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.holdout import content_number
 from torchtitan.data.prepare import num_cores, show_progress
-from torchtitan.data.readers import check_heads
+from torchtitan.data.readers import add_mistakes, check_heads, join_errors
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -84,7 +84,10 @@ def prepare_files(
             kept.
     """
     tokenizer = build_tokenizer(tokenizer_path, key="--tokenizer")
-    check_heads(corpus.files)
+    try:
+        check_heads(corpus.files)
+    except DataError as error:
+        raise _add_mistakes(error, [corpus]) from error
     folder = Path(f"{prefix}.parts")
     with _locked(prefix):
         folder.mkdir(exist_ok=True)
@@ -92,10 +95,7 @@ def prepare_files(
         num_workers = min(num_workers or num_cores(), len(parts))
         try:
             if num_workers == 1:
-                folders = [
-                    Path(cached_store(part, tokenizer=tokenizer, cache=str(folder)).prefix).parent
-                    for part in parts
-                ]
+                folders = _run_alone(parts, tokenizer, cache=folder)
             else:
                 folders = _run_workers(
                     parts, corpus, tokenizer_path, cache=folder, num_workers=num_workers
@@ -144,6 +144,26 @@ def _divide(corpus: FileCorpus) -> Iterator[FileCorpus]:
         yield replace(corpus, files=tuple(files))
 
 
+def _run_alone(parts: Sequence[FileCorpus], tokenizer: Tokenizer, *, cache: Path) -> list[Path]:
+    """Tokenize the parts of a corpus one by one; return the folder of each store."""
+    folders = []
+    for number, part in enumerate(parts, start=1):
+        try:
+            store = cached_store(part, tokenizer=tokenizer, cache=str(cache))
+        except DataError as error:
+            raise _add_mistakes(error, parts[number:]) from error
+        folders.append(Path(store.prefix).parent)
+    return folders
+
+
+def _add_mistakes(error: DataError, parts: Sequence[FileCorpus]) -> DataError:
+    """Return the error together with the mistakes of parts that were not tokenized."""
+    by_file = {file: replace(part, files=(file,)) for part in parts for file in part.files}
+    return add_mistakes(
+        error, [*by_file], lambda file: by_file[file].pieces(lambda num_bytes: None)
+    )
+
+
 def _run_workers(
     parts: Sequence[FileCorpus],
     corpus: FileCorpus,
@@ -172,6 +192,12 @@ def _run_workers(
             raise DataError(
                 "a process ended before its work, perhaps out of memory; try fewer --workers"
             ) from error
+        except DataError as error:
+            pool.shutdown(cancel_futures=True)
+            waiting = [part for job, part in jobs.items() if job.cancelled()]
+            others = [job.exception() for job in jobs if not job.cancelled()]
+            found = join_errors([e for e in (error, *others) if isinstance(e, DataError)])
+            raise _add_mistakes(found, waiting) from error
         except BaseException:
             # running jobs finish and are kept, waiting jobs are cancelled
             pool.shutdown(cancel_futures=True)

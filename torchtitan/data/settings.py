@@ -228,8 +228,8 @@ class TrainingConfig:
         if total != -1 and total % local:
             yield Violation(
                 ("global_batch_size", "local_batch_size"),
-                f"must be -1 or a multiple of local_batch_size ({local}), got {total}; "
-                f"try {max(total // local, 1) * local}",
+                f"must be -1 or a multiple of local_batch_size ({local}) x data-parallel ranks, "
+                f"got {total}",
             )
 
     def _template_violations(self) -> Iterator[Violation]:

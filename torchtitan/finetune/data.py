@@ -38,7 +38,7 @@ from torchtitan.data.corpus import Files
 from torchtitan.data.dataset import IGNORED, Dataset, has_document_lengths
 from torchtitan.data.files import Once, alone, find_all
 from torchtitan.data.holdout import Holdout
-from torchtitan.data.readers import check_heads
+from torchtitan.data.readers import check_each, read_each
 from torchtitan.data.sampler import Permutation
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
@@ -70,11 +70,8 @@ class FileExamples(Files):
 
     def examples(self) -> Iterator[Example]:
         """Check the start of all files, then yield their examples."""
-        for file in self.files:
-            check_has_rows(file)
-        check_heads(self.files)
-        for file in self.files:
-            yield from read_examples(file)
+        check_each(self.files, check_has_rows)
+        yield from read_each(self.files, read_examples)
 
 
 class ExampleSource:

@@ -153,7 +153,10 @@ def export(
     def complete() -> None:
         _write_other_files(checkpoint, target, plan, settings=settings)
         commit(target)
-        logger.info("Saved %s for Hugging Face: %d tensors", target, sum(map(len, plan)))
+        note = ", merged with the LoRA adapter" if settings.adapter is not None else ""
+        if settings.adapter_only:
+            note = " of the LoRA adapter"
+        logger.info("Saved %s for Hugging Face: %d tensors%s", target, sum(map(len, plan)), note)
 
     plan = on_first_rank(check_and_plan, group=group)
     try:

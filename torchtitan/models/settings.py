@@ -143,10 +143,10 @@ def model_section(sizes: type) -> type[ModelConfig]:
 
 
 def given_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str, Any]:
-    """Return the sizes of `of` that the settings give."""
+    """Return the sizes of `of` that the settings give; None for one that they set to 0."""
     names = [one.name for one in fields(of) if one.name != "rope_scaling"]
     values = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-    return {name: value for name, value in values.items() if value is not None}
+    return {n: None if repr(v) == "0" else v for n, v in values.items() if v is not None}
 
 
 if TYPE_CHECKING:

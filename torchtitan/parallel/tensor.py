@@ -67,7 +67,7 @@ from torchtitan.models.interface import (
     MoELayer,
     router_biases,
 )
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.models.spec import TensorRole
 
 
@@ -135,10 +135,11 @@ def _find_uneven_matrices(model: nn.Module, *, plan: Mapping[str, TensorRole], t
 
 def find_uneven_sizes(architecture: DecoderConfig, *, tp: int) -> str:
     """Describe the sizes that `tp` does not divide, and the degrees that fit. Empty if it fits."""
+    has_dense = not isinstance(architecture, MoEConfig) or not architecture.has_experts(0)
     sizes = {
         "num_heads": architecture.num_heads,
         "num_kv_heads": architecture.num_kv_heads,
-        "hidden_dim": architecture.hidden_dim,
+        **({"hidden_dim": architecture.hidden_dim} if has_dense else {}),
         "vocab_size": architecture.vocab_size,
     }
     wrong = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tp)

@@ -75,7 +75,11 @@ def to_hf(
             raise
         raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
     export(step, out, settings=settings, group=None)
-    return f"{out}: the weights of {step}"
+    if not config.lora.rank:
+        return f"{out}: the weights of {step}"
+    if config.lora.export_format == "adapter":
+        return f"{out}: the LoRA adapter of {step}, without the weights of its base"
+    return f"{out}: the weights of {step}, merged with its LoRA adapter"
 
 
 def _to_url(checkpoint: Path, url: str, **how: Any) -> str:

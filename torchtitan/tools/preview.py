@@ -133,11 +133,13 @@ def summary(
     name: str, counts: Counter[Fate], lengths: Sequence[int], training: TrainingConfig
 ) -> Iterator[str]:
     """Yield the lines about all rows of a file, whose lengths are numbers of tokens."""
+    is_default = training.seq_len == TrainingConfig().seq_len
     dropped = {fate: counts[fate] for fate in DROPPED if counts[fate]}
     why = ", ".join(f"{number} {fate}" for fate, number in dropped.items())
     yield (
         f"{name}: {plural(len(lengths), 'row')}, {counts['kept']} kept, {counts['cut']} cut at "
-        f"seq_len = {training.seq_len}, {sum(dropped.values())} dropped{why and f' ({why})'}"
+        f"seq_len = {training.seq_len}{' (the default)' if is_default else ''}, "
+        f"{sum(dropped.values())} dropped{why and f' ({why})'}"
     )
     if lengths:
         # the last token of a row is only a label

@@ -319,12 +319,16 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
             suits = {default} if fixed else set(range(pp, total + 1, pp))
             smallest = {ceil(total / n): n for n in range(total, 0, -1)}
             fits = sorted(smallest[count] for count in suits & smallest.keys())
+            remedy = f"remove it for {default} stages"
+            if default > num_layers + 2:
+                remedy = "lower the degree"
+            if fits:
+                remedy = f"try {' or '.join(map(str, fits))}"
             raise ConfigError.at(
                 (LAYERS_PER_STAGE, DEGREE),
                 f"must make a multiple of pipeline_parallel_degree ({pp}) stages, got {size}: "
                 f"{num_stages} stages of {num_layers} layers, {first} for the embedding and {last} "
-                f"for the head; "
-                + (f"try {' or '.join(map(str, fits))}" if fits else "lower the degree"),
+                f"for the head; {remedy}",
             )
     else:
         num_stages, most = default, num_layers + 2
