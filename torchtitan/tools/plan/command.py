@@ -21,6 +21,7 @@ from torchtitan.base.errors import ConfigError, UserError, did_you_mean, printab
 from torchtitan.base.urls import local_path
 from torchtitan.tools.plan.devices import DEVICES, find_device
 
+Parser = argparse.ArgumentParser
 Answer = str | Iterator[str]
 """Text, in one part or in parts that are printed as they are found."""
 DEVICE = (
@@ -138,20 +139,18 @@ def _parser() -> argparse.ArgumentParser:
             add("--device", default="H100", help=DEVICE)
             add("--memory_gib", type=float, help="memory of the device, if not the usual")
             add("--gpus_per_node", type=int, default=8, help="GPUs per machine (8)")
-        ADD_OPTIONS[name](command.add_argument)
+        ADD_OPTIONS[name](command)
     return parser
 
 
-Add = Callable[..., object]
-
-
-def _add_all_ranks(add: Add) -> None:
+def _add_all_ranks(parser: Parser) -> None:
     text = "plan every rank of a pipeline of more than 4, not only those that may need most"
-    add("--all_ranks", action="store_true", help=text)
+    parser.add_argument("--all_ranks", action="store_true", help=text)
 
 
-def _add_memory(add: Add) -> None:
-    _add_all_ranks(add)
+def _add_memory(parser: Parser) -> None:
+    add = parser.add_argument
+    _add_all_ranks(parser)
     add("--out", type=local_path, metavar="FILE", help="draw an .svg or .png")
     add(
         "--classic_allocator",
@@ -161,17 +160,20 @@ def _add_memory(add: Add) -> None:
     add("--ran_out", action="store_true", help="plan remedies even if the job fits")
 
 
-def _add_traffic(add: Add) -> None:
-    _add_all_ranks(add)
+def _add_traffic(parser: Parser) -> None:
+    add = parser.add_argument
+    _add_all_ranks(parser)
     add("--by_module", action="store_true", help="a row for each module")
 
 
-def _add_layout(add: Add) -> None:
+def _add_layout(parser: Parser) -> None:
+    add = parser.add_argument
     add("--global_batch", type=int, metavar="N", help="samples per step, if not the job's")
     add("--write", type=local_path, metavar="FILE", help="write the best layout's job as TOML")
 
 
-def _add_schedule(add: Add) -> None:
+def _add_schedule(parser: Parser) -> None:
+    add = parser.add_argument
     add("--schedule", metavar="NAME", help="1F1B, Interleaved1F1B, ZBVZeroBubble, ...")
     add("--pp", type=int, help="pipeline ranks, if --stages does not determine them")
     add("--stages", type=int, help="stages over all ranks")
@@ -183,13 +185,14 @@ def _add_schedule(add: Add) -> None:
     add("--transfer", type=float, help="cost of a transfer to another rank (0)")
 
 
-def _add_explain(add: Add) -> None:
+def _add_explain(parser: Parser) -> None:
+    add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run's job.dump_folder")
     add("--device", help=f"{', '.join(DEVICES)}, if not the recorded one")
-    add_trust_code(add.__self__)  # type: ignore[attr-defined]
+    add_trust_code(parser)
 
 
-ADD_OPTIONS: Mapping[str, Callable[[Add], None]] = {
+ADD_OPTIONS: Mapping[str, Callable[[Parser], None]] = {
     "memory": _add_memory,
     "traffic": _add_traffic,
     "layout": _add_layout,
