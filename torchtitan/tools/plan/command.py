@@ -92,6 +92,7 @@ def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
     if arguments.world_size is None:
         raise ConfigError("--world_size must be set to the number of ranks (GPUs) of the job")
     device = find_device(arguments.device, memory_gib=arguments.memory_gib)
+    sys.stderr.write("reading the job\n")  # importing torch takes seconds
     from torchtitan.tools.plan.job import plan_job
 
     answer = getattr(import_module(module), verb.function)

@@ -38,6 +38,7 @@ def open_pool(num_jobs: int) -> Iterator[Pool]:
 
 def run_in(pool: Pool, work: Callable[[T], U], items: Sequence[T], *, of: str) -> Iterator[U]:
     """Yield the result for each item in order, and report progress on stderr."""
+    sys.stderr.write(f"rehearsing {len(items)} {of}\n")
     for number, result in enumerate(pool.imap(work, items), start=1):
         sys.stderr.write(f"rehearsed {number} of {len(items)} {of}\n")
         yield result
