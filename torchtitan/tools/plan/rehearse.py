@@ -126,11 +126,10 @@ def record_step(
                 balance.begin(divisor)
             loss_sum = execution.forward_backward(batches, divisor=divisor)
             tape.mark("update", None)
+            pool: Pool | None = "host" if offloads else None
             for p in parameters:
                 if p.grad is not None:
-                    tape.name(
-                        local_part(p.grad), kind="gradients", pool="host" if offloads else None
-                    )
+                    tape.name(local_part(p.grad), kind="gradients", pool=pool)
             norm = global_norm(parameters, loss=loss_sum)
             clip_gradients(parameters, norm=norm, max_norm=config.training.max_norm)
             optimizer_step(optimizer, norm=norm)
