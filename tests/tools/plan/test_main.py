@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from torchtitan.parallel.pipeline.schedules import compute_table
+from torchtitan.tools.plan import command
 from torchtitan.tools.plan.command import VERBS, main
 from torchtitan.tools.plan.draw import as_text, save_picture
 from torchtitan.tools.plan.schedule import Costs, simulate
@@ -123,8 +126,26 @@ def test_help_needs_no_torch(verb: list[str]) -> None:
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n"
         "    sys.exit(end.code or 'torch' in sys.modules)"
     )
-    command = [sys.executable, "-c", code, *verb, "--help"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    words = [sys.executable, "-c", code, *verb, "--help"]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+def test_sigterm_keeps_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def answer(*_: object) -> Iterator[str]:
+        yield "a row\n"
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield "never"
+
+    monkeypatch.setattr(command, "_answer", answer)
+    with pytest.raises(SystemExit) as ended:
+        main(["layout"])
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().out == "a row\n"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_pictures(tmp_path: Path) -> None:
