@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -29,71 +28,52 @@ def test_memory_that_no_device_has_is_refused(
     planned(tmp_path)
     job = f"--job.config_file={tmp_path / 'job.toml'}"
     assert main(["memory", "--world_size=1", f"--memory_gib={given}", job]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"--memory_gib must be a finite number above 0, got {given}; write ")
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "--memory_gib" in error
+    assert f"got {given}" in error
 
 
-def refusal(tmp_path: Path, constants: str) -> str:
+def refusal(tmp_path: Path, constants: str) -> list[str]:
+    """Return the lines of the error, without the name of the file."""
     file = tmp_path / "constants.json"
     file.write_text(constants)
     with pytest.raises(ConfigError) as refused:
         find_device(str(file), memory_gib=None)
-    said = str(refused.value)
-    for line in said.splitlines():
-        assert line.startswith(f"--device {file}: ")
-        assert line.endswith(
-            "; correct the file, or measure again by scripts/benchmark.py gpu --calibrate FILE"
-        )
-    return said
+    return [line.removeprefix(f"--device {file}") for line in str(refused.value).splitlines()]
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "rules"),
+    ("spoilt", "values"),
     [
-        ({"memory": 0}, ["memory: must be greater than 0, got 0"]),
-        ({"memory": -1}, ["memory: must be greater than 0, got -1"]),
-        ({"memory": "80"}, ['memory: must be an integer, got "80"']),
-        ({"memory": True}, ["memory: must be an integer, got true"]),
-        (
-            {"copies": {"worst": "fast", "best": 0.9}},
-            ['copies.worst: must be a number, got "fast"'],
-        ),
-        (
-            {"copies": {"worst": 0.5, "best": float("nan")}},
-            ["copies.best: must be a finite number, got nan"],
-        ),
-        (
-            {"copies": {"worst": float("inf"), "best": 0.9}},
-            ["copies.worst: must be a finite number, got inf"],
-        ),
+        ({"memory": 0}, {"memory": "0"}),
+        ({"memory": -1}, {"memory": "-1"}),
+        ({"memory": "80"}, {"memory": '"80"'}),
+        ({"memory": True}, {"memory": "true"}),
+        ({"copies": {"worst": "fast", "best": 0.9}}, {"copies.worst": '"fast"'}),
+        ({"copies": {"worst": 0.5, "best": float("nan")}}, {"copies.best": "nan"}),
+        ({"copies": {"worst": float("inf"), "best": 0.9}}, {"copies.worst": "inf"}),
         (
             {"passes": {"worst": 0, "best": -0.9}, "memory": 0},
-            [
-                "memory: must be greater than 0, got 0",
-                "passes.worst: must be greater than 0, got 0",
-                "passes.best: must be greater than 0, got -0.9",
-            ],
+            {"memory": "0", "passes.worst": "0", "passes.best": "-0.9"},
         ),
-        ({"launch": {"worst": 1e-5}}, ["launch.best: must be a number, got none"]),
-        (
-            {"launch": None},
-            [f"launch.{one}: must be a number, got none" for one in ("worst", "best")],
-        ),
+        ({"launch": {"worst": 1e-5}}, {"launch.best": "none"}),
+        ({"launch": None}, {"launch.worst": "none", "launch.best": "none"}),
     ],
 )
 def test_constants_that_no_device_has_are_refused(
-    spoilt: dict[str, Any], rules: list[str], tmp_path: Path
+    spoilt: dict[str, Any], values: dict[str, str], tmp_path: Path
 ) -> None:
-    """All of them together."""
-    said = refusal(tmp_path, json.dumps(CONSTANTS | spoilt))
-    assert re.findall(r"\.json: (.*); correct", said) == rules
+    """All of them together, each with its key and value."""
+    lines = refusal(tmp_path, json.dumps(CONSTANTS | spoilt))
+    for line, (key, value) in zip(lines, values.items(), strict=True):
+        assert line.startswith(f": {key}: ")
+        assert f"got {value};" in line
 
 
 def test_a_file_that_holds_no_constants_is_refused(tmp_path: Path) -> None:
-    assert "is not JSON" in refusal(tmp_path, "{")
-    assert "memory: must be an integer" in refusal(tmp_path, "[1]")
-    with pytest.raises(ConfigError, match=r"--device .*none\.json must be a file to read: "):
+    assert "JSON" in refusal(tmp_path, "{")[0]
+    assert any("memory" in line for line in refusal(tmp_path, "[1]"))
+    with pytest.raises(ConfigError, match=r"none\.json"):
         find_device(str(tmp_path / "none.json"), memory_gib=None)
 
 

@@ -80,14 +80,14 @@ def test_a_gpu_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert step
     assert step.groups() == ("1", "0.5", "2")
     assert "slower than the worst bound by" in text
-    assert "waiting for data took 0.5 s of a step, 5" in text
+    assert "0.5 s of a step, 5" in text
     assert "Not compared" not in text
 
 
 def test_where_a_time_falls() -> None:
-    assert verdict(1.3, best=0.5, worst=1.0) == "slower than the worst bound by 30 %"
-    assert verdict(0.4, best=0.5, worst=1.0) == "quicker than the best bound by 20 %"
-    assert verdict(0.7, best=0.5, worst=1.0) == "within the bounds"
+    assert "30 %" in verdict(1.3, best=0.5, worst=1.0)
+    assert "20 %" in verdict(0.4, best=0.5, worst=1.0)
+    assert "%" not in verdict(0.7, best=0.5, worst=1.0)
 
 
 def test_devices() -> None:
@@ -96,7 +96,7 @@ def test_devices() -> None:
     assert found.name == "H100"
     assert device_of("Some CPU, threads: 1 (OMP_NUM_THREADS)", asked=None) is None
     for other in ("NVIDIA H100 PCIe", "NVIDIA Unheard 9"):
-        with pytest.raises(ConfigError, match=r"one of A100, .* got .*--device"):
+        with pytest.raises(ConfigError, match=other):
             device_of(other, asked=None)
 
 
@@ -180,7 +180,7 @@ def test_a_compiled_run_says_what_its_kernels_do_not_tell(
     run = made_up(tmp_path)
     (run / "config.toml").write_text(TINY + "[compile]\nenable = true\n")
     traced(run)
-    assert "names do not tell what takes the time" in explained(capsys, run)
+    assert "`compiled`" in explained(capsys, run)
 
 
 def test_a_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +218,7 @@ def test_ranks_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_damaged_trace(content: str, tmp_path: Path) -> None:
     trace = tmp_path / "rank_0.json"
     trace.write_text(content)
-    with pytest.raises(ConfigError, match=r"must be a trace of torch's profiler"):
+    with pytest.raises(ConfigError, match=trace.name):
         kernel_seconds(trace, num_steps=1)
 
 
@@ -235,10 +235,10 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text(lines[0] + "\n")
     assert main(["explain", str(run)]) == 2
-    assert "train more steps" in capsys.readouterr().err
+    assert "metrics.jsonl" in capsys.readouterr().err
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(3)))
     assert main(["explain", str(run)]) == 2
-    assert "got one without data_time_s" in capsys.readouterr().err
+    assert "data_time_s" in capsys.readouterr().err
     (run / "ledger.jsonl").unlink()
     assert main(["explain", str(run)]) != 0
     assert "ledger.jsonl" in capsys.readouterr().err

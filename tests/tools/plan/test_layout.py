@@ -12,7 +12,6 @@ import pytest
 from tests.tools.plan.jobs import planned
 from torchtitan.job import load_config
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.tools.plan import layout
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.candidates import (
     FRAGMENTED,
@@ -134,21 +133,12 @@ def test_the_command_writes_a_job_that_runs(
     ]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "16 samples of 64 tokens in a step" in out
-    assert "rehearsed, the best that fit" in out
+    assert "16 samples of 64 tokens" in out
     again = load_config([f"--job.config_file={written}"])
     assert again.training.global_batch_size == 16
     assert again.compile.enable  # though blocks are rehearsed without
     assert again.training.mixed_precision_param == "auto"
     assert main(["memory", "--world_size=4", f"--job.config_file={written}"]) == 0
-
-
-def test_a_budget_is_named(tmp_path: Path) -> None:
-    said = [
-        layout._table(planned(tmp_path, *more), [], samples=8, num_ranked=0)
-        for more in ((), ("--compile.enable", "--activation_checkpoint.mode=memory_budget"))
-    ]
-    assert ["memory_budget" in text for text in said] == [False, True]
 
 
 @pytest.mark.long
@@ -159,4 +149,4 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         f"--job.config_file={tmp_path / 'job.toml'}",
     ]
     assert main(arguments) == 2
-    assert "take more ranks" in capsys.readouterr().err
+    assert "4 x H100" in capsys.readouterr().err

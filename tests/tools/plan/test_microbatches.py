@@ -19,14 +19,24 @@ from tests.tools.plan.test_unroll import (
     assert_like,
     layers,
     peak,
+    settled,
 )
 from torchtitan.parallel.pipeline.schedules import Action, count_microbatches
-from torchtitan.tools.plan import microbatches
+from torchtitan.tools.plan import copies
 from torchtitan.tools.plan import rehearse as rehearsing
-from torchtitan.tools.plan.microbatches import Sparse, leave_out, unroll_microbatches
-from torchtitan.tools.plan.rehearse import find_templates, rehearse, rehearse_few, rehearse_step
+from torchtitan.tools.plan.copies import (
+    CannotCopyError,
+    FewMicrobatches,
+    copy_microbatches,
+    skip_microbatches,
+)
+from torchtitan.tools.plan.rehearse import (
+    find_templates,
+    rehearse,
+    rehearse_microbatches,
+    rehearse_step,
+)
 from torchtitan.tools.plan.tape import Record
-from torchtitan.tools.plan.unroll import CannotUnrollError
 
 FULL = "--activation_checkpoint.mode=full"
 TWICE = "--training.global_batch_size=28"
@@ -64,13 +74,13 @@ IN_ANY_ORDER = ("ZBVZeroBubble, experts",)
 pipelining/_backward.py): they are taken in the order of addresses, another in each rehearsal."""
 
 
-def runs(folder: Path, name: str) -> tuple[Record, Sparse, Record]:
+def runs(folder: Path, name: str) -> tuple[Record, FewMicrobatches, Record]:
     """Return the record of few microbatches, and that of all of them."""
     schedule, pp, world, rank, num, arguments = LAYOUTS[name]
     size = f"--training.local_batch_size={num}"
     config, layout = placed(folder, size, *pipeline(schedule, pp=pp), *arguments, world=world)
     assert layout.pipeline is not None
-    sparse = leave_out(layout.pipeline, rank=rank * pp // world)
+    sparse = skip_microbatches(layout.pipeline, rank=rank * pp // world)
     assert sparse is not None
     assert count_microbatches(sparse.pipeline.table) < num
     few = rehearse(config, layout=replace(layout, pipeline=sparse.pipeline), rank=rank)
@@ -84,25 +94,25 @@ def runs(folder: Path, name: str) -> tuple[Record, Sparse, Record]:
 def test_few_microbatches_become_all(name: str, tmp_path: Path) -> None:
     few, sparse, full = runs(tmp_path, name)
     assert len(few.entries) < len(full.entries)
-    found = unroll_microbatches(few, sparse)
+    found = copy_microbatches(few, sparse)
     if name in IN_ANY_ORDER:
         assert sorted(entry[:5] for entry in found.entries) == sorted(
             entry[:5] for entry in full.entries
         )
         assert peak(found) == pytest.approx(peak(full), rel=0.01)
         return
-    assert found.entries == full.entries
+    assert settled(found) == settled(full)
     assert found.pieces == full.pieces
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 @pytest.mark.long
-def test_blocks_and_microbatches_are_left_out_together(schedule: str, tmp_path: Path) -> None:
+def test_blocks_and_microbatches_are_skipped_together(schedule: str, tmp_path: Path) -> None:
     size = "--training.local_batch_size=6"
     config, layout = placed(tmp_path, layers(28), size, *pipeline(schedule), world=2)
     assert find_templates(config, layout=layout, rank=1)[1]
     assert layout.pipeline is not None
-    assert leave_out(layout.pipeline, rank=1) is not None
+    assert skip_microbatches(layout.pipeline, rank=1) is not None
     found = rehearse_step(config, layout=layout, rank=1)
     assert_like(found, rehearse(config, layout=layout, rank=1))
 
@@ -112,11 +122,11 @@ def test_gradients_that_wait_for_every_second_one_are_not_copied(tmp_path: Path)
     job = ("--training.local_batch_size=8", layers(8), *pipeline("InterleavedZeroBubble"))
     _, layout = placed(tmp_path, *job, world=2)
     assert layout.pipeline is not None
-    assert leave_out(layout.pipeline, rank=1) is None
+    assert skip_microbatches(layout.pipeline, rank=1) is None
 
 
 @pytest.fixture(name="few", scope="module")
-def _few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, Sparse]:
+def _few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, FewMicrobatches]:
     few, sparse, _ = runs(tmp_path_factory.mktemp("job"), "1F1B, first")
     return few, sparse
 
@@ -136,31 +146,33 @@ def altered(record: Record, index: int, **fields: object) -> Record:
 
 
 @pytest.mark.parametrize("name", ["0F1", "0F2", "0B1", "0B2", "0SEND_F2"])
-def test_other_work_for_one_microbatch_is_seen(few: tuple[Record, Sparse], name: str) -> None:
+def test_other_work_for_one_microbatch_is_seen(
+    few: tuple[Record, FewMicrobatches], name: str
+) -> None:
     record, sparse = few
     what = "message" if "SEND" in name else "pass"
     index = next(of_action(record, name, what))
     other = altered(record, index, size=record.entries[index].size + 512)
-    with pytest.raises(CannotUnrollError, match="not alike"):
-        unroll_microbatches(other, sparse)
+    with pytest.raises(CannotCopyError):
+        copy_microbatches(other, sparse)
 
 
-def test_a_death_of_something_else_is_seen(few: tuple[Record, Sparse]) -> None:
+def test_a_death_of_something_else_is_seen(few: tuple[Record, FewMicrobatches]) -> None:
     record, sparse = few
     # in all copies alike the same storage dies twice, and another one never
     for name in ("0B1", "0B2"):
         first, second = list(of_action(record, name, "death"))[:2]
         dead = record.entries[first]
         record = altered(record, second, **dead._asdict())
-    with pytest.raises(CannotUnrollError, match="nothing lives where"):
-        unroll_microbatches(record, sparse)
+    with pytest.raises(CannotCopyError):
+        copy_microbatches(record, sparse)
 
 
-def test_actions_in_another_order_are_seen(few: tuple[Record, Sparse]) -> None:
+def test_actions_in_another_order_are_seen(few: tuple[Record, FewMicrobatches]) -> None:
     record, sparse = few
-    wrong: Sequence[str] = [*sparse.few[1:], sparse.few[0]]
-    with pytest.raises(CannotUnrollError, match="not those of the table"):
-        unroll_microbatches(record, replace(sparse, few=wrong))
+    wrong: Sequence[str] = [*sparse.run_actions[1:], sparse.run_actions[0]]
+    with pytest.raises(CannotCopyError):
+        copy_microbatches(record, replace(sparse, run_actions=wrong))
 
 
 @pytest.mark.long
@@ -172,18 +184,18 @@ def test_all_are_run_where_copying_fails(tmp_path: Path, monkeypatch: pytest.Mon
     def works(row: Sequence[Action]) -> dict[int, set[object]]:
         return {action.microbatch: {0} for action in row}
 
-    monkeypatch.setattr(microbatches, "_works", works)
+    monkeypatch.setattr(copies, "_works", works)
     failed = []
-    plain = rehearsing.unroll_microbatches
+    plain = rehearsing.copy_microbatches
 
-    def unrolling(record: Record, sparse: Sparse) -> Record:
+    def unrolling(record: Record, sparse: FewMicrobatches) -> Record:
         try:
             return plain(record, sparse)
-        except CannotUnrollError as error:
+        except CannotCopyError as error:
             failed.append(error)
             raise
 
-    monkeypatch.setattr(rehearsing, "unroll_microbatches", unrolling)
-    found = rehearse_few(config, layout=layout, rank=1)
+    monkeypatch.setattr(rehearsing, "copy_microbatches", unrolling)
+    found = rehearse_microbatches(config, layout=layout, rank=1)
     assert failed or FREES_SENT_LATER  # then nothing of another microbatch is freed in a half
-    assert found.entries == rehearse(config, layout=layout, rank=1).entries
+    assert settled(found) == settled(rehearse(config, layout=layout, rank=1))

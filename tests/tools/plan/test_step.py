@@ -286,7 +286,7 @@ def test_muon_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     planned(tmp_path, world=1)  # writes the file
     job = ["--world_size=4", f"--job.config_file={tmp_path / 'job.toml'}", "--optimizer.name=Muon"]
     assert main(["memory", *job]) == 2
-    assert "[optimizer] name: must not be Muon in a plan" in capsys.readouterr().err
+    assert "[optimizer] name: must not be Muon" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["memory", "traffic", "step"])
@@ -306,9 +306,9 @@ def test_commands(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     dims = "pp 2 x dp_shard 2" if is_staged else "dp_shard 4"
     assert f"llama3 tiny8 on 4 x H100: {dims}; 8 x 64 tokens per rank" in out
     expected = {
-        "memory": ["fits: H100 has 79.1 GiB", "pp 0", "pp 1", "optimizer", "allowance of 2 GiB"],
+        "memory": ["fits: H100 has 79.1 GiB", "pp 0", "pp 1", "optimizer", "2 GiB"],
         "traffic": ["GiB of a rank in a step", "reduce-scatter", "fsdp"],
-        "step": ["what binds: host", "Bounds, not a promise", "overlapped"],
+        "step": ["what binds: host", "overlapped"],
     }[command]
     assert [text for text in expected if text not in out] == []
     if pictures:
@@ -325,11 +325,11 @@ def test_a_job_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--world_size=0"], "--world_size and --gpus_per_node must be at least 1"),
-        (["--world_size=4", "--device=H10"], "--device must be one of"),
-        (["--world_size=3", "--parallelism.tensor_parallel_degree=2"], "must be a multiple of"),
-        (["--world_size=4", "--training.step=3"], "did you mean"),
-        (["--world_size=4", "--out=memory.pdf"], "a picture ends in"),
+        (["--world_size=0"], "got 0"),
+        (["--world_size=4", "--device=H10"], "H10"),
+        (["--world_size=3", "--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree"),
+        (["--world_size=4", "--training.step=3"], "steps"),
+        (["--world_size=4", "--out=memory.pdf"], ".svg"),
     ],
 )
 def test_refusals(

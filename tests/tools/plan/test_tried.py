@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -60,10 +61,10 @@ def needed(job: Planned, *, expandable: bool = True) -> dict[int, int]:
     }
 
 
-def tried(job: Planned, folder: Path, *, expandable: bool = True) -> Tried:
+def tried(job: Planned, *, expandable: bool = True) -> Tried:
     with ThreadPool(1) as pool:
-        sent = send(job.config, job, file=folder / "sent.toml")
-        [one] = try_jobs([sent], pool=pool, expandable=expandable)  # type: ignore[arg-type]
+        sent = send(job.config, job)
+        [one] = try_jobs([sent], pool=pool, of="jobs", expandable=expandable)
     assert one is not None
     return one
 
@@ -86,7 +87,7 @@ def test_a_rank_in_the_middle_may_need_most(tmp_path: Path) -> None:
     job = planned(tmp_path, *WIDE, *arguments, world=4)
     of_each = needed(job)
     assert max(of_each, key=lambda rank: of_each[rank]) == 1
-    assert tried(job, tmp_path).memory == of_each[1]
+    assert tried(job).memory == of_each[1]
 
 
 def test_each_rank_is_rehearsed_on_one_core(
@@ -103,7 +104,7 @@ def test_the_allocator_is_the_one_asked_for(tmp_path: Path) -> None:
     needs = {expandable: needed(job, expandable=expandable)[0] for expandable in (True, False)}
     assert needs[True] < needs[False]
     for expandable, size in needs.items():
-        assert tried(job, tmp_path, expandable=expandable).memory == size
+        assert tried(job, expandable=expandable).memory == size
 
 
 @pytest.mark.parametrize(
@@ -113,8 +114,13 @@ def test_no_more_processes_than_jobs_cores_and_memory(
     jobs: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    context = SimpleNamespace(Pool=asked.append)
+
+    def pool(num: int, *_: object) -> AbstractContextManager[None]:
+        asked.append(num)
+        return nullcontext()
+
+    context = SimpleNamespace(Pool=pool)
     monkeypatch.setattr(records, "num_cores", lambda: cores)
     monkeypatch.setattr(records.multiprocessing, "get_context", lambda _: context)
-    records.open_pool(jobs)
-    assert asked == [expected]
+    with records.open_pool(jobs):
+        assert asked == [expected]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,9 @@ from tests.tools.plan.jobs import placed
 from torchtitan.models.interface import LanguageModel
 from torchtitan.parallel.layout import Layout
 from torchtitan.tools.plan import rehearse as rehearsing
+from torchtitan.tools.plan.copies import CannotCopyError, Template, copy_blocks
 from torchtitan.tools.plan.rehearse import find_templates, rehearse, rehearse_step
 from torchtitan.tools.plan.tape import Entry, Record
-from torchtitan.tools.plan.unroll import CannotUnrollError, Template, unroll
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
 EP2 = "--parallelism.expert_parallel_degree=2"
@@ -76,11 +76,12 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 
 
 def of_phase(record: Record, *, is_update: bool) -> list[Entry]:
+    entries = settled(record)
     return [
         entry
         for piece, end in record.bounds()
         if (piece.phase == "update") == is_update
-        for entry in record.entries[piece.start : end]
+        for entry in entries[piece.start : end]
     ]
 
 
@@ -90,6 +91,16 @@ def totals(entries: list[Entry]) -> Counter[str]:
     for entry in entries:
         found[entry.what] += entry.size
     return found
+
+
+def settled(record: Record) -> list[Entry]:
+    """Sort consecutive deaths by birth, because their order does not matter."""
+    runs = groupby(record.entries, key=lambda entry: entry.what == "death")
+    return [
+        entry
+        for are_deaths, run in runs
+        for entry in (sorted(run, key=lambda entry: entry.born) if are_deaths else run)
+    ]
 
 
 def peak(record: Record) -> int:
@@ -114,18 +125,18 @@ def assert_like(unrolled: Record, full: Record) -> None:
 def test_unrolled_equals_full(name: str, tmp_path: Path) -> None:
     world, rank, arguments = LAYOUTS[name]
     config, layout = placed(tmp_path, *arguments, world=world)
-    templates, left_out = find_templates(config, layout=layout, rank=rank)
-    assert left_out
-    few = rehearse(config, layout=layout, rank=rank, left_out=left_out)
+    templates, skipped = find_templates(config, layout=layout, rank=rank)
+    assert skipped
+    few = rehearse(config, layout=layout, rank=rank, skipped=skipped)
     full = rehearse(config, layout=layout, rank=rank)
     assert len(few.entries) < len(full.entries)
     if name.startswith("pp") and FREES_SENT_LATER:
-        with pytest.raises(CannotUnrollError, match="nothing lives where"):
-            unroll(few, templates)
+        with pytest.raises(CannotCopyError):
+            copy_blocks(few, templates)
         found = rehearse_step(config, layout=layout, rank=rank)
         assert found.entries == full.entries
     else:
-        assert_like(unroll(few, templates), full)
+        assert_like(copy_blocks(few, templates), full)
 
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
@@ -137,8 +148,8 @@ def test_halves_of_backwards_are_not_unrolled(schedule: str, tmp_path: Path) -> 
 @pytest.fixture(name="few", scope="module")
 def _few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, list[Template]]:
     config, layout = placed(tmp_path_factory.mktemp("job"), layers(10), world=2)
-    templates, left_out = find_templates(config, layout=layout, rank=0)
-    return rehearse(config, layout=layout, rank=0, left_out=left_out), templates
+    templates, skipped = find_templates(config, layout=layout, rank=0)
+    return rehearse(config, layout=layout, rank=0, skipped=skipped), templates
 
 
 def changed(record: Record, index: int, **fields: object) -> Record:
@@ -164,8 +175,8 @@ def test_other_work_in_one_block_is_seen(
     number = template.blocks[template.first + behind]
     index = next(of_block(record, number, phase, "birth"))
     entry = record.entries[index]
-    with pytest.raises(CannotUnrollError, match="not alike"):
-        unroll(changed(record, index, size=entry.size + 512), templates)
+    with pytest.raises(CannotCopyError):
+        copy_blocks(changed(record, index, size=entry.size + 512), templates)
 
 
 def test_a_death_of_something_else_is_seen(few: tuple[Record, list[Template]]) -> None:
@@ -173,16 +184,16 @@ def test_a_death_of_something_else_is_seen(few: tuple[Record, list[Template]]) -
     deaths = list(of_block(record, templates[0].blocks[templates[0].first], "backward", "death"))
     # the same storage dies twice, and another one never
     first, second = deaths[:2]
-    with pytest.raises(CannotUnrollError, match="nothing lives where"):
-        unroll(changed(record, second, born=record.entries[first].born), templates)
+    with pytest.raises(CannotCopyError):
+        copy_blocks(changed(record, second, born=record.entries[first].born), templates)
 
 
 def test_a_block_that_comes_twice_is_seen(few: tuple[Record, list[Template]]) -> None:
     record, templates = few
     wrong = replace(templates[0], first=2, period=2)
     swapped = replace(wrong, blocks=tuple(reversed(wrong.blocks)))
-    with pytest.raises(CannotUnrollError):
-        unroll(record, [swapped])
+    with pytest.raises(CannotCopyError):
+        copy_blocks(record, [swapped])
 
 
 def widened(layout: Layout, *, block: int) -> Layout:
@@ -238,12 +249,12 @@ def test_frozen_blocks_are_unlike_trained_ones(tmp_path: Path) -> None:
 def test_dense_blocks_before_experts_are_no_templates(tmp_path: Path) -> None:
     arguments = (layers(12), *DEEPSEEK)
     config, layout = placed(tmp_path, *arguments)
-    [template], left_out = find_templates(config, layout=layout, rank=0)
-    assert min(left_out) > 1 + rehearsing.MARGIN  # the first is dense
+    [template], skipped = find_templates(config, layout=layout, rank=0)
+    assert min(skipped) > 1 + rehearsing.MARGIN  # the first is dense
     found = rehearse_step(config, layout=layout, rank=0)
     assert_like(found, rehearse(config, layout=layout, rank=0))
     # as if all were alike
     wrong = Template(blocks=template.blocks, first=0, period=1, times=template.times)
-    few = rehearse(config, layout=layout, rank=0, left_out=left_out)
-    with pytest.raises(CannotUnrollError, match="not alike"):
-        unroll(few, [wrong])
+    few = rehearse(config, layout=layout, rank=0, skipped=skipped)
+    with pytest.raises(CannotCopyError):
+        copy_blocks(few, [wrong])

@@ -22,10 +22,10 @@ from tests.tools.plan.test_unroll import IN_4, LAYOUTS, layers
 from torchtitan.tools.plan.account import Account, replay
 from torchtitan.tools.plan.candidates import measure
 from torchtitan.tools.plan.command import main
+from torchtitan.tools.plan.copies import copy_blocks
 from torchtitan.tools.plan.records import follow, rehearse_rank
 from torchtitan.tools.plan.rehearse import find_templates, rehearse
 from torchtitan.tools.plan.remedies import propose
-from torchtitan.tools.plan.unroll import unroll
 
 VALIDATES = "--validation.enable=true"
 BATCH = "--validation.local_batch_size="
@@ -45,10 +45,10 @@ def peak(account: Account) -> int:
 def test_unrolled_equals_full(name: str, tmp_path: Path) -> None:
     world, rank, arguments = LAYOUTS[name]
     config, layout = placed(tmp_path, *arguments, VALIDATES, world=world)
-    templates, left_out = find_templates(config, layout=layout, rank=rank)
-    few = rehearse(config, layout=layout, rank=rank, left_out=left_out, validates=True)
+    templates, skipped = find_templates(config, layout=layout, rank=rank)
+    few = rehearse(config, layout=layout, rank=rank, skipped=skipped, validates=True)
     full = rehearse(config, layout=layout, rank=rank, validates=True)
-    assert unroll(few, templates) == full
+    assert copy_blocks(few, templates) == full
 
 
 @pytest.mark.parametrize("name", ["fsdp x tp, stream copied", "pp, first rank", *SPLIT])
@@ -124,9 +124,9 @@ def test_formulas_for_layouts_are_of_a_step(tmp_path: Path) -> None:
 
 def test_a_smaller_batch_of_it_is_proposed(tmp_path: Path) -> None:
     job = planned(tmp_path, NUM_LAYERS, RECOMPUTED, VALIDATES, f"{BATCH}1024")
-    said = [remedy.options() for remedy in propose(job)]
-    assert [f"{BATCH}512"] in said
-    assert ["--training.local_batch_size=4", "--training.global_batch_size=8"] in said
+    said = [str(remedy) for remedy in propose(job)]
+    assert f"{BATCH}512" in said
+    assert "--training.local_batch_size=4 --training.global_batch_size=8" in said
 
 
 def answer(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:
@@ -139,7 +139,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     job = (f"--job.config_file={tmp_path / 'job.toml'}", RECOMPUTED, NUM_LAYERS)
     large = (VALIDATES, f"{BATCH}64")
     text = answer(capsys, "memory", *job, *large)
-    assert "The peak of pipeline rank 0 comes in the validation, with aten::" in text
+    assert "in the validation, with aten::" in text
     assert "validation" not in answer(capsys, "memory", *job)
     for command in ("step", "traffic"):
         assert answer(capsys, command, *job, *large) == answer(capsys, command, *job)

@@ -1,8 +1,8 @@
-"""Who has the memory of a rank, at the peak and over the step: a tape replayed.
+"""The memory of a rank by its purpose, at the peak and over the step: a replayed record.
 
-What a storage is for is known of weights and gradients when they are born, of activations only from
-how long they live: what a block's forward makes and leaves to backward is an activation, what is
-gone before the next block begins is a temporary.
+The purpose of weights and gradients is known at their birth. Other storages are classified by their
+lifetime: an activation is born in a block's forward and lives until backward, a temporary dies
+before the next block starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """What one operator of one module, of all blocks together, has at the peak."""
+    """Storages of one operator of one module that live at the peak, over all blocks."""
 
     kind: Kind
     operator: str
@@ -36,25 +36,25 @@ class Account:
     """Memory of one rank's device in one step, in bytes."""
 
     active: int
-    """The most in blocks of the allocator at once, as `memory_peak_gib` of the log tells."""
+    """Peak of the allocator's used blocks: `memory_peak_gib` in the log."""
     reserved: int
-    """What the allocator has taken from the device by the end of the step."""
+    """Memory that the allocator has taken from the device by the end of the step."""
     by_kind: Mapping[Kind, int]
-    """What is live at the peak."""
+    """Live bytes at the peak."""
     where: Entry
-    """The birth that makes the peak."""
+    """The birth at the peak."""
     during: tuple[Phase | None, int | None]
     """Phase and block of the peak."""
     tenants: Sequence[Tenant]
-    """The same as `by_kind` by operators, the largest first."""
+    """The live storages at the peak by operator, largest first."""
     curve: Sequence[Mapping[Kind, int]]
-    """What is live over the step: the most of each stretch of it."""
+    """Live bytes over the step: the peak of each interval."""
     on_host: int
-    """The most of what is offloaded to the host's memory."""
+    """Peak of offloaded storages in the host's memory."""
 
     @property
     def needed(self) -> int:
-        """What the device must have, what is not modelled included."""
+        """Bytes that the device must have, with an allowance for unmodelled memory."""
         return self.reserved + ALLOWANCE
 
 
@@ -64,8 +64,8 @@ def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Accoun
     allocator, places = Allocator(expandable=expandable), {}
     live: Counter[Kind] = Counter()
     now = peak = host = most_on_host = peak_active = 0
-    begun = next((p.start for p in record.pieces[1:] if p.phase != "state"), 0)
-    at, curve = -1, _Curve(len(entries) - begun, num_points)
+    start = next((p.start for p in record.pieces[1:] if p.phase != "state"), 0)
+    at, curve = -1, _Curve(len(entries) - start, num_points)
     for index, entry in enumerate(entries):
         if entry.what not in ("birth", "death"):
             continue
@@ -83,8 +83,8 @@ def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Accoun
         peak_active = max(peak_active, allocator.active)
         if now > peak:
             peak, at = now, index
-        if index >= begun:
-            curve.add(index - begun, now, live)
+        if index >= start:
+            curve.add(index - start, now, live)
     tenants = _tenants(entries, kinds, at=at)
     by_kind: Counter[Kind] = Counter()
     for tenant in tenants:
@@ -103,7 +103,7 @@ def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Accoun
 
 
 def classify(record: Record) -> list[Kind]:
-    """Return what each entry's storage is for, by how long it lives."""
+    """Return the purpose of each entry's storage, from its lifetime."""
     entries = record.entries
     kinds = [entry.kind for entry in entries]
     piece_of: list[int] = []
@@ -130,7 +130,7 @@ def classify(record: Record) -> list[Kind]:
 
 
 def _tenants(entries: Sequence[Entry], kinds: Sequence[Kind], *, at: int) -> list[Tenant]:
-    """Return who is live behind an entry."""
+    """Return the storages that live after an entry, by operator."""
     live = {}
     for index, entry in enumerate(entries[: at + 1]):
         if entry.what == "birth" and entry.pool != "host":
@@ -150,7 +150,7 @@ def _tenants(entries: Sequence[Entry], kinds: Sequence[Kind], *, at: int) -> lis
 
 
 class _Curve:
-    """The largest moment of each of so many stretches."""
+    """The peak of each of a number of intervals."""
 
     def __init__(self, num_entries: int, num_points: int) -> None:
         self._width = max(1, -(-num_entries // num_points))

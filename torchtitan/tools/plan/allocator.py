@@ -1,42 +1,42 @@
-"""What torch's caching allocator makes of a tape: the memory it takes from the device.
+"""A model of torch's caching allocator: the memory that it takes from the device.
 
-A GPU runs out of *reserved* memory, which is more than the sum of what lives: sizes are rounded up,
-each stream has memory of its own, and holes are too small for what comes next. The rules are those
-of c10/cuda/CUDACachingAllocator.cpp (torch 2.13):
+A GPU runs out of *reserved* memory, which is more than the sum of live storages: sizes are rounded
+up, each stream has its own memory, and free blocks may be too small for the next request. The rules
+are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13):
 
-- a size is rounded up to 512 bytes; up to 1 MiB is taken from segments of 2 MiB, more from others
-- of the free blocks of its stream that are large enough the smallest is taken, of several the
-  first; what is left over stays free, if it is more than 1 MiB or the segment is of small blocks
-- where none is large enough a segment is taken from the device: 20 MiB for sizes below 10 MiB, else
-  the size, rounded up to 2 MiB
-- neighbours of a segment that are free are one block again
+- A size is rounded up to 512 bytes. Sizes up to 1 MiB come from segments of 2 MiB.
+- The smallest free block of the stream that is large enough is used, the first of several. The rest
+  of the block stays free if it is more than 1 MiB or if the segment is for small blocks.
+- If no block is large enough, a segment is taken from the device: 20 MiB for sizes below 10 MiB,
+  otherwise the size, rounded up to 2 MiB.
+- Free neighbours within a segment are merged.
 
 With `PYTORCH_ALLOC_CONF=expandable_segments:True` a stream has two segments that grow at their
-end, in pages of 2 MiB or 20 MiB, and what is left over always stays free. The block at the end is
-as large as it can grow, so it is taken where no other fits.
+end, in pages of 2 MiB or 20 MiB, and the rest of a block always stays free. The last block has the
+largest possible size, so it is used only if no other block fits.
 
-Segments are never given back: what the allocator does when the device is full, to free those that
-are empty and try again, delays an out-of-memory error and costs time; a plan should not rely on it.
+Segments are never returned. If the device is full, torch frees empty segments and tries again. That
+delays an out-of-memory error and costs time, so a plan does not rely on it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 ROUNDING = 512
 SMALL = MIB
-"""The largest size of a small block, and what may be left of a large one."""
+"""Largest size of a small block, and largest rest of a large block that is not split off."""
 SMALL_SEGMENT, LARGE_SEGMENT, OWN_SEGMENT = 2 * MIB, 20 * MIB, 10 * MIB
 _APART = 1 << 50
-"""Distance of segments, so that blocks of two are no neighbours."""
+"""Distance between segments, so that their blocks are never neighbours."""
 
 Block = tuple[int, int]
 """Address and size."""
 
 
 class Allocator:
-    """The reserved memory of one device, by streams."""
+    """The reserved memory of one device, by stream."""
 
     def __init__(self, *, expandable: bool) -> None:
         self._expandable = expandable
@@ -50,7 +50,7 @@ class Allocator:
         return sum(pool.reserved for pool in self._pools.values())
 
     def take(self, size: int, *, stream: str) -> tuple[str, bool, Block]:
-        """Return where `size` bytes, more than 0, are put; `give` takes it."""
+        """Allocate `size` bytes, more than 0, and return the place for `give`."""
         size = -(-size // ROUNDING) * ROUNDING
         key = stream, size <= SMALL
         if key not in self._pools:
@@ -60,14 +60,14 @@ class Allocator:
         return *key, block
 
     def give(self, place: tuple[str, bool, Block]) -> None:
-        """Free what `take` returned."""
+        """Free a place that `take` returned."""
         stream, is_small, block = place
         self.active -= block[1]
         self._pools[stream, is_small].give(block)
 
 
 class _Pool:
-    """The segments of one stream, of small or of large blocks."""
+    """The segments of one stream, for small or for large blocks."""
 
     def __init__(self, *, is_small: bool, expandable: bool) -> None:
         self.reserved = 0
@@ -75,11 +75,11 @@ class _Pool:
         self._least_rest = ROUNDING if is_small or expandable else SMALL + 1
         self._num_segments = 0
         self._free: list[Block] = []
-        """Size and address, in this order."""
+        """Size and address of free blocks, sorted."""
         self._starts: dict[int, int] = {}
-        """Of free blocks: the size by the address."""
+        """Size of each free block, by its address."""
         self._ends: dict[int, int] = {}
-        """The same by the address behind."""
+        """Size of each free block, by the address of its end."""
 
     def take(self, size: int) -> Block:
         index = bisect_left(self._free, (size, 0))
@@ -98,7 +98,7 @@ class _Pool:
 
     def give(self, block: Block) -> None:
         address, size = block
-        if address in self._ends:  # the free neighbour before
+        if address in self._ends:  # merge with the free neighbours
             size += self._ends[address]
             address -= self._ends[address]
             self._remove(address)

@@ -1,15 +1,13 @@
-"""Layouts that a job could have on so many ranks, and roughly what each would need.
+"""Possible layouts of a job over a number of ranks, ranked by formulas.
 
-There are hundreds, and to rehearse one takes seconds. So they are ranked by formulas first, and the
-best few are rehearsed (`layout.py`): a formula need only put the good ones in front. Its constants
-are not written by hand: blocks are rehearsed once on one device, for each way of recomputation, and
-what a block saves and how long it computes is divided by the ranks that share it.
+There are hundreds, and each rehearsal takes seconds. So formulas rank all of them, and the best few
+are rehearsed (`layout.py`). The constants come from a rehearsal of one sequence on one device, for
+each way of recomputation: saved bytes and seconds, divided by the ranks that share them.
 
-What is tried: powers of two for tp (within a machine), cp (down to 4096 tokens a rank), pp and ep,
-copies of a model that is sharded within some machines, microbatches of 1 to 8 samples, blocks
-recomputed not at all, every second, by operator or whole, and 1F1B, Interleaved1F1B and
-ZBVZeroBubble. The samples of a step stay as they are: they are dealt out to more or fewer ranks,
-and accumulated.
+Candidates have powers of two for tp (within a machine), cp (down to 4096 tokens per rank), pp, ep
+and copies of the model; microbatches of 1 to 8 samples; no, selective or full recomputation; and
+the schedules 1F1B, Interleaved1F1B and ZBVZeroBubble. The samples of a step are constant: fewer
+data-parallel ranks accumulate more.
 """
 
 from __future__ import annotations
@@ -42,27 +40,27 @@ MODES: Mapping[Recompute, Literal["none", "selective", "full"]] = {
     "full": "full",
 }
 LEAST_SEQUENCE = 4096
-"""Tokens of a sequence that a rank of cp should have at least."""
+"""Least number of tokens of a sequence per rank of cp."""
 MICROBATCHES = (1, 2, 4, 8)
 STATE, WEIGHT, GRADIENT = 12, 2, 4
 """Bytes per parameter: float32 weights and Adam's two states; as gathered; a float32 gradient."""
 SIMPLER = 1.1
-"""How much quicker a layout with one more axis must be by the formulas, which know nothing of
-smaller products, more launches and uneven stages."""
+"""Required speedup per additional axis. The formulas ignore smaller products, more launches and
+uneven stages."""
 FRAGMENTED = 1.1
-"""What torch's allocator reserves for a byte that lives, about."""
+"""Reserved memory per live byte, roughly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout, and what the formulas say of it."""
+    """A layout, with memory and time by the formulas."""
 
     dims: ParallelDims
     schedule: Pipelining
     microbatch: int
-    """Samples."""
+    """Samples per microbatch."""
     num_microbatches: int
-    """Of a rank in a step."""
+    """Microbatches of a rank per step."""
     recompute: Recompute
     seconds: float = 0.0
     memory: float = 0.0
@@ -109,28 +107,31 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the whole model needs on one device for one sequence."""
+    """Cost of the full model on one device for one sequence."""
 
     saved: float
-    """Bytes that the forward of all blocks leaves to backward."""
+    """Bytes that the forward of all blocks saves for backward."""
     working: float
-    """Bytes of what is at work at the peak: a block that is recomputed, gradients on their way."""
+    """Bytes of temporary tensors at the peak, such as those of a recomputed block."""
     seconds: float
-    """Of products, attention and passes, between best and worst."""
+    """Mean of best and worst, without communication."""
     in_experts: int
-    """Parameters."""
+    """Parameters in experts."""
     num_chosen: int
-    """Experts of a token, of one layer; 0: there are none."""
+    """Experts per token and layer, 0 without experts."""
 
 
 def rank_candidates(
     planned: Planned, *, samples: int, measured: Mapping[Recompute, Measured]
 ) -> list[Candidate]:
-    """Return the layouts that fit by the formulas, the best first: of each choice of pp, cp, tp
-    and ep the quickest, and of choices that are about as quick the one with fewer axes.
+    """Return the layouts that fit by the formulas, best first.
 
-    `planned`: the job in any layout; `samples`: of a step over all ranks; `measured`: for each way
-    to recompute.
+    Only the fastest one of each choice of pp, cp, tp and ep is kept. Fewer axes are preferred.
+
+    Args:
+        planned: The job in any layout.
+        samples: Samples per step over all ranks.
+        measured: Cost with each way of recomputation.
     """
     found = []
     for candidate in enumerate_layouts(planned, samples=samples):
@@ -145,14 +146,14 @@ def rank_candidates(
 
 
 def _num_axes(dims: ParallelDims) -> int:
-    """Count the axes beside sharding; copies cost nothing to understand."""
+    """Return the number of axes other than data parallelism."""
     return sum(degree > 1 for degree in (dims.pp, dims.tp, dims.cp, dims.ep))
 
 
 def measure(planned: Planned, recompute: Recompute) -> Measured:
-    """Rehearse one sequence on one device."""
+    """Return the cost of one sequence on one device, from a rehearsal."""
     pair = Candidate(
-        dims=ParallelDims(dp_shard=2),  # one device alone would keep copies of weights beside them
+        dims=ParallelDims(dp_shard=2),  # unsharded, a device would keep bfloat16 copies of weights
         schedule="1F1B",
         microbatch=1,
         num_microbatches=1,
@@ -192,12 +193,11 @@ def place_again(planned: Planned, candidate: Candidate) -> Planned:
         world_size=candidate.dims.world_size,
         device=planned.device,
         gpus_per_node=planned.gpus_per_node,
-        all_ranks=False,
     )
 
 
 def enumerate_layouts(planned: Planned, *, samples: int) -> Iterator[Candidate]:
-    """Yield what could be tried; the rules of the model are checked for tp and ep alone."""
+    """Yield all candidates. The model's rules are checked for tp and ep only."""
     config, world = planned.config, planned.world_size
     num_layers, seq_len = planned.layout.architecture.num_layers, config.training.seq_len
     within = min(planned.gpus_per_node, world)
@@ -235,7 +235,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _allows(planned: Planned, dims: ParallelDims) -> bool:
-    """Tell whether the model can be split so."""
+    """Return whether the rules allow the degrees for this model."""
     candidate = Candidate(
         dims=dims, schedule="1F1B", microbatch=1, num_microbatches=1, recompute="full"
     )
@@ -249,7 +249,7 @@ def _allows(planned: Planned, dims: ParallelDims) -> bool:
 def _schedules(
     schedule: Pipelining, pp: int, num_microbatches: int, num_layers: int, recompute: Recompute
 ) -> bool:
-    """Tell whether a pipeline can run so."""
+    """Return whether the schedule can run with these numbers."""
     facts = SCHEDULES[schedule]
     stages = 2 if facts.multi_stage else 1
     if pp * stages > num_layers or (facts.splits_backward and recompute != "none"):
@@ -298,15 +298,15 @@ def estimate(planned: Planned, candidate: Candidate, measured: Measured) -> tupl
     beside = passes * gathers * seconds("fsdp", "all-gather", WEIGHT * stage)
     beside += passes * seconds("fsdp", "reduce-scatter", GRADIENT * stage)
     beside += seconds("dp_replicate", "all-reduce", GRADIENT * stage / dims.fsdp)
-    # at best the longer of the two, at worst both
+    # best: the longer of the two; worst: their sum
     return FRAGMENTED * memory + ALLOWANCE, max(computing, beside) + min(computing, beside) / 2
 
 
 def _in_flight(schedule: str, pp: int) -> float:
-    """Return the most microbatches that wait on a rank, in shares of all its layers, over pp."""
+    """Return the most microbatches in flight on a rank, in shares of its layers, divided by pp."""
     return 1 + (pp - 1) / (2 * pp) if schedule == "Interleaved1F1B" else 1.0
 
 
 def _bubble(schedule: str, pp: int) -> float:
-    """Return the idle time of a rank, in microbatches of its own."""
+    """Return the idle time of a rank, in times of a microbatch."""
     return (pp - 1) / {"1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 6}[schedule]

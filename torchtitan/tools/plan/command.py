@@ -1,49 +1,67 @@
-"""Plan before you pay.
+"""Plan a job without GPUs: its memory, traffic, layout and step time.
 
     python -m torchtitan plan memory --job.config_file F --world_size 512
 
-Needs no GPU and no other ranks. What is not an option of the command is a setting of the job, as
-the trainer takes it.
+The other options are settings of the job, as for the trainer. No other ranks are needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, NoReturn
 
-from torchtitan.base.errors import UserError, printable
+from torchtitan.base.custom import add_trust_code
+from torchtitan.base.errors import ConfigError, UserError, did_you_mean, printable
 from torchtitan.base.urls import local_path
 from torchtitan.tools.plan.devices import DEVICES, find_device
-from torchtitan.tools.plan.explain import add_explain, explain
-from torchtitan.tools.plan.job import Planned, plan_job
-from torchtitan.tools.plan.layout import plan_layout
-from torchtitan.tools.plan.memory import plan_memory
-from torchtitan.tools.plan.step import plan_step
-from torchtitan.tools.plan.timelines import add_schedule, draw_schedule
-from torchtitan.tools.plan.traffic import plan_traffic
 
+Parser = argparse.ArgumentParser
 Answer = str | Iterator[str]
-"""As a whole, or part by part as it is found."""
-OF_A_JOB: Mapping[str, tuple[str, Callable[[Planned, argparse.Namespace], Answer]]] = {
-    "memory": ("tell what each pipeline rank's memory holds, and whether it fits", plan_memory),
-    "traffic": ("tell what is sent over each axis of the mesh", plan_traffic),
-    "layout": ("find the degrees to take, and write the job's file for them", plan_layout),
-    "step": ("tell between which bounds the time of a step lies, and what binds", plan_step),
-}
-OTHERS: Mapping[str, Callable[[argparse.Namespace], str]] = {
-    "schedule": draw_schedule,
-    "explain": explain,
-}
-OF_DEVICE = (
-    f"{', '.join(DEVICES)} (H100), or a driver's name of one, or a file of "
+"""Text, in one part or in parts that are printed as they are found."""
+DEVICE = (
+    f"{', '.join(DEVICES)} (default H100), a driver's name of one of them, or a file of "
     "`scripts/benchmark.py gpu --calibrate`"
 )
+RANKS = ("gpu", "rank", "proc", "device", "ngpu", "world", "nnodes")
+"""Parts of names under which other programs take the number of ranks."""
+
+
+class Verb(NamedTuple):
+    """A function of a module, which is imported when the verb runs."""
+
+    summary: str
+    module: str
+    function: str
+    plans_job: bool = True
+
+
+VERBS: Mapping[str, Verb] = {
+    "memory": Verb(
+        "peak memory of each pipeline rank, and whether it fits", "memory", "plan_memory"
+    ),
+    "traffic": Verb("bytes sent over each axis of the mesh", "traffic", "plan_traffic"),
+    "layout": Verb("best degrees, and the job's file for them", "layout", "plan_layout"),
+    "step": Verb("bounds of the time of a step", "step", "plan_step"),
+    "schedule": Verb(
+        "draw a pipeline schedule with its bubble", "timelines", "draw_schedule", False
+    ),
+    "explain": Verb("compare a run with its plan", "explain", "explain", False),
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what is asked for and return 0, or print one line for each mistake and return 2."""
+    """Print the answer and return 0, or print one line for each mistake and return 2.
+
+    SIGTERM ends the command with code 143, after its processes have ended.
+    """
     arguments, settings = _parser().parse_known_args(argv)
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         answer = _answer(arguments, settings)
         for part in [answer] if isinstance(answer, str) else answer:
@@ -52,67 +70,134 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
+def _stop(number: int, _: FrameType | None) -> NoReturn:
+    sys.stderr.write(f"\nstopped by {signal.Signals(number).name}\n")
+    raise SystemExit(128 + number)
+
+
 def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
-    if arguments.command in OTHERS:
+    verb = VERBS[arguments.command]
+    module = f"torchtitan.tools.plan.{verb.module}"
+    if not verb.plans_job:
         if settings:
             _parser().error(f"unrecognized arguments: {' '.join(settings)}")
-        return OTHERS[arguments.command](arguments)
-    if arguments.command == "memory":  # it does what this key of torchtitan asks for
+        answer: Callable[..., Answer] = getattr(import_module(module), verb.function)
+        return answer(arguments)
+    _check_options(settings, known=vars(arguments))
+    if arguments.world_size is None:
+        raise ConfigError("--world_size must be set to the number of ranks (GPUs) of the job")
+    device = find_device(arguments.device, memory_gib=arguments.memory_gib)
+    sys.stderr.write("reading the job\n")  # importing torch takes seconds
+    from torchtitan.tools.plan.job import plan_job
+
+    answer = getattr(import_module(module), verb.function)
+    if arguments.command == "memory":  # this key of torchtitan asks for the same
         settings = [*settings, "--memory_estimation.enable=false"]
     planned = plan_job(
         settings,
         world_size=arguments.world_size,
-        device=find_device(arguments.device, memory_gib=arguments.memory_gib),
+        device=device,
         gpus_per_node=arguments.gpus_per_node,
         all_ranks=getattr(arguments, "all_ranks", False),
     )
-    return OF_A_JOB[arguments.command][1](planned, arguments)
+    return answer(planned, arguments)
+
+
+def _check_options(words: Sequence[str], *, known: Mapping[str, object]) -> None:
+    """Refuse options that are neither the command's nor, by their dot, a setting."""
+    for word in words:
+        name = word.removeprefix("--").partition("=")[0]
+        if not word.startswith("--") or "." in name:
+            continue
+        is_number = any(part in name.replace("-", "_") for part in RANKS)
+        hint = "; did you mean --world_size?" if is_number else did_you_mean(name, known)
+        raise ConfigError(
+            f"--{name} must be an option of `plan {known['command']}` (see --help) or a setting "
+            f"such as --training.seq_len{hint}"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan plan", description=__doc__, allow_abbrev=False
+        prog="python -m torchtitan plan",
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for name, (summary, _) in OF_A_JOB.items():
-        command = commands.add_parser(name, help=summary, allow_abbrev=False)
-        command.add_argument("--world_size", type=int, required=True, help="ranks of the job")
-        command.add_argument("--device", default="H100", help=OF_DEVICE)
-        command.add_argument("--memory_gib", type=float, help="its memory, if not the usual")
-        command.add_argument("--gpus_per_node", type=int, default=8, help="of a machine (8)")
-        if name != "layout":
-            command.add_argument(
-                "--all_ranks",
-                action="store_true",
-                help="look at every rank of a pipeline of more than 4, not only at its ends and "
-                "at those between that hold most",
-            )
-        if name == "layout":
-            command.add_argument(
-                "--global_batch", type=int, metavar="N", help="samples of a step (as the job has)"
-            )
-            command.add_argument(
-                "--write", type=local_path, metavar="FILE", help="write the best as TOML"
-            )
-        if name == "traffic":
-            command.add_argument("--by_module", action="store_true", help="a row for each module")
-        if name == "memory":
-            command.add_argument(
-                "--out", type=local_path, metavar="FILE", help="draw an .svg or .png"
-            )
-            command.add_argument(
-                "--classic_allocator",
-                action="store_true",
-                help="without PYTORCH_ALLOC_CONF=expandable_segments:True",
-            )
-            command.add_argument(
-                "--ran_out",
-                action="store_true",
-                help="the job ran out of memory: plan remedies, though it may fit",
-            )
-    add_schedule(commands)
-    add_explain(commands)
+    for name, verb in VERBS.items():
+        command = commands.add_parser(name, help=verb.summary, allow_abbrev=False)
+        if verb.plans_job:
+            add = command.add_argument
+            add("--world_size", type=int, metavar="N", help="number of ranks (GPUs); required")
+            add("--device", default="H100", help=DEVICE)
+            add("--memory_gib", type=float, help="memory of the device, if not the usual")
+            add("--gpus_per_node", type=int, default=8, help="GPUs per machine (8)")
+        ADD_OPTIONS[name](command)
     return parser
+
+
+def _add_all_ranks(parser: Parser) -> None:
+    text = "plan every rank of a pipeline of more than 4, not only those that may need most"
+    parser.add_argument("--all_ranks", action="store_true", help=text)
+
+
+def _add_memory(parser: Parser) -> None:
+    add = parser.add_argument
+    _add_all_ranks(parser)
+    add("--out", type=local_path, metavar="FILE", help="draw an .svg or .png")
+    add(
+        "--classic_allocator",
+        action="store_true",
+        help="without PYTORCH_ALLOC_CONF=expandable_segments:True",
+    )
+    add("--ran_out", action="store_true", help="plan remedies even if the job fits")
+
+
+def _add_traffic(parser: Parser) -> None:
+    add = parser.add_argument
+    _add_all_ranks(parser)
+    add("--by_module", action="store_true", help="a row for each module")
+
+
+def _add_layout(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--global_batch", type=int, metavar="N", help="samples per step, if not the job's")
+    add("--write", type=local_path, metavar="FILE", help="write the best layout's job as TOML")
+
+
+def _add_schedule(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--schedule", metavar="NAME", help="1F1B, Interleaved1F1B, ZBVZeroBubble, ...")
+    add("--pp", type=int, help="pipeline ranks, if --stages does not determine them")
+    add("--stages", type=int, help="stages over all ranks")
+    add("--microbatches", type=int, help="microbatches per step")
+    add("--csv", type=Path, metavar="FILE", help="read the schedule from a file")
+    add("--out", type=local_path, metavar="FILE", help="draw an .svg or .png")
+    for name in ("forward", "backward_input", "backward_weight"):
+        add(f"--{name}", type=float, help="relative cost (1)")
+    add("--transfer", type=float, help="cost of a transfer to another rank (0)")
+
+
+def _add_explain(parser: Parser) -> None:
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run's job.dump_folder")
+    add("--device", help=f"{', '.join(DEVICES)}, if not the recorded one")
+    add_trust_code(parser)
+
+
+ADD_OPTIONS: Mapping[str, Callable[[Parser], None]] = {
+    "memory": _add_memory,
+    "traffic": _add_traffic,
+    "layout": _add_layout,
+    "step": _add_all_ranks,
+    "schedule": _add_schedule,
+    "explain": _add_explain,
+}

@@ -1,20 +1,20 @@
-"""What devices and their links can do, from data sheets, and how much of it programs reach.
+"""Peaks of devices and their links, from data sheets, and the shares of them that programs reach.
 
-A plan gives bounds, not a number: for each resource a share of its peak that well-made kernels and
-collectives reach on large sizes, and one that they fall to.
+A plan gives bounds. Each resource has a share of its peak that good kernels and collectives reach
+on large sizes, and a share for the worst case.
 
 Sources: NVIDIA's data sheets of A100, H100, H200, B200 and L40S, AMD's of MI300X (memory,
-bandwidth, links, PCI Express; of links the rate of one direction); matrix peaks are those of
-`base/device.py`. Memory is what the driver offers to programs, a little less than the sheet says.
-Networks are what such machines usually have, one adapter of 200 or 400 Gbit/s per GPU.
+bandwidth, links, PCI Express; links in one direction); matrix peaks are those of `base/peaks.py`.
+Memory is the size that the driver reports, slightly below the data sheet. Networks have the usual
+adapter of 200 or 400 Gbit/s per GPU.
 Shares: matrix products reach 60 to 85 % of the dense peak (H100, cuBLAS at sizes from 4096; lower
 for power limits), flash attention 2 30 to 55 % (FlashAttention-3's paper, arXiv:2407.08608, gives
 35 % forward on H100; the FlashAttention-2 paper, arXiv:2307.08691, 50 to 73 % on A100),
 memory-bound kernels 60 to 90 % of the bandwidth, collectives 50 to 85 % of their links (NCCL's
-tests call it bus bandwidth), and copies between a device and page-locked memory of its machine as
-much of theirs. An optimizer on the host reads and writes as fast as one core
-does (10 GB/s) or as a GPU's part of its machine's memory allows (twice eight channels of DDR5-4800
-are 614 GB/s, for eight GPUs); both are estimates.
+tests call it bus bandwidth), and so do copies between a device and page-locked memory. An optimizer
+on the host reads and writes at the speed of one core (10 GB/s) to a GPU's part of its machine's
+memory bandwidth (twice eight channels of DDR5-4800 are 614 GB/s, for eight GPUs). Both are
+estimates.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.base.peaks import GPU_PEAKS, table_peaks
 from torchtitan.config.schema import FinitePositive, PositiveInt, keys, literal
+from torchtitan.tools.plan.allocator import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How much of a resource's peak is reached, at worst and at best."""
+    """Share of a resource's peak, or a rate or time, at worst and at best."""
 
     worst: FinitePositive
     best: FinitePositive
@@ -49,30 +49,30 @@ class Device:
     flops: float
     """Dense bfloat16 matrix products, FLOP/s."""
     bandwidth: float
-    """Of its memory, bytes/s."""
+    """Memory bandwidth, bytes/s."""
     link: float
-    """To the other GPUs of its machine, one direction, bytes/s."""
+    """Rate to GPUs of the same machine, one direction, bytes/s."""
     network: float
-    """To other machines, one direction, bytes/s of one GPU."""
+    """Rate to other machines, one direction, bytes/s per GPU."""
     to_host: float
-    """To the memory of its machine, each direction, bytes/s."""
+    """Rate to and from the host's memory, each direction, bytes/s."""
     products: Share = Share(worst=0.6, best=0.85)
     attention: Share = Share(worst=0.3, best=0.55)
     passes: Share = Share(worst=0.6, best=0.9)
     links: Share = Share(worst=0.5, best=0.85)
     copies: Share = Share(worst=0.5, best=0.85)
-    """Of `to_host`."""
+    """Shares of `to_host`."""
     latency: Share = Share(worst=30e-6, best=8e-6)
-    """Of a collective or send, seconds."""
+    """Latency of a collective or send, seconds."""
     launch: Share = Share(worst=10e-6, best=4e-6)
-    """What the host needs for one operator, seconds."""
+    """Time of the host per operator, seconds."""
     on_host: Share = Share(worst=10e9, best=75e9)
-    """What an optimizer on the host reads and writes for one GPU, bytes/s."""
+    """Bytes/s that an optimizer on the host reads and writes, per GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What was measured of a device; see `Device` for the units."""
+    """Measurements of a device, in the units of `Device`."""
 
     product: str
     """The name that its driver gives."""
@@ -110,39 +110,40 @@ DEVICES: Mapping[str, Device] = dict(
         _device("MI300X", gib=191.9, bandwidth=5.3, link=448, network=50, to_host=64),
     )
 )
-REMEDY = "correct the file, or measure again by scripts/benchmark.py gpu --calibrate FILE"
+REMEDY = "correct the file, or measure again with scripts/benchmark.py gpu --calibrate FILE"
 ALLOWANCE = 2 * GIB
-"""What a device holds beside torch's memory: the CUDA context and its libraries (about 0.5 GiB),
-NCCL's buffers of each communicator, cuBLAS's workspaces. Not modelled; an estimate to be on the
-safe side."""
+"""Memory of a device that torch does not allocate: the CUDA context and its libraries (about 0.5
+GiB), NCCL's buffers of each communicator, cuBLAS's workspaces. A cautious estimate."""
 
 
 def device_named(product: str) -> Device | None:
-    """Return the device of the table that a product is, by the name that its driver gives."""
+    """Return the device of the table by the product name that a driver reports, or None."""
     peaks = table_peaks(product)
     return next((DEVICES[name] for name in DEVICES if peaks is GPU_PEAKS[name]), None)
 
 
 def find_device(name: str, *, memory_gib: float | None) -> Device:
-    """Return a device of the table, with as much memory as is given.
+    """Return a device of the table.
 
-    `name`: or the name that its driver gives, or a file with what was measured of one, by
-    `scripts/benchmark.py gpu --calibrate`.
+    Args:
+        name: A name of the table, a driver's product name, or a .json file of
+            `scripts/benchmark.py gpu --calibrate`.
+        memory_gib: Memory of the device, if not that of the table.
 
     Raises:
-        ConfigError: There is no such device, or no such file, or a figure is no size.
+        ConfigError: The name is unknown, or the file or a size is invalid.
     """
     if memory_gib is not None and not 0.0 < memory_gib < float("inf"):
         raise ConfigError(
-            f"--memory_gib must be a finite number above 0, got {memory_gib:g}; write what the "
-            "driver offers, or leave it out for the usual"
+            f"--memory_gib must be a finite number above 0, got {memory_gib:g}; write the size "
+            "that the driver reports, or remove the option"
         )
     found = _read_constants(Path(name)) if name.endswith(".json") else device_named(name)
     if found is None:
         raise ConfigError(
             f"--device must be one of {', '.join(DEVICES)}, got {name!r}"
-            f"{did_you_mean(name, DEVICES)}; for another take the nearest, and --memory_gib, or "
-            "a file with constants that were measured, .json"
+            f"{did_you_mean(name, DEVICES)}; for another device use the nearest and --memory_gib, "
+            "or a .json file of measured constants"
         )
     return found if memory_gib is None else replace(found, memory=round(memory_gib * GIB))
 
@@ -151,9 +152,9 @@ def _read_constants(file: Path) -> Device:
     try:
         table = json.loads(file.read_bytes())
     except OSError as error:
-        raise ConfigError(f"--device {file} must be a file to read: {error}") from error
+        raise ConfigError(f"--device {file} cannot be read: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"--device {file}: is not JSON: {error}; {REMEDY}") from error
+        raise ConfigError(f"--device {file} is not JSON: {error}; {REMEDY}") from error
     mistakes, values = [], dict[str, Any]()
     for path, key in keys(Constants).items():
         value = table

@@ -1,8 +1,8 @@
-"""Timelines of pipelines, as text for the terminal and as SVG or PNG; memory over time as areas.
+"""Drawings: timelines of pipelines as text, SVG or PNG, and memory over time as stacked areas.
 
-Time runs to the right, a row is a rank, a box is one stage's work on the microbatch whose number
-it bears, and what is left blank is the bubble. Matplotlib is loaded when a picture is asked for;
-its figures are made without pyplot, so no display and no global state are needed.
+Time runs to the right, a row is a rank, a box is one stage's work on the microbatch with its
+number, and blanks are the bubble. Matplotlib is imported only for pictures. Its figures are made
+without pyplot, so no display and no global state are needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLOURS: Mapping[Kind, tuple[str, str]] = {
     "backward_input": ("#e8a33d", "#f6d59f"),
     "backward_weight": ("#6aa84f", "#b9d9ac"),
 }
-# of what memory is for, in the order in which they lie upon each other
+# purposes of memory, from bottom to top
 _AREAS: Mapping[str, str] = {
     "weights": "#4878cf",
     "optimizer": "#8da9d8",
@@ -43,12 +43,12 @@ _AREAS: Mapping[str, str] = {
 }
 LEGEND = (
     "F forward, B backward, I and W its halves for inputs and weights, then the microbatch;\n"
-    "in small letters: a later stage of the rank; dots: idle"
+    "small letters: a later stage of the rank; dots: idle"
 )
 
 
 def as_text(timeline: Timeline, *, num_slots: int, width: int) -> str:
-    """Draw the timeline with `num_slots` characters-wide slots, broken into lines of `width`."""
+    """Draw the timeline in `num_slots` slots, broken into lines of `width` characters."""
     widest = max(span.action.microbatch for row in timeline.rows for span in row)
     per_slot = 2 + len(str(widest))
     per_time = num_slots * per_slot / timeline.makespan
@@ -84,10 +84,10 @@ def _label(action: Action, first_stage: int) -> str:
 def save_picture(
     path: Path, *, panels: Sequence[tuple[str, str, Timeline]], num_slots: int
 ) -> None:
-    """Write the panels, each a title, the unit of its time and a timeline, one below another.
+    """Draw panels, each a title, the unit of its time and a timeline, below one another.
 
     Raises:
-        ConfigError: for a suffix other than .svg and .png, or no matplotlib.
+        ConfigError: The suffix is not .svg or .png, or matplotlib is missing.
     """
     check_picture(path)
     from matplotlib.figure import Figure
@@ -112,10 +112,10 @@ def save_picture(
 def save_areas(
     path: Path, *, panels: Sequence[tuple[str, Mapping[str, Sequence[float]]]], limit: float
 ) -> None:
-    """Write panels of stacked areas, in GiB over the step, and the line that none may cross.
+    """Draw panels of stacked areas, in GiB over the step, with a line at the limit.
 
     Raises:
-        ConfigError: as `save_picture`.
+        ConfigError: See `save_picture`.
     """
     check_picture(path)
     from matplotlib.figure import Figure
@@ -138,7 +138,7 @@ def save_areas(
         axis.set_ylabel("GiB", fontsize=8)
         axis.tick_params(labelsize=8)
     axes[-1].set_xlabel(
-        "% of the events of a step; dashed: the device, less what is not modelled", fontsize=8
+        "% of the events of a step; dashed: the device's memory minus the allowance", fontsize=8
     )
     figure.legend(
         handles=handles.values(), labels=handles.keys(), loc="outside right upper", fontsize=8
@@ -147,24 +147,21 @@ def save_areas(
 
 
 def check_picture(path: Path) -> None:
-    """Check that a picture can be drawn to `path`, before long work is done for it.
+    """Check that a picture can be drawn to `path`.
 
     Raises:
-        ConfigError: for a suffix other than .svg and .png, or no matplotlib.
+        ConfigError: The suffix is not .svg or .png, or matplotlib is missing.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"{path}: a picture ends in {' or '.join(SUFFIXES)}")
+        raise ConfigError(f"--out must end in {' or '.join(SUFFIXES)}, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"{path}: a picture needs matplotlib; pip install matplotlib, or leave --out away for "
-            "text alone"
-        )
+        raise ConfigError(f"--out {path} needs matplotlib; pip install matplotlib, or remove --out")
 
 
 def _save(figure: Any, path: Path) -> None:
     import matplotlib
 
-    # text stays text and nothing depends on the day, so that pictures can be kept under git
+    # text stays text, and the bytes do not depend on the date, so that pictures can be in git
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "torchtitan"}):
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +184,7 @@ def _draw(axis: Any, *, title: str, unit: str, timeline: Timeline) -> None:
                         boxes, (rank - 0.45, 0.9), color=colour, edgecolor="white", linewidth=0.6
                     )
         for span in row:
-            # a number wider than its box would cover its neighbours
+            # a number wider than its box would overlap its neighbours
             if span.end - span.start >= makespan / 150:
                 middle = (span.start + span.end) / 2
                 number = str(span.action.microbatch)

@@ -1,9 +1,9 @@
-"""The command `explain`: what was predicted of a run beside what it measured.
+"""The command `explain`: the measurements of a run beside its plan.
 
-The job is planned anew from the settings, ranks and device that the run itself recorded. The first
-row of a start holds its start-up, so it is left out. A measured peak has no kinds; those shown are
-the plan's. Figures of a CPU are not compared: its memory is that of the whole process, and the
-planner has no peaks of it.
+The job is planned from the settings, ranks and device that the run recorded. The first row after a
+start is skipped, because it includes the start-up. A measured peak has no kinds; those shown are
+planned. Figures of a CPU are not compared: its memory is that of the process, and the planner has
+no peaks for it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from torchtitan.base.custom import add_trust_code, trusting_stored
-from torchtitan.base.device import GIB
+from torchtitan.base.custom import trusting_stored
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint.storage import step_of
 from torchtitan.job import CONFIG_FILE
@@ -25,6 +24,7 @@ from torchtitan.metrics.ledger import Hardware, read_hardware
 from torchtitan.metrics.rows import Row, figure_of, read_rows
 from torchtitan.resume_rules import Job
 from torchtitan.tools.plan.account import Account, replay
+from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.devices import DEVICES, Device, device_named, find_device
 from torchtitan.tools.plan.job import Planned, place
 from torchtitan.tools.plan.kernels import kernel_seconds
@@ -32,11 +32,10 @@ from torchtitan.tools.plan.records import rehearse_ranks
 from torchtitan.tools.plan.step import StepTime, Time, time_rank, time_step
 
 CPU = "(OMP_NUM_THREADS)"
-"""What `base/device.py` writes in the name of a CPU."""
+"""Part of a CPU's name in `base/device.py`."""
 COMPILED = (
-    "The run compiled its blocks. `compiled` are the kernels that the compiler wrote in Triton: "
-    "their names do not tell what takes the time, so products and attention may be among them; "
-    "what is predicted of other is of both."
+    "The run compiled its blocks. `compiled` are Triton kernels of the compiler. They may include "
+    "products and attention; the prediction for `other` is for both."
 )
 KERNELS: Mapping[str, Sequence[str]] = {
     "products": ("products",),
@@ -47,20 +46,10 @@ KERNELS: Mapping[str, Sequence[str]] = {
     "compiled": (),
     "other": ("passes",),
 }
-"""Kinds of kernels, and the resources of a step that they need."""
+"""Resources of a step that each kind of kernel needs."""
 NEEDED = ("step_time_s", "data_time_s", "tokens_per_second", "mfu", "memory_peak_gib")
-"""Figures of a row."""
+"""Required figures of a row."""
 RANK_FILE = re.compile(r"metrics\.rank_([0-9]{1,9})\.jsonl")
-
-
-def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command and its options."""
-    command = commands.add_parser(
-        "explain", help="compare a run with what was predicted of it", allow_abbrev=False
-    )
-    command.add_argument("run", type=Path, metavar="RUN", help="a run's job.dump_folder")
-    command.add_argument("--device", help=f"of {', '.join(DEVICES)}, if not the recorded one")
-    add_trust_code(command)
 
 
 def explain(arguments: argparse.Namespace) -> str:
@@ -80,15 +69,14 @@ def _explain(arguments: argparse.Namespace) -> str:
     planned = place(
         config,
         world_size=start.world_size,
-        device=device or replace(DEVICES["H100"], name=start.device),  # its peaks are not shown
+        device=device or replace(DEVICES["H100"], name=start.device),  # peaks are not shown
         gpus_per_node=start.ranks_per_machine,
-        all_ranks=False,
     )
     records = rehearse_ranks(planned)
     accounts = [replay(record, expandable=True) for record in records]
     parts = [
         planned.headline(),
-        f"measured on {start.world_size} x {start.device}, {len(rows)} rows behind the first "
+        f"measured on {start.world_size} x {start.device}, {len(rows)} rows after the first "
         f"of the start at step {start.resumed_from}",
         _memory(_peaks(run, start=start), planned, accounts, comparable=not on_cpu),
     ]
@@ -96,10 +84,10 @@ def _explain(arguments: argparse.Namespace) -> str:
     parts.append(_speed(rows, found, comparable=is_same))
     if not is_same:
         parts.append(
-            f"Not compared: step time, tokens/s and MFU, for this plan has no peaks of "
+            f"Not compared: step time, tokens/s and MFU, because the plan has no peaks of "
             f"{start.device}"
-            + ("; memory, for on a CPU it is that of the whole process." if on_cpu else ".")
-            + ("" if device else " --device shows what another device would take.")
+            + ("; memory, because on a CPU it is that of the process." if on_cpu else ".")
+            + ("" if device else " --device plans for another device.")
         )
     folders = (run / config.profiling.save_traces_folder).glob("step-*")
     traces = {step: path / "rank_0.json" for path in folders if (step := step_of(path)) is not None}
@@ -107,17 +95,21 @@ def _explain(arguments: argparse.Namespace) -> str:
     if traces:
         trace = traces[max(traces)]
         spent = kernel_seconds(trace, num_steps=config.profiling.profiler_active)
-        # its pipeline rank is looked at in any case
+        # the first pipeline rank is always planned
         of_rank = {} if device is None else time_rank(planned, records[0])
         parts.append(_kernels(trace, spent, of_rank))
         if planned.is_compiled:
             parts.append(COMPILED)
-        parts.append("Steps under the profiler are slower than others; they are among the rows.")
+        parts.append("The rows include steps under the profiler, which are slower.")
     return "\n\n".join(parts) + "\n"
 
 
 def settled(rows: Sequence[Row], *, start: Hardware) -> list[Row]:
-    """Return the rows of the newest start but its first, which times its start-up."""
+    """Return the rows of the newest start without the first, which includes the start-up.
+
+    Raises:
+        ConfigError: Figures are missing, or no row is left.
+    """
     found = [row for row in rows if row["step"] > start.resumed_from][1:]
     missing = sorted(
         {
@@ -129,40 +121,40 @@ def settled(rows: Sequence[Row], *, start: Hardware) -> list[Row]:
     )
     if missing:
         raise ConfigError(
-            f"a row of metrics.jsonl must have {', '.join(NEEDED)}, got one without "
+            f"rows of metrics.jsonl must have {', '.join(NEEDED)}, got one without "
             f"{', '.join(missing)}; explain a run of this version"
         )
     if not found:
         raise ConfigError(
-            "a run must have two rows in metrics.jsonl since its newest start, the first of which "
-            "times the start-up, got fewer; train more steps, or lower metrics.log_freq"
+            "metrics.jsonl must have two rows since the newest start, because the first includes "
+            "the start-up; train more steps, or lower metrics.log_freq"
         )
     return found
 
 
 def device_of(recorded: str, *, asked: str | None) -> Device | None:
-    """Return the device to plan for: the one asked for, else the recorded; None for a CPU."""
+    """Return the device that `asked` names, else the recorded one, or None for a CPU."""
     if asked is not None:
         return find_device(asked, memory_gib=None)
     if (device := device_named(recorded)) is not None or CPU in recorded:
         return device
     raise ConfigError(
-        f"the run's device must be one of {', '.join(DEVICES)}, got {recorded!r}; name the nearest "
-        "with --device"
+        f"the run's device must be one of {', '.join(DEVICES)}, got {recorded!r}; set --device to "
+        "the nearest"
     )
 
 
 def verdict(measured: float, *, best: float, worst: float) -> str:
-    """Say where a measured time falls."""
+    """Describe where a measured time is between the bounds."""
     if measured > worst:
         return f"slower than the worst bound by {100 * (measured / worst - 1):.0f} %"
     if measured < best:
-        return f"quicker than the best bound by {100 * (1 - measured / best):.0f} %"
+        return f"faster than the best bound by {100 * (1 - measured / best):.0f} %"
     return "within the bounds"
 
 
 def _peaks(run: Path, *, start: Hardware) -> dict[int, float]:
-    """Return the most memory, in GiB, of each rank that has written its figures."""
+    """Return the peak in GiB of each rank that has written its figures."""
     files = {0: run / "metrics.jsonl"}
     files |= {int(m[1]): path for path in run.iterdir() if (m := RANK_FILE.fullmatch(path.name))}
     return {
@@ -175,7 +167,7 @@ def _peaks(run: Path, *, start: Hardware) -> dict[int, float]:
 def _memory(
     peaks: Mapping[int, float], planned: Planned, accounts: Sequence[Account], *, comparable: bool
 ) -> str:
-    """Return the measured peaks, and what was predicted of these ranks' pipeline ranks."""
+    """Return the measured peaks, and those predicted for the ranks' stages."""
     of_stage = dict(zip(planned.pipeline_ranks, accounts, strict=True))
     ranks_per_stage = planned.world_size // planned.layout.dims.pp
     lines = [f"{'memory, GiB':<25}{'measured':>10}{'predicted':>11}{'reserved':>10}"]
@@ -219,10 +211,10 @@ def _speed(rows: Sequence[Row], found: StepTime | None, *, comparable: bool) -> 
         lines.append(line)
     step = median(row["step_time_s"] for row in rows)
     if found is not None and comparable:
-        said = verdict(step, best=found.best, worst=found.worst)
+        line = verdict(step, best=found.best, worst=found.worst)
         if step > found.worst:
-            said += ": " + _causes(rows, excess=step - found.worst)
-        lines.append(said)
+            line += ": " + _causes(rows, excess=step - found.worst)
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -230,25 +222,25 @@ def _causes(rows: Sequence[Row], *, excess: float) -> str:
     data = median(row["data_time_s"] for row in rows)
     part = 100 * data / excess
     return (
-        f"waiting for data took {data:.4g} s of a step, {part:.0f} % of the excess; checkpoints "
-        "and validation are not in these times, so the rest is in kernels, links or the host: "
-        "profile a step (docs/metrics.md)"
+        f"waiting for data took {data:.4g} s of a step, {part:.0f} % of the excess. Checkpoints "
+        "and validation are not included, so the rest is in kernels, links or the host: profile a "
+        "step (docs/metrics.md)"
     )
 
 
 def _kernels(trace: Path, spent: Counter[str], of_rank: Mapping[str, Time]) -> str:
-    """Return the seconds of rank 0's kernels by kind, beside what was predicted of it."""
+    """Return the seconds of rank 0's kernels by kind, beside the prediction."""
     name = f"{trace.parent.name}/{trace.name}"
     if not spent:
-        return f"{name} holds no kernels of a GPU: not compared"
+        return f"{name} has no kernels of a GPU: not compared"
     lines = [
-        f"seconds of kernels of rank 0 per step, {name} (a collective's include waiting for "
-        "others), and those predicted of this rank"
+        f"seconds of kernels of rank 0 per step, {name} (collectives include waiting for other "
+        "ranks), and the prediction"
     ]
     for kind, resources in KERNELS.items():
         times = [of_rank[resource] for resource in resources if resource in of_rank]
         worst, best = (sum(time[bound] for time in times) for bound in (0, 1))
         if kind in ("products", "attention", "collectives", "other") or spent[kind] or worst:
-            said = f"   {best:.4g} to {worst:.4g}" if worst else ""
-            lines.append(f"{kind:<12}{spent[kind]:>12.4g}{said}")
+            bounds = f"   {best:.4g} to {worst:.4g}" if worst else ""
+            lines.append(f"{kind:<12}{spent[kind]:>12.4g}{bounds}")
     return "\n".join(lines)

@@ -1,15 +1,14 @@
-"""The job that is planned: its settings, how it lies over ranks, and what it would run on."""
+"""The planned job: its settings, its layout over ranks, and its device."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.sources import to_toml
-from torchtitan.job import Config, load_config
+from torchtitan.config.sources import PYTHON, flatten, parse, to_toml
+from torchtitan.job import Config, load_config, load_job
 from torchtitan.layout import find_layout
 from torchtitan.parallel.layout import Layout
 from torchtitan.resume_rules import resolve_model
@@ -17,70 +16,69 @@ from torchtitan.tools.plan.devices import Device
 from torchtitan.tools.plan.shorten import Shortened, fullest_ranks, shorten
 
 BUDGET_IS_NOT_TRIED = (
-    'activation_checkpoint.mode = "memory_budget" is not tried, for what the compiler chooses is '
-    "not rehearsed: these settings replace it."
+    'activation_checkpoint.mode = "memory_budget" is replaced in these settings: what the compiler '
+    "recomputes is not rehearsed."
 )
 FEW = 4
-"""Ranks of a pipeline that are all looked at."""
+"""Pipelines of at most this number of ranks are planned with all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A job on so many devices."""
+    """A job on a number of devices."""
 
     config: Config
     layout: Layout
     device: Device
     gpus_per_node: int
     shortened: Shortened
-    """What is rehearsed."""
+    """The job that is rehearsed."""
     pipeline_ranks: Sequence[int]
-    """Whose memory and work are looked at."""
+    """Pipeline ranks whose memory and work are planned."""
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.layout.dims.world_size
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the job compiles its blocks; they are rehearsed without."""
+        """Whether the job compiles its blocks. A rehearsal does not."""
         return self.config.compile.enable
 
     @property
     def has_budget(self) -> bool:
-        """Whether the compiler chooses what to recompute; a rehearsal recomputes nothing."""
+        """Whether the compiler chooses what to recompute. A rehearsal recomputes nothing."""
         return self.config.activation_checkpoint.mode == "memory_budget"
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Tokens of all ranks."""
         training = self.config.training
         return self.layout.samples_per_step(training) * training.seq_len
 
     @property
     def model_flops(self) -> float:
-        """The FLOPs of a step by the convention of MFU, of all ranks."""
+        """FLOPs of a step over all ranks, by the convention of MFU."""
         seq_len = self.config.training.seq_len
         return float(self.layout.counts.flops_per_token(seq_len)) * self.tokens_per_step
 
     def first_ranks(self) -> list[int]:
-        """Return of each of the pipeline ranks the first rank of the job."""
+        """Return the first global rank of each planned pipeline rank."""
         return [rank * (self.world_size // self.layout.dims.pp) for rank in self.pipeline_ranks]
 
     def limits_of_recomputation(self) -> list[str]:
-        """Say what a plan leaves to the compiler."""
+        """Describe what a plan does not know about the compiler's recomputation."""
         if not self.has_budget:
             return []
         budget = self.config.activation_checkpoint.memory_budget
         return [
-            f'activation_checkpoint.mode = "memory_budget" ({budget:g}): what the compiler '
-            "recomputes is not rehearsed. Memory is planned as if nothing were, so the job should "
-            "need less; the time at worst is that of a second forward more."
+            f'activation_checkpoint.mode = "memory_budget" ({budget:g}): the plan recomputes '
+            "nothing, so the job should need less memory; the worst time has a second forward."
         ]
 
     def headline(self) -> str:
-        """Say what is planned in one line."""
+        """Describe the planned job in one line."""
         model, training = self.config.model, self.config.training
         accumulated = f", {self.layout.accumulation} times" if self.layout.accumulation > 1 else ""
         return (
@@ -98,12 +96,13 @@ def plan_job(
     gpus_per_node: int,
     all_ranks: bool = False,
 ) -> Planned:
-    """Read a job as the trainer would, and find how it lies over the ranks.
+    """Read a job as the trainer does, and find its layout.
 
-    `all_ranks`: look at every rank of a long pipeline, not at some alone.
+    Args:
+        all_ranks: Plan every rank of a long pipeline.
 
     Raises:
-        ConfigError: The settings, or the number of ranks, do not fit.
+        ConfigError: The settings do not fit together or the number of ranks.
     """
     if world_size < 1 or gpus_per_node < 1:
         raise ConfigError(
@@ -120,72 +119,79 @@ def plan_job(
 
 
 def place(
-    config: Config, *, world_size: int, device: Device, gpus_per_node: int, all_ranks: bool
+    config: Config,
+    *,
+    world_size: int,
+    device: Device,
+    gpus_per_node: int,
+    all_ranks: bool = False,
 ) -> Planned:
-    """Find how a job lies over so many ranks.
+    """Find the layout of a job over a number of ranks.
 
     Raises:
-        ConfigError: The rules do not allow it, or it cannot be rehearsed.
+        ConfigError: The rules forbid it, or it cannot be rehearsed.
     """
     if config.optimizer.name == "Muon":
         raise ConfigError.at(
             "optimizer.name",
-            "must not be Muon in a plan: its ranks tell each other at the start what they hold, "
-            "and here there is one; plan with AdamW, which needs more memory",
+            "must not be Muon in a plan, because Muon's ranks communicate before the first step; "
+            "plan with AdamW, which needs more memory",
         )
     layout = find_layout(config, world_size=world_size)
+    pipeline, pp = layout.pipeline, layout.dims.pp
+    is_short = pipeline is None or all_ranks or pp <= FEW
     return Planned(
         config=config,
         layout=layout,
         device=device,
         gpus_per_node=gpus_per_node,
         shortened=shorten(config, layout),
-        pipeline_ranks=_pipeline_ranks(layout, all_ranks=all_ranks),
+        pipeline_ranks=range(pp) if is_short or pipeline is None else fullest_ranks(pipeline),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A job for another process, to which settings go as a file alone."""
+    """A job for another process. The settings are TOML, since custom sections cannot be pickled."""
 
-    file: Path
-    settings: Sequence[str]
-    """Options that come on top of the file."""
+    toml: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Values by key that override the TOML."""
     world_size: int
     device: Device
     gpus_per_node: int
 
     def place(self) -> Planned:
-        """Read the job there; what it says about its settings has been said already.
+        """Find the layout, without repeating the warnings about settings.
 
         Raises:
-            ConfigError: The rules do not allow it.
+            ConfigError: The rules forbid it.
         """
         logging.disable(logging.WARNING)
+        layer = flatten(parse(self.toml, origin=PYTHON), origin=PYTHON)
+        for key, value in self.settings.items():
+            *section, name = key.split(".")
+            layer |= flatten({name: value}, origin=PYTHON, prefix=tuple(section))
         return place(
-            load_config([f"--job.config_file={self.file}", *self.settings]),
+            load_job(layer).config,
             world_size=self.world_size,
             device=self.device,
             gpus_per_node=self.gpus_per_node,
-            all_ranks=False,
         )
 
 
-def send(config: Config, planned: Planned, *, file: Path, settings: Sequence[str] = ()) -> Sent:
-    """Write a job to a file, to be planned on as many devices as `planned`."""
-    file.write_text(to_toml(config), encoding="utf-8")
+def send(
+    config: Config,
+    planned: Planned,
+    *,
+    settings: Mapping[str, object] | None = None,
+    world_size: int | None = None,
+) -> Sent:
+    """Return a job for another process, on the devices of `planned` unless `world_size` is set."""
     return Sent(
-        file=file,
-        settings=settings,
-        world_size=planned.world_size,
+        toml=to_toml(config),
+        settings=settings or {},
+        world_size=world_size or planned.world_size,
         device=planned.device,
         gpus_per_node=planned.gpus_per_node,
     )
-
-
-def _pipeline_ranks(layout: Layout, *, all_ranks: bool) -> list[int]:
-    """Return the ranks to look at: of many those that may need most memory."""
-    pp = layout.dims.pp
-    if layout.pipeline is None or all_ranks or pp <= FEW:
-        return list(range(pp))
-    return fullest_ranks(layout.pipeline)

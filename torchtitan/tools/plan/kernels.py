@@ -1,9 +1,8 @@
 """Seconds of a GPU's kernels by kind, from a chrome trace of the trainer's profiler.
 
-Kernels are told apart by their names, those of NVIDIA's and AMD's libraries; what no word fits is
-other: norms, activation functions, copies within the device, the optimizer. Kernels that torch's
-compiler wrote in Triton are a kind of their own: their names list the operators that were fused, in
-words that fit any kind, and tell nothing of what takes the time.
+Kinds are read from the names of kernels in NVIDIA's and AMD's libraries. Norms, activation
+functions, copies within the device and the optimizer are `other`. Kernels that torch's compiler
+wrote in Triton are a separate kind, because their names list fused operators of any kind.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.base.files import read_text
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of what a GPU does."""
+"""Categories of a GPU's events in a trace."""
 WORDS: Mapping[str, re.Pattern[str]] = {
     "compiled": re.compile("^triton_"),
     "collectives": re.compile("nccl|rccl", re.IGNORECASE),
     "attention": re.compile("flash|fmha|attention|sdpa", re.IGNORECASE),
     "products": re.compile("gemm|cutlass|cublas|nvjet|^Cijk|_mm_", re.IGNORECASE),
 }
-"""In this order: attention is built of cutlass's parts too."""
+"""Checked in this order, because attention kernels contain parts of cutlass."""
 COPIES: Mapping[str, re.Pattern[str]] = {
     "to device": re.compile("HtoD"),
     "to host": re.compile("DtoH"),
 }
-"""By the names of copies, those between a device and its host."""
+"""Copies between a device and its host."""
 
 
 def kind_of(name: str, *, category: str = "kernel") -> str:
-    """Return the kind of what a GPU does, by its name."""
+    """Return the kind of a GPU's event by its name."""
     kinds = WORDS if category == "kernel" else COPIES
     return next((kind for kind, words in kinds.items() if words.search(name)), "other")
 
 
 def kernel_seconds(trace: Path, *, num_steps: int) -> Counter[str]:
-    """Return the seconds of each kind per step; empty where there are no kernels.
+    """Return the seconds of each kind per step, empty for a trace without kernels.
 
     Raises:
-        ConfigError: The trace is damaged.
+        ConfigError: The trace cannot be read.
     """
     spent: Counter[str] = Counter()
     try:
@@ -52,7 +51,7 @@ def kernel_seconds(trace: Path, *, num_steps: int) -> Counter[str]:
                 spent[kind_of(event["name"], category=event["cat"])] += event["dur"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{trace} must be a trace of torch's profiler, it cannot be read: {error!r}; profile "
-            "the run again, or move the file away"
+            f"{trace} must be a trace of torch's profiler and cannot be read: {error!r}; profile "
+            "the run again, or remove the file"
         ) from error
     return Counter({kind: time / 1e6 / num_steps for kind, time in spent.items()})

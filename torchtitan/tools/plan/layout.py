@@ -1,22 +1,20 @@
-"""The command `layout`: which degrees to take on so many ranks, and the job's file for them.
+"""The command `layout`: the best degrees for a number of ranks, and the job's file for them.
 
-All layouts that could be tried are ranked by formulas (`candidates.py`); the best are rehearsed as
-`memory` and `step` do, until enough of them fit. What is shown, and
-written, comes from the rehearsal alone.
+Formulas rank all layouts (`candidates.py`). The best are rehearsed, as by `memory` and `step`,
+until enough of them fit. All figures that are shown come from the rehearsal.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Sequence
-from multiprocessing.pool import Pool
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 
-from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.log import plural
 from torchtitan.config.sources import to_toml
+from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.candidates import (
     RECOMPUTES,
     Candidate,
@@ -26,90 +24,77 @@ from torchtitan.tools.plan.candidates import (
     rank_candidates,
 )
 from torchtitan.tools.plan.job import BUDGET_IS_NOT_TRIED, Planned, Sent, send
-from torchtitan.tools.plan.records import open_pool
+from torchtitan.tools.plan.records import open_pool, run_in
 from torchtitan.tools.plan.tried import Tried, try_jobs
 
 SHOWN, TRIED = 3, 12
-"""Layouts to find, and the most that are rehearsed for it."""
+"""Number of fitting layouts to find, and the most that are rehearsed for it."""
 
 
-def plan_layout(planned: Planned, arguments: argparse.Namespace) -> str:
-    """Return the best layouts as a table, and write the best one's job if a file is asked for."""
+def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield a table of the best layouts, each row as soon as it is found.
+
+    The job of the first one is written to the file in `arguments.write`, if set.
+
+    Raises:
+        ConfigError: No layout fits.
+    """
     samples = arguments.global_batch or planned.layout.samples_per_step(planned.config.training)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        open_pool(max(TRIED, len(RECOMPUTES))) as pool,
-    ):
-        job = send(planned.config, planned, file=Path(folder) / "job.toml")
-        figures = pool.map(_measure, [(job, recompute) for recompute in RECOMPUTES])
+    device, training = planned.device, planned.config.training
+    yield (
+        f"{planned.config.model.name} {planned.config.model.flavor} on {planned.world_size} x "
+        f"{device.name} ({device.memory / GIB:.1f} GiB), {planned.gpus_per_node} on a machine; "
+        f"{samples} samples of {training.seq_len} tokens in a step\n"
+    )
+    num_found = 0
+    with open_pool(TRIED) as pool:
+        work = partial(_measure, send(planned.config, planned))
+        figures = run_in(pool, work, RECOMPUTES, of="ways to recompute, on one device")
         measured = dict(zip(RECOMPUTES, figures, strict=True))
+        sys.stderr.write("ranking all layouts by formulas\n")
         ranked = rank_candidates(planned, samples=samples, measured=measured)
         if not ranked:
             raise ConfigError(
-                f"no layout of {planned.world_size} x {planned.device.name} with {samples} samples "
-                "in a step fits by the formulas; take more ranks, another --global_batch, or "
-                "shorter sequences"
+                f"no layout of {planned.world_size} x {device.name} with {samples} samples per "
+                "step fits by the formulas; use more ranks, another --global_batch or shorter "
+                "sequences"
             )
-        found = _find_fitting(planned, ranked, pool=pool, folder=Path(folder))
-        pool.terminate()
-    if not found:
-        raise ConfigError(
-            f"of the {min(TRIED, len(ranked))} layouts that seemed best none fits "
-            f"{planned.device.name}; take more ranks, or a device with more memory"
+        yield (
+            f"{len(ranked)} layouts fit by the formulas; rehearsed, the best that fit:\n\n"
+            f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout\n"
         )
-    text = _table(planned, found, samples=samples, num_ranked=len(ranked))
+        best = ranked[:TRIED]
+        jobs = [send(candidate.apply(planned.config), planned) for candidate in best]
+        for candidate, tried in zip(best, try_jobs(jobs, pool=pool, of="layouts"), strict=True):
+            if tried is None or tried.memory > device.memory:
+                continue
+            yield _row(candidate, tried)
+            num_found += 1
+            if num_found == 1 and arguments.write is not None:
+                config = candidate.apply(planned.config)
+                arguments.write.parent.mkdir(parents=True, exist_ok=True)
+                arguments.write.write_text(to_toml(config, only_changed=True), encoding="utf-8")
+            if num_found == SHOWN:
+                break
+    if not num_found:
+        raise ConfigError(
+            f"the {plural(len(best), 'best layout')} do not fit {device.name}; use more ranks, "
+            "or a device with more memory"
+        )
+    yield "\nBounds, and limits as of `memory` and `step`.\n"
+    if planned.has_budget:
+        yield f"{BUDGET_IS_NOT_TRIED}\n"
     if arguments.write is not None:
-        config = found[0][0].apply(planned.config)
-        arguments.write.parent.mkdir(parents=True, exist_ok=True)
-        arguments.write.write_text(to_toml(config, only_changed=True), encoding="utf-8")
-        text += f"\nwritten, with the first of them: {arguments.write}\n"
-    return text
+        yield f"\nwritten, with the first of them: {arguments.write}\n"
 
 
-def _find_fitting(
-    planned: Planned, ranked: Sequence[Candidate], *, pool: Pool, folder: Path
-) -> list[tuple[Candidate, Tried]]:
-    """Rehearse the best layouts until enough of them fit."""
-    found: list[tuple[Candidate, Tried]] = []
-    best = ranked[:TRIED]
-    jobs = [
-        send(candidate.apply(planned.config), planned, file=folder / f"{n}.toml")
-        for n, candidate in enumerate(best)
-    ]
-    for candidate, tried in zip(best, try_jobs(jobs, pool=pool), strict=True):
-        if tried is not None and tried.memory <= planned.device.memory:
-            found.append((candidate, tried))
-        if len(found) == SHOWN:
-            break
-    if sys.stderr.isatty():
-        sys.stderr.write("\n")
-    return found
-
-
-def _measure(work: tuple[Sent, Recompute]) -> Measured:
-    job, recompute = work
+def _measure(job: Sent, recompute: Recompute) -> Measured:
     return measure(job.place(), recompute)
 
 
-def _table(
-    planned: Planned, found: Sequence[tuple[Candidate, Tried]], *, samples: int, num_ranked: int
-) -> str:
-    device, training = planned.device, planned.config.training
-    lines = [
-        f"{planned.config.model.name} {planned.config.model.flavor} on {planned.world_size} x "
-        f"{device.name} ({device.memory / GIB:.1f} GiB), {planned.gpus_per_node} on a machine; "
-        f"{samples} samples of {training.seq_len} tokens in a step",
-        f"{num_ranked} layouts fit by the formulas; rehearsed, the best that fit:",
-        "",
-        f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout",
-    ]
-    lines += [
-        f"{tried.memory / GIB:>6.1f}{f'{tried.time.best:.3g}-{tried.time.worst:.3g}':>14}"
-        f"{f'{tried.time.mfu[0]:.0f}-{tried.time.mfu[1]:.0f}':>10}  {tried.time.binds:<11}"
-        f"{candidate}"
-        for candidate, tried in found
-    ]
-    lines += ["", "Bounds, and limits as of `memory` and `step`."]
-    if planned.has_budget:
-        lines.append(BUDGET_IS_NOT_TRIED)
-    return "\n".join(lines) + "\n"
+def _row(candidate: Candidate, tried: Tried) -> str:
+    time = tried.time
+    return (
+        f"{tried.memory / GIB:>6.1f}{f'{time.best:.3g}-{time.worst:.3g}':>14}"
+        f"{f'{time.mfu[0]:.0f}-{time.mfu[1]:.0f}':>10}  {time.binds:<11}{candidate}\n"
+    )

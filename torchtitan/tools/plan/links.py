@@ -1,11 +1,11 @@
-"""Which links the ranks of an axis talk over, and how long a collective takes on them.
+"""Links between the ranks of an axis, and the time of a collective over them.
 
-Ranks are placed as `mesh/dims.py` numbers them, in order, so many to a machine. Of the ranks of an
-axis some share a machine; where they do not all do, a collective moves the data of each machine
-through the adapters of its ranks, all at once, and within machines over the fast links.
+Ranks are numbered as in `mesh/dims.py` and fill one machine after another. If the ranks of an axis
+are on several machines, a collective moves the data of each machine through the adapters of its
+ranks, all at once, and within machines over the fast links.
 
-A ring moves, per rank, for a whole tensor of S bytes over n ranks: all-gather and reduce-scatter
-S (n-1)/n, all-reduce twice that, all-to-all the same share of what a rank holds.
+A ring moves, per rank, for an unsharded tensor of S bytes over n ranks: all-gather and
+reduce-scatter S (n-1)/n, all-reduce twice that, all-to-all the same share of a rank's tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchtitan.mesh.dims import ParallelDims
 from torchtitan.tools.plan.devices import Device, Share
 
 OVERLAPPED = frozenset({"fsdp", "efsdp", "dp_replicate"})
-"""Axes whose collectives run beside computing; on the others computing waits."""
+"""Axes whose collectives overlap with computation. Computation waits for those of other axes."""
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "receive"]
 
 
@@ -33,34 +33,35 @@ NAMES: Mapping[str, Collective] = {
 
 
 def collective(operator: str) -> Collective:
-    """Return which collective an operator of torch is."""
+    """Return the collective of one of torch's operators."""
     words = operator.replace("_", "")
     for name, found in NAMES.items():
         if words.startswith(name):
             return found
-    raise AssertionError(f"no collective is known by the name of {operator}")
+    raise AssertionError(f"unknown collective {operator}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """The ranks of one axis."""
+    """The ranks of one axis of the mesh."""
 
     name: str
     degree: int
     on_node: int
-    """Those of them that share a machine."""
+    """Number of them on one machine."""
 
     @property
     def leaves_node(self) -> bool:
-        """Whether they are on several machines."""
+        """Whether the ranks are on several machines."""
         return self.on_node < self.degree
 
     def moved(self, what: Collective, size: int) -> tuple[float, float]:
-        """Return the bytes that a rank sends to others of its machine, and to other machines.
+        """Return the bytes that a rank sends within its machine, and to other machines.
 
-        `size`: of the whole tensor, or of what a rank sends.
+        Args:
+            size: Bytes of the unsharded tensor, or of the sent one.
         """
-        if what == "receive":  # the other rank has sent it
+        if what == "receive":  # the sender counts it
             return 0.0, 0.0
         if what == "send":
             return (0.0, float(size)) if self.leaves_node else (float(size), 0.0)
@@ -73,7 +74,7 @@ class Axis:
         return inside, total * (num_nodes - 1) / num_nodes / self.on_node
 
     def seconds(self, what: Collective, size: int, *, device: Device) -> Share:
-        """Return how long one takes, at worst and at best."""
+        """Return the time of a collective, at worst and at best."""
         inside, off = self.moved(what, size)
         if not inside and not off:
             return Share(worst=0.0, best=0.0)
@@ -85,7 +86,7 @@ class Axis:
 
 
 def axes_of(dims: ParallelDims, *, gpus_per_node: int) -> Mapping[str, Axis]:
-    """Return the axes by name, each with the distance between its ranks in mind."""
+    """Return the axes by name, from the distance between their ranks."""
     strides = {
         "tp": (1, dims.tp),
         "cp": (dims.tp, dims.cp),

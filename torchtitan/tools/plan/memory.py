@@ -1,4 +1,4 @@
-"""The command `memory`: what each pipeline rank's device holds at the peak, and whether it fits."""
+"""The command `memory`: the peak memory of each pipeline rank's device, and whether it fits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torchtitan.base.device import GIB
 from torchtitan.checkpoint.manager import PINNED
 from torchtitan.tools.plan.account import KINDS, Account, replay
-from torchtitan.tools.plan.allocator import MIB
+from torchtitan.tools.plan.allocator import GIB, MIB
 from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.draw import check_picture, save_areas
 from torchtitan.tools.plan.job import Planned
@@ -23,9 +22,9 @@ NUM_TENANTS = 8
 
 
 def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the account of each pipeline rank as text, then the remedies if it is too much.
+    """Yield the account of each pipeline rank as text, then remedies if it does not fit.
 
-    A picture of the account is drawn if one is asked for.
+    Memory over the step is drawn to `arguments.out`, if set.
     """
     if arguments.out is not None:
         check_picture(arguments.out)
@@ -50,9 +49,9 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
 
 
 def staged(planned: Planned, record: Record) -> int:
-    """Return the bytes of the host that hold a rank's copy of the state, once it has saved one.
+    """Return the bytes of the host for a rank's copy of the state while it is saved.
 
-    Page-locked memory comes in powers of two.
+    Sizes of page-locked memory are powers of two.
     """
     settings = planned.config.checkpoint
     if not settings.enable or settings.async_mode == "disabled":
@@ -68,7 +67,7 @@ def staged(planned: Planned, record: Record) -> int:
 
 
 def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int]) -> str:
-    """Return the memory by kind, a column for each pipeline rank."""
+    """Return the memory by kind, with a column per pipeline rank."""
     ranks = planned.pipeline_ranks
     names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in ranks]
     rows: list[tuple[str, list[int]]] = [
@@ -87,12 +86,12 @@ def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int])
         rows.append(("on the host while saving", [a.on_host + copy for a, copy in both]))
     lines = [" " * 25 + "".join(f"{name:>12}" for name in names)]
     lines += [
-        f"{name:<25}" + "".join(f"{_said(size):>12}" for size in sizes) for name, sizes in rows
+        f"{name:<25}" + "".join(f"{_size(size):>12}" for size in sizes) for name, sizes in rows
     ]
     return "\n".join(lines)
 
 
-def _said(size: int) -> str:
+def _size(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
 
 
@@ -106,7 +105,7 @@ def _verdict(planned: Planned, fullest: Account) -> str:
 
 
 def _fullest(planned: Planned, accounts: Sequence[Account]) -> tuple[int, Account]:
-    """Return the pipeline rank that needs most."""
+    """Return the pipeline rank that needs most, and its account."""
     pairs = zip(planned.pipeline_ranks, accounts, strict=True)
     return max(pairs, key=lambda pair: pair[1].needed)
 
@@ -118,12 +117,12 @@ def _peak(rank: int, account: Account) -> str:
         during = "in the validation"
     operator, module = account.where.where[:2]
     lines = [
-        f"The peak of pipeline rank {rank} comes {during}, with {operator}"
+        f"The peak of pipeline rank {rank} is {during}, with {operator}"
         + (f" of {module}" if module else "")
-        + "; then most is held by:"
+        + ". The largest storages are:"
     ]
     lines += [
-        f"  {_said(tenant.size):>12}  {tenant.num:>5} x  {tenant.kind:<17} "
+        f"  {_size(tenant.size):>12}  {tenant.num:>5} x  {tenant.kind:<17} "
         f"{tenant.operator} {tenant.module}".rstrip()
         for tenant in account.tenants[:NUM_TENANTS]
     ]
@@ -131,27 +130,26 @@ def _peak(rank: int, account: Account) -> str:
 
 
 def _limits(planned: Planned, *, expandable: bool) -> str:
-    said = [
-        f"Not modelled, and covered by an allowance of {ALLOWANCE / GIB:.0f} GiB: the CUDA "
-        "context, NCCL's buffers, cuBLAS's workspaces.",
-        "Reserved memory is that of torch's allocator "
-        + ("with" if expandable else "without")
-        + " PYTORCH_ALLOC_CONF=expandable_segments:True.",
+    lines = [
+        f"An allowance of {ALLOWANCE / GIB:.0f} GiB covers the CUDA context, NCCL's buffers and "
+        "cuBLAS's workspaces.",
+        f"The allocator runs {'with' if expandable else 'without'} "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True.",
     ]
-    looked_at, pp = len(planned.pipeline_ranks), planned.layout.dims.pp
-    if looked_at < pp:
-        said.append(
-            f"Of {pp} pipeline ranks {looked_at} were looked at, which should need most; "
-            "`--all_ranks` looks at each."
+    num_planned, pp = len(planned.pipeline_ranks), planned.layout.dims.pp
+    if num_planned < pp:
+        lines.append(
+            f"{num_planned} of {pp} pipeline ranks are planned, which should need most; "
+            "`--all_ranks` plans each."
         )
     if planned.is_compiled:
-        said.append("Blocks are taken as not compiled; compiling usually needs less.")
-    said += planned.limits_of_recomputation()
+        lines.append("Blocks are planned without the compiler, which usually needs less.")
+    lines += planned.limits_of_recomputation()
     if planned.layout.counts.num_experts:
-        said.append("Every expert gets as many tokens as any other.")
+        lines.append("Each expert gets an equal number of tokens.")
     if planned.config.training.attn_mask_type == "block_causal":
-        said.append("Each sequence is taken as one document.")
-    return "\n".join(said)
+        lines.append("Each sequence is one document.")
+    return "\n".join(lines)
 
 
 def _draw(path: Path, planned: Planned, accounts: Sequence[Account]) -> None:

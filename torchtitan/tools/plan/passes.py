@@ -1,8 +1,8 @@
-"""How many bytes an operator reads and writes: what it costs where its arithmetic costs nothing.
+"""Bytes that an operator reads and writes: its cost if it does little arithmetic.
 
-An operator's schema says which of its arguments it writes, and which results are views. It does not
-say what is read, so three rules are added: an argument for the result is not read, nor is what an
-operator only overwrites; and a fused optimizer writes gradients for a gradient scaler alone.
+An operator's schema names the arguments that it writes and the results that are views. It does not
+describe reads, so three rules are added: an `out` argument is not read, an overwritten argument is
+not read, and a fused optimizer writes gradients only for a gradient scaler.
 """
 
 from __future__ import annotations
@@ -16,34 +16,33 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 WRAPPERS = (DTensor, AsyncCollectiveTensor)
-"""Tensors that hold others, and no memory."""
+"""Tensors that wrap other tensors and have no memory."""
 COPIES = ("fsdp::split_with_sizes_copy", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype")
-"""What FSDP copies between its buffers and the tensors of a block, in one operator each; the last
-is torch 2.15's."""
+"""FSDP's copies between its buffers and the tensors of a block. The last is torch 2.15's."""
 OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_")
-"""Operators that do not read what they write."""
+"""Operators that do not read the argument that they write."""
 FOR_A_SCALER = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
-"""Operators that write their gradients only if they are given a gradient scaler's factor."""
+"""Operators that write gradients only with a gradient scaler's factor."""
 
 
 def find_leaves(tree: Any) -> Sequence[Any]:
-    """Return what the lists and dictionaries of an operator's arguments or results hold."""
+    """Return the leaves of an operator's arguments or results."""
     return tree_leaves(tree)
 
 
 def find_tensors(tree: Any) -> Sequence[Tensor]:
-    """Return the tensors of an operator's arguments or results that have memory of their own."""
+    """Return the tensors with memory in an operator's arguments or results."""
     return [x for x in find_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, WRAPPERS)]
 
 
 def is_pass(func: Any) -> bool:
-    """Tell whether an operator that sends and multiplies nothing reads or writes memory."""
+    """Return whether an operator, neither message nor product, reads or writes memory."""
     if func.namespace != "aten":
         return func.name() in COPIES
     name = func._schema.name.removeprefix("aten::")
     if name == "_unsafe_view" or name.removeprefix("new_").startswith("empty"):
         return False
-    # a view, or else memory that something has been written to
+    # returns a view without a write
     return not any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
     )

@@ -1,12 +1,18 @@
-"""The records of a job's pipeline ranks, rehearsed side by side."""
+"""Rehearse several ranks, or several jobs, in processes of their own.
+
+One process can be a rank of one world at a time, so each rehearsal gets a process.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
-import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.pool import Pool
-from pathlib import Path
+from typing import TypeVar
 
 from torchtitan.data.prepare import num_cores
 from torchtitan.tools.plan.job import Planned, Sent, send
@@ -14,57 +20,61 @@ from torchtitan.tools.plan.rehearse import rehearse_step
 from torchtitan.tools.plan.tape import Piece, Record
 
 MOST = 16
-"""Processes at once, of about 0.4 GiB each."""
+"""Largest number of processes. Each takes about 0.4 GiB."""
+T = TypeVar("T")
+U = TypeVar("U")
 
 
-def open_pool(num_jobs: int) -> Pool:
-    """Start processes to rehearse so many jobs: one process can pretend one world at a time."""
+@contextmanager
+def open_pool(num_jobs: int) -> Iterator[Pool]:
+    """Start processes for a number of rehearsals, and end them with the context."""
     num = max(1, min(num_jobs, num_cores(), MOST))
-    return multiprocessing.get_context("spawn").Pool(num)
+    # this process handles Ctrl-C and ends its children
+    ignored = (signal.SIGINT, signal.SIG_IGN)
+    pool = multiprocessing.get_context("spawn").Pool(num, signal.signal, ignored)
+    with pool:
+        yield pool
+
+
+def run_in(pool: Pool, work: Callable[[T], U], items: Sequence[T], *, of: str) -> Iterator[U]:
+    """Yield the result for each item in order, and report progress on stderr."""
+    sys.stderr.write(f"rehearsing {len(items)} {of}\n")
+    for number, result in enumerate(pool.imap(work, items), start=1):
+        sys.stderr.write(f"rehearsed {number} of {len(items)} {of}\n")
+        yield result
 
 
 def rehearse_rank(planned: Planned, rank: int, *, validates: bool = True) -> Record:
-    """Return the record of one rank of the job: of a step, and of the validation behind it, if the
-    job has one and `validates`."""
-    short = planned.shortened
-    record = rehearse_step(short.config, layout=short.layout, rank=rank)
+    """Return the record of a step of one rank and, with `validates`, of the job's validation."""
+    config, layout = planned.shortened.config, planned.shortened.layout
+    record = rehearse_step(config, layout=layout, rank=rank)
     if not (validates and planned.config.validation.enable):
         return record
-    return follow(
-        record, rehearse_step(short.config, layout=short.layout, rank=rank, validates=True)
-    )
+    return follow(record, rehearse_step(config, layout=layout, rank=rank, validates=True))
 
 
 def rehearse_ranks(planned: Planned, *, validates: bool = True) -> list[Record]:
-    """Return the record of the first rank of each pipeline rank, in their order.
+    """Return the record of the first rank of each planned pipeline rank, in order.
 
-    `validates`: with the validation, which takes memory and no time of a step.
-    Ranks are rehearsed in processes of their own, as many at once as there are cores.
+    Args:
+        validates: Add the validation, which takes memory but no time of a step.
     """
     ranks = planned.first_ranks()
     if len(ranks) == 1:
         return [rehearse_rank(planned, ranks[0], validates=validates)]
-    records = []
-    with tempfile.TemporaryDirectory() as folder:
-        job = send(planned.config, planned, file=Path(folder) / "job.toml")
-        with open_pool(len(ranks)) as pool:
-            for record in pool.imap(_rehearse, [(job, rank, validates) for rank in ranks]):
-                records.append(record)
-                if sys.stderr.isatty():
-                    ending = "\n" if len(records) == len(ranks) else ""
-                    said = f"\rrehearsed {len(records)} of {len(ranks)} pipeline ranks{ending}"
-                    sys.stderr.write(said)
-    return records
+    work = partial(_rehearse, send(planned.config, planned), validates)
+    with open_pool(len(ranks)) as pool:
+        return list(run_in(pool, work, ranks, of="pipeline ranks"))
 
 
 def follow(step: Record, validation: Record) -> Record:
-    """Return the record of both in turn; they begin with the same state."""
-    begun = next(p.start for p in validation.pieces[1:] if p.phase != "state")
-    assert validation.entries[:begun] == step.entries[:begun]
-    shift = len(step.entries) - begun
+    """Return the record of a step and a validation. Both start with the same state."""
+    start = next(p.start for p in validation.pieces[1:] if p.phase != "state")
+    assert validation.entries[:start] == step.entries[:start]
+    shift = len(step.entries) - start
     entries = [
-        entry._replace(born=entry.born + shift) if entry.born >= begun else entry
-        for entry in validation.entries[begun:]
+        entry._replace(born=entry.born + shift) if entry.born >= start else entry
+        for entry in validation.entries[start:]
     ]
     pieces = [
         Piece(piece.start + shift, "validation", piece.block)
@@ -74,6 +84,5 @@ def follow(step: Record, validation: Record) -> Record:
     return Record(step.entries + entries, step.pieces + pieces)
 
 
-def _rehearse(work: tuple[Sent, int, bool]) -> Record:
-    job, rank, validates = work
+def _rehearse(job: Sent, validates: bool, rank: int) -> Record:
     return rehearse_rank(job.place(), rank, validates=validates)

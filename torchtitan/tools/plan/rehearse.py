@@ -1,13 +1,11 @@
 """Rehearse one optimizer step of one rank: the trainer's own code, on fake tensors.
 
-Nothing of the model, of FSDP, of recomputation or of the pipeline is modelled here; they run, in a
-world that pretends the other ranks (`world.py`), and a tape records what they do. A rehearsal may
-leave out blocks and microbatches that are like their neighbours: `unroll.py` and `microbatches.py`
-put them back into the record.
+The model, FSDP, recomputation and the pipeline run as they are, in a world with simulated other
+ranks (`world.py`), and a tape records them. A rehearsal may skip blocks and microbatches that are
+like their neighbours; `copies.py` adds them to the record.
 
-Tensors are on a pretended CPU, because a pretended GPU aborts where there is no driver. Where a GPU
-would take another path that matters, it is taken by name: bfloat16 where the job says "auto",
-fused kernels as the settings say.
+Tensors are on a fake CPU, because a fake GPU needs a driver. If a GPU would take another path that
+matters, it is selected explicitly: bfloat16 for "auto", fused kernels as set.
 """
 
 from __future__ import annotations
@@ -36,9 +34,14 @@ from torchtitan.parallel.context.shard import build_shard
 from torchtitan.parallel.execution import Batch
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.parallelize import allocate
-from torchtitan.tools.plan.microbatches import leave_out, unroll_microbatches
+from torchtitan.tools.plan.copies import (
+    CannotCopyError,
+    Template,
+    copy_blocks,
+    copy_microbatches,
+    skip_microbatches,
+)
 from torchtitan.tools.plan.tape import Pool, Record, Tape
-from torchtitan.tools.plan.unroll import CannotUnrollError, Template, unroll
 from torchtitan.tools.plan.world import axes_by_group, fake_world, load_evenly, stand_ins
 from torchtitan.validate import evaluate, validation_source
 
@@ -47,7 +50,7 @@ CPU = torch.device("cpu")
 
 
 def fake_tensors() -> FakeTensors:
-    """Return a mode in which tensors have shapes and no contents; real ones may meet them."""
+    """Return a mode whose tensors have shapes but no contents. They may meet real tensors."""
     return FakeTensors(allow_non_fake_inputs=True)
 
 
@@ -56,18 +59,18 @@ def rehearse(
     *,
     layout: Layout,
     rank: int,
-    left_out: Collection[int] = (),
+    skipped: Collection[int] = (),
     validates: bool = False,
 ) -> Record:
-    """Record a step of `rank`, or its validation, without the blocks `left_out`.
+    """Record a step of `rank`, or its validation, without the blocks in `skipped`.
 
-    It begins with all that is there before: weights and the optimizer's state.
+    The record starts with the weights and the optimizer's state.
     """
     with fake_world(rank=rank, world_size=layout.dims.world_size):
         mesh = build_mesh(layout.dims, device_type="cpu")
         return record_step(
             config,
-            layout=_without(layout, left_out),
+            layout=_without(layout, skipped),
             mesh=mesh,
             fakes=fake_tensors(),
             validates=validates,
@@ -82,10 +85,11 @@ def record_step(
     fakes: FakeTensors | None,
     validates: bool = False,
 ) -> Record:
-    """Record a step of this rank of the job; the process group must exist.
+    """Record a step of this rank of the job. The process group must exist.
 
-    `fakes`: what makes fake tensors; None: the step is a real one, on this machine's CPU.
-    `validates`: batches of the validation take the place of the step.
+    Args:
+        fakes: Mode that creates fake tensors. None: run a real step on this machine's CPU.
+        validates: Run batches of the validation instead of the step.
     """
     tape, fake = Tape(axes_by_group(mesh)), fakes or nullcontext()
 
@@ -98,7 +102,7 @@ def record_step(
         tape.watch_blocks(part)
         load_evenly(part, dtype=getattr(torch, config.training.mixed_precision_param))
     source, num = config.training, layout.accumulation
-    if validates:  # two batches: one finds what the other has left gathered
+    if validates:  # two batches: the second finds weights that the first left gathered
         source, num = validation_source(source, config.validation), 2
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     samples = _samples(source)
@@ -122,11 +126,10 @@ def record_step(
                 balance.begin(divisor)
             loss_sum = execution.forward_backward(batches, divisor=divisor)
             tape.mark("update", None)
+            pool: Pool | None = "host" if offloads else None
             for p in parameters:
                 if p.grad is not None:
-                    tape.name(
-                        local_part(p.grad), kind="gradients", pool="host" if offloads else None
-                    )
+                    tape.name(local_part(p.grad), kind="gradients", pool=pool)
             norm = global_norm(parameters, loss=loss_sum)
             clip_gradients(parameters, norm=norm, max_norm=config.training.max_norm)
             optimizer_step(optimizer, norm=norm)
@@ -136,16 +139,16 @@ def record_step(
         return tape.ended()
 
 
-def _without(layout: Layout, left_out: Collection[int]) -> Layout:
-    """Return the layout of a model without some of its blocks."""
-    if not left_out:
+def _without(layout: Layout, skipped: Collection[int]) -> Layout:
+    """Return the layout of the model without the skipped blocks."""
+    if not skipped:
         return layout
-    gone = {f"layers.{number}" for number in left_out}
+    gone = {f"layers.{number}" for number in skipped}
 
     def adapt(model: LanguageModel) -> None:
         if layout.adapt is not None:
             layout.adapt(model)
-        for number in left_out:
+        for number in skipped:
             del model.layers[str(number)]
 
     pipeline = layout.pipeline
@@ -172,7 +175,7 @@ def _as_fake(batch: Batch, fakes: FakeTensors | None) -> Batch:
 def _hold_state(
     tape: Tape, model: ModelParts, optimizer: torch.optim.Optimizer, *, pool: Pool
 ) -> None:
-    """Note what is there before the step, block by block."""
+    """Record weights and the optimizer's state before the step, block by block."""
     for name, parameter in model.named_parameters():
         words = name.split(".")
         tape.mark("state", int(words[1]) if words[0] == "layers" else None)
@@ -184,50 +187,50 @@ def _hold_state(
 
 
 def rehearse_step(config: Config, *, layout: Layout, rank: int, validates: bool = False) -> Record:
-    """Do as `rehearse`, with all blocks, most of which are copied if that can be done.
+    """Do the same as `rehearse`, but copy most blocks and microbatches if possible.
 
-    Of many microbatches and accumulation steps only some are taken; see `shorten`.
+    Accumulation steps, and microbatches that do not change the peak, are skipped by `shorten`.
     """
     if validates:
-        rehearsed = partial(rehearse, config, layout=layout, rank=rank, validates=True)
+        run = partial(rehearse, config, layout=layout, rank=rank, validates=True)
     else:
-        rehearsed = partial(rehearse_few, config, layout=layout, rank=rank)
-    templates, left_out = find_templates(config, layout=layout, rank=rank)
+        run = partial(rehearse_microbatches, config, layout=layout, rank=rank)
+    templates, skipped = find_templates(config, layout=layout, rank=rank)
     if templates:
         try:
-            return unroll(rehearsed(left_out=left_out), templates)
-        except CannotUnrollError as error:
-            logger.info("All blocks are run: %s", error)
-    return rehearsed()
+            return copy_blocks(run(skipped=skipped), templates)
+        except CannotCopyError as error:
+            logger.info("all blocks are rehearsed: %s", error)
+    return run()
 
 
-def rehearse_few(
-    config: Config, *, layout: Layout, rank: int, left_out: Collection[int] = ()
+def rehearse_microbatches(
+    config: Config, *, layout: Layout, rank: int, skipped: Collection[int] = ()
 ) -> Record:
-    """Do as `rehearse`, with all microbatches of a pipeline, most of which are copied if that can
-    be done."""
+    """Do the same as `rehearse`, but copy most microbatches of a pipeline if possible."""
     if layout.pipeline is not None:
-        sparse = leave_out(layout.pipeline, rank=rank // (layout.dims.world_size // layout.dims.pp))
-        if sparse is not None:
-            few = replace(layout, pipeline=sparse.pipeline)
-            record = rehearse(config, layout=few, rank=rank, left_out=left_out)
+        pp_rank = rank // (layout.dims.world_size // layout.dims.pp)
+        few = skip_microbatches(layout.pipeline, rank=pp_rank)
+        if few is not None:
+            shorter = replace(layout, pipeline=few.pipeline)
+            record = rehearse(config, layout=shorter, rank=rank, skipped=skipped)
             try:
-                return unroll_microbatches(record, sparse)
-            except CannotUnrollError as error:
-                logger.info("All microbatches are run: %s", error)
-    return rehearse(config, layout=layout, rank=rank, left_out=left_out)
+                return copy_microbatches(record, few)
+            except CannotCopyError as error:
+                logger.info("all microbatches are rehearsed: %s", error)
+    return rehearse(config, layout=layout, rank=rank, skipped=skipped)
 
 
 def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[Template], set[int]]:
-    """Return which blocks stand for others in each stage of a rank, and all that are left out."""
+    """Return the templates of each stage of a rank, and all blocks that are skipped."""
     table = [] if layout.pipeline is None else layout.pipeline.table
     if any(action.kind == "backward_weight" for row in table for action in row):
-        return [], set()  # gradients of weights come in no order of blocks
+        return [], set()  # weight gradients are not computed block by block
     period = _period(config)
     kinds = _kinds(layout)
-    templates, left_out = [], set()
+    templates, skipped = [], set()
     for stage in _stages(layout, rank=rank):
-        # a run of alike blocks that ends the stage, or the whole of it
+        # the equal blocks at the end of the stage
         start = next(
             (i for i in reversed(range(1, len(stage))) if kinds[stage[i]] != kinds[stage[i - 1]]), 0
         )
@@ -238,14 +241,14 @@ def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[T
         if times < 1:
             continue
         gone = stage[first + period : first + period * (1 + times)]
-        left_out |= set(gone)
-        kept = [block for block in stage if block not in left_out]
+        skipped |= set(gone)
+        kept = [block for block in stage if block not in skipped]
         templates.append(Template(blocks=tuple(kept), first=first, period=period, times=times))
-    return templates, left_out
+    return templates, skipped
 
 
 MARGIN = 2
-"""Blocks before and behind a template that may differ from it."""
+"""Number of blocks before and after a template that may differ from it."""
 
 
 def _period(config: Config) -> int:
@@ -255,7 +258,7 @@ def _period(config: Config) -> int:
 
 
 def _kinds(layout: Layout) -> list[object]:
-    """Return what tells the blocks of the whole model apart."""
+    """Return a comparable description of each block of the model."""
     model = layout.spec.build_meta(layout.architecture)
     if layout.adapt is not None:
         layout.adapt(model)
@@ -271,7 +274,7 @@ def _kinds(layout: Layout) -> list[object]:
 
 
 def _stages(layout: Layout, *, rank: int) -> list[list[int]]:
-    """Return the blocks of each stage that a rank holds."""
+    """Return the blocks of each stage of a rank."""
     if layout.pipeline is None:
         return [list(range(layout.architecture.num_layers))]
     own = layout.pipeline.stages_of(rank // (layout.dims.world_size // layout.dims.pp))

@@ -1,65 +1,57 @@
-"""Standard remedies of a job that needs too much memory, each planned once.
+"""Standard remedies for a job that needs too much memory, each planned once.
 
-A remedy keeps the samples of a step and what is computed of them: it recomputes blocks, takes
-smaller batches, cuts the logits finer, offloads the optimizer's state, or shares weights, sequences
-and products between more ranks. The one that combines all that need no other degrees shows how far
-settings alone can go. Remedies that the rules forbid are left out.
+A remedy keeps the samples of a step and their results. It recomputes blocks, uses smaller batches
+or smaller chunks of logits, offloads the optimizer's state, or shards over more ranks. The last one
+within the same degrees combines all before it. Remedies that the rules forbid are not shown.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from torchtitan.base.device import GIB
+from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.candidates import LEAST_SEQUENCE
 from torchtitan.tools.plan.job import BUDGET_IS_NOT_TRIED, Planned, send
 from torchtitan.tools.plan.records import open_pool
 from torchtitan.tools.plan.tried import Tried, try_jobs
 
 MANY_CHUNKS = 64
-"""Of the logits, where their number is left to the trainer, which takes 16 at most."""
+"""Chunks of the logits, if the trainer chooses their number, which is 16 at most."""
 SHARD = {"parallelism.data_parallel_shard_degree": -1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """Settings that may lower the memory of a job, on so many ranks."""
+    """Settings that may lower a job's memory."""
 
     settings: Mapping[str, object]
     world_size: int | None = None
-    """None: as many as the job has."""
-
-    def options(self) -> list[str]:
-        """Return the settings as options of the command line."""
-        return [
-            f"--{key}" if value is True else f"--{key}={value}"
-            for key, value in self.settings.items()
-        ]
+    """Number of ranks. None: the job's."""
 
     def __str__(self) -> str:
         ranks = [] if self.world_size is None else [f"--world_size={self.world_size}"]
-        return " ".join([*ranks, *self.options()])
+        options = [
+            f"--{key}" if value is True else f"--{key}={value}"
+            for key, value in self.settings.items()
+        ]
+        return " ".join([*ranks, *options])
 
 
 def plan_remedies(planned: Planned, *, now: Tried, expandable: bool) -> str:
-    """Return the memory and step time of the job with each remedy, as text.
+    """Return memory and step time of the job with each remedy, as a table.
 
-    `now`: the job as it is; `expandable`: whether segments of the allocator can grow.
+    Args:
+        now: Figures of the job as it is.
+        expandable: Whether segments of the allocator can grow.
     """
     remedies = list(propose(planned))
-    with tempfile.TemporaryDirectory() as folder, open_pool(len(remedies)) as pool:
-        file = Path(folder) / "job.toml"
-        jobs = []
-        for remedy in remedies:
-            job = send(planned.config, planned, file=file, settings=remedy.options())
-            jobs.append(replace(job, world_size=remedy.world_size or job.world_size))
-        found = list(try_jobs(jobs, pool=pool, expandable=expandable))
-    if sys.stderr.isatty():
-        sys.stderr.write("\n")
+    jobs = [
+        send(planned.config, planned, settings=one.settings, world_size=one.world_size)
+        for one in remedies
+    ]
+    with open_pool(len(jobs)) as pool:
+        found = list(try_jobs(jobs, pool=pool, of="remedies", expandable=expandable))
     lines = [
         "Remedies, each planned by itself, as options to add to this command:",
         f"{'GiB':>6}{'step, s':>16}  fits  options",
@@ -81,14 +73,12 @@ def _line(planned: Planned, tried: Tried, options: str) -> str:
 
 
 def propose(planned: Planned) -> Iterator[Remedy]:
-    """Yield the remedies of a job; the rules have not been asked yet."""
+    """Yield remedies for a job. The rules may forbid some."""
     local = list(_within_degrees(planned))
-    combined: dict[str, object] = {}
     for settings in local:
         yield Remedy(settings=settings)
-        combined |= settings
     if len(local) > 1:
-        yield Remedy(settings=combined)
+        yield Remedy(settings={key: value for one in local for key, value in one.items()})
 
     dims, training = planned.layout.dims, planned.config.training
     samples = {"training.global_batch_size": planned.layout.samples_per_step(training)}
@@ -107,7 +97,7 @@ def propose(planned: Planned) -> Iterator[Remedy]:
 
 
 def _within_degrees(planned: Planned) -> Iterator[Mapping[str, object]]:
-    """Yield settings that leave the degrees as they are."""
+    """Yield settings that keep the degrees."""
     config, training = planned.config, planned.config.training
     parallelism, validation = config.parallelism, config.validation
     samples = {"training.global_batch_size": planned.layout.samples_per_step(training)}

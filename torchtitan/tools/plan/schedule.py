@@ -1,9 +1,9 @@
-"""What a pipeline schedule costs: its table played through with a duration for each kind of work.
+"""The cost of a pipeline schedule: its table simulated with a duration for each kind of action.
 
-A rank takes up its actions in the order of the table, each once the rank is free and what it needs
-has arrived. That alone gives start and end of everything, hence the time lost (the bubble) and the
-activations held. Closed formulas exist for each schedule, but only under its own assumptions; the
-play tells it for any table, any costs and any number of microbatches.
+A rank executes its actions in the order of the table. Each starts when the rank is free and its
+inputs have arrived. This gives the start and end of each action, hence the bubble and the held
+activations. Closed formulas exist for each schedule, but only under its own assumptions; the
+simulation works for any table, costs and number of microbatches.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torchtitan.parallel.pipeline.schedules import Action, Kind, Table, executio
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """How long one stage takes for one microbatch, in any unit; the shares of one rank are equal.
+    """Duration of one stage's work on one microbatch, in any unit.
 
-    Defaults are the usual ones of papers: both halves of backward cost as much as forward.
+    As usual in papers, each half of backward costs the same as forward by default.
     """
 
     forward: float = 1.0
@@ -26,7 +26,7 @@ class Costs:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
-    """From one rank to another; it delays who waits for it, and occupies nobody."""
+    """Delay from one rank to another. No rank is busy during it."""
 
     def of(self, kind: Kind) -> float:
         """Return the duration of one action."""
@@ -41,7 +41,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Span:
-    """An action and when it took place."""
+    """An action with its start and end."""
 
     action: Action
     start: float
@@ -50,17 +50,17 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Who computed what, and when: simulated or measured. Time starts at 0."""
+    """The actions of each rank, simulated or measured. Time starts at 0."""
 
     rows: Sequence[Sequence[Span]]
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(span.end for row in self.rows for span in row)
 
     def busy(self, rank: int) -> float:
-        """Return the time that a rank computed."""
+        """Return a rank's computing time."""
         return sum(span.end - span.start for span in self.rows[rank])
 
     def bubble(self, rank: int) -> float:
@@ -69,19 +69,19 @@ class Timeline:
 
     @property
     def total_bubble(self) -> float:
-        """All ranks' idle time over all their computing: how much longer than ideal a step is."""
+        """Idle time of all ranks as a fraction of their computing."""
         busy = sum(self.busy(rank) for rank in range(len(self.rows)))
         return self.makespan * len(self.rows) / busy - 1.0
 
     def num_stages_of(self, rank: int) -> int:
-        """Return how many stages a rank holds."""
+        """Return the number of stages of a rank."""
         return len({span.action.stage for span in self.rows[rank]})
 
     def peak(self, rank: int) -> int:
-        """Return the most activations held at once, each of one stage for one microbatch.
+        """Return the most activations held at once, each of one stage and microbatch.
 
-        One is held from the start of its forward to the end of its backward, the weights' half
-        included. That is an upper bound: the inputs' half lets go of a part already.
+        An activation is held from the start of its forward to the end of its backward, with the
+        half for weights. That is an upper bound, because the half for inputs frees a part.
         """
         held = most = 0
         for span in sorted(self.rows[rank], key=lambda span: span.start):
@@ -91,12 +91,12 @@ class Timeline:
         return most
 
     def peak_in_shares(self, rank: int) -> float:
-        """Return `peak` in units of all the layers of a rank, to compare across schedules."""
+        """Return `peak` divided by the stages of a rank, to compare schedules."""
         return self.peak(rank) / self.num_stages_of(rank)
 
 
 def simulate(table: Table, *, costs: Costs) -> Timeline:
-    """Play a table through and return when everything happens."""
+    """Return the start and end of each action of a table."""
     rank_of = {action.stage: rank for rank, row in enumerate(table) for action in row}
     rows: list[list[Span]] = [[] for _ in table]
     ends: dict[Action, float] = {}
@@ -107,5 +107,5 @@ def simulate(table: Table, *, costs: Costs) -> Timeline:
             start = max(start, ends[need] + (0.0 if here else costs.transfer))
         ends[action] = start + costs.of(action.kind)
         rows[rank].append(Span(action, start, ends[action]))
-    assert len(ends) == sum(map(len, table)), "ranks wait in a circle; a table is checked when read"
+    assert len(ends) == sum(map(len, table)), "deadlock; tables are checked when they are read"
     return Timeline(rows=rows)

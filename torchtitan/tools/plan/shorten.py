@@ -1,11 +1,11 @@
 """The job that is rehearsed: a step of fewer microbatches with the same peak of memory.
 
-Once a pipeline is full, each further microbatch repeats what the one before it did, and so does
-each accumulation step behind the second, which finds gradients that the first has left. So a
-rehearsal takes as few as reach the peak, and what is counted is multiplied: what computing does by
-the number of microbatches, what comes once in a pass of the pipeline by that of the passes.
+Once a pipeline is full, each microbatch repeats the one before it. So does each accumulation step
+after the second, which finds the gradients of the first. A rehearsal runs as few as reach the peak,
+and counts are multiplied: computation by the ratio of microbatches, communication that happens once
+per pass of the pipeline by the ratio of passes.
 
-Blocks are rehearsed without compiling them, and "auto" is bfloat16, as on each device of the table.
+Blocks are not compiled, and "auto" precision is bfloat16, as on each device of the table.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ HELD: Mapping[Kind, int] = {
     "backward_input": 0,
     "backward_weight": -1,
 }
-"""How many more activations, of one stage for one microbatch, a rank holds behind an action."""
+"""Change of the number of activations that a rank holds, each of one stage and microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortened:
-    """A job whose step takes fewer microbatches."""
+    """A job whose step has fewer microbatches."""
 
     config: Config
     layout: Layout
     microbatches: float = 1.0
-    """How often each of its microbatches comes in the step of the whole job."""
+    """Microbatches of the full step, per rehearsed microbatch."""
     passes: float = 1.0
-    """The same of its accumulation steps."""
+    """Accumulation steps of the full step, per rehearsed one."""
 
     def times(self, entry: Entry, phase: Phase | None) -> float:
-        """Return how often an entry of its record comes in the whole step."""
+        """Return how many times the full step has an entry of the record."""
         if phase == "validation":
             return 0.0
         if phase in ("update", "state"):
@@ -55,7 +55,7 @@ class Shortened:
 
 
 def shorten(config: Config, layout: Layout) -> Shortened:
-    """Return the job with as few microbatches and accumulation steps as show all of a step."""
+    """Return the job with the fewest microbatches and accumulation steps that show a full step."""
     training = config.training
     if training.mixed_precision_param == "auto":
         training = replace(training, mixed_precision_param="bfloat16")
@@ -68,7 +68,7 @@ def shorten(config: Config, layout: Layout) -> Shortened:
     if found is None or pipeline is None:
         return Shortened(config=config, layout=layout, microbatches=passes, passes=passes)
     table, num, of = found
-    validation = replace(  # a rank keeps something of each of its microbatches
+    validation = replace(  # keeps all microbatches: a rank holds some memory of each
         config.validation,
         local_batch_size=config.validation.local_batch_size or training.local_batch_size,
     )
@@ -84,15 +84,14 @@ def shorten(config: Config, layout: Layout) -> Shortened:
 
 
 def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int, int] | None:
-    """Return the same schedule with the fewest microbatches that fill it, their number, and that of
-    the whole."""
+    """Return the schedule with the fewest microbatches that fill it, and both numbers."""
     settings = config.parallelism
     if settings.pipeline_parallel_schedule_csv:
         return None
     pp, num = len(pipeline.table), count_microbatches(pipeline.table)
     stages_per_rank = len(pipeline.modules) // pp
     peaks, is_full = _peaks(pipeline.table), False
-    for fewer in range(max(peaks) // stages_per_rank, num):  # less cannot fill it
+    for fewer in range(max(peaks) // stages_per_rank, num):  # fewer cannot fill it
         try:
             table = compute_table(
                 settings.pipeline_parallel_schedule,
@@ -104,7 +103,7 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
             continue
         if is_full:
             return table, fewer, num
-        is_full = _peaks(table) == peaks  # one more, which finds what the first has left
+        is_full = _peaks(table) == peaks  # the next one finds what the first ones have left
     return None
 
 
@@ -114,18 +113,15 @@ def _peaks(table: Table) -> list[int]:
 
 
 def fullest_ranks(pipeline: PipelineLayout) -> list[int]:
-    """Return the ranks of a pipeline that may need most memory: both ends, and of the others the
-    one that holds activations of most modules at once, and the one with most modules."""
+    """Return the ranks that may need most memory: the first, the last, and of the ranks between
+    them the one with most activations at its peak and the one with most modules."""
     sizes = [len(modules) for modules in pipeline.modules]
     held = [max(accumulate(HELD[a.kind] * sizes[a.stage] for a in row)) for row in pipeline.table]
     own = [sum(sizes[stage] for stage in pipeline.stages_of(n)) for n in range(len(held))]
     last = len(held) - 1
     inner = range(1, last) or range(1)
-    return sorted(
-        {
-            0,
-            max(inner, key=lambda n: (held[n], own[n])),
-            max(inner, key=lambda n: (own[n], held[n])),
-            last,
-        }
+    fullest = (
+        max(inner, key=lambda n: (held[n], own[n])),
+        max(inner, key=lambda n: (own[n], held[n])),
     )
+    return sorted({0, *fullest, last})

@@ -1,25 +1,24 @@
-"""How long a step takes: bounds from what a rank multiplies, reads, sends and launches.
+"""Bounds of the time of a step, from a rank's arithmetic, memory traffic, messages and launches.
 
 Each resource has a time at worst and at best, from the shares of its peak in `devices.py`:
 
-    products    matrix products, by shape: a side that does not fill a tile of 128 wastes the rest
+    products    matrix products, by shape: sides are rounded up to tiles of 128
     attention   causal attention, half of the scores
-    passes      all other operators: the bytes that they read and write
-    waits       collectives that computing waits for: tp, cp, ep
-    overlapped  collectives beside it: gathering weights, reducing gradients
-    to device   copies of offloaded weights, before they are gathered; unsharded, computing waits
+    passes      all other operators: bytes read and written
+    waits       collectives that computation waits for: tp, cp, ep
+    overlapped  collectives beside computation: gathered weights, reduced gradients
+    to device   copies of offloaded weights before they are gathered; unsharded, computation waits
     to host     copies of their gradients
-    offload     what the host computes of offloaded weights: the update, sums of gradients
-    recomputed  at worst a second forward, where the compiler chooses what to recompute
-    host        launching operators, one after the other, beside what the device does
+    offload     work of the host on offloaded weights: the update, sums of gradients
+    recomputed  at worst a second forward, if the compiler chooses what to recompute
+    host        launches of operators, one after the other, beside the device's work
 
 A microbatch's forward takes products, attention, passes and waits in turn. A pipeline's
-microbatches are played through its table (`schedule.py`), which adds the bubble. At best all that
-can overlap does; at worst nothing of the overlapped collectives and copies does.
+microbatches are simulated with its table (`schedule.py`), which adds the bubble. At best, all that
+can overlap does. At worst, overlapped collectives and copies do not.
 
-It is a promise of bounds: kernels may be chosen badly, clocks throttled, a neighbour may share the
-network. Compiling fuses operators that only read and write; how many is the compiler's matter, so
-at best a third of their bytes is counted, at worst all.
+The bounds do not cover badly chosen kernels, throttled clocks or a shared network. The compiler
+fuses an unknown part of the passes, so a third of their bytes counts at best, all at worst.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from torchtitan.tools.plan.tape import Entry, Phase, Record
 
 TILE = 128
 FUSED = 1 / 3
-"""Of the bytes of passes, what is left at best where blocks are compiled."""
+"""Share of the bytes of passes that remains at best if blocks are compiled."""
 Time = tuple[float, float]
 """Seconds at worst, and at best."""
 NONE: Time = (0.0, 0.0)
@@ -55,15 +54,15 @@ class StepTime:
     best: float
     """Seconds."""
     resources: Mapping[str, Time]
-    """The time of each on the rank that needs most of it, and the bubble."""
+    """Time of each resource on the rank that needs it most, and of the bubble."""
     tokens_per_second: Time
-    """Of the whole job; at worst, at best."""
+    """Tokens/s of all ranks, at worst and at best."""
     mfu: Time
-    """In percent of the device's dense bfloat16 peak."""
+    """Percent of the device's dense bfloat16 peak."""
 
     @property
     def binds(self) -> str:
-        """Name the resource with the longest time at best."""
+        """The resource with the longest time at best."""
         return max(self.resources, key=lambda name: self.resources[name][1])
 
 
@@ -101,7 +100,7 @@ class _RankTimes:
         axes = axes_of(planned.layout.dims, gpus_per_node=planned.gpus_per_node)
         kept = FUSED if planned.is_compiled else 1.0
         self._times: defaultdict[tuple[str, str, int], float] = defaultdict(float)
-        """By phase, resource and bound."""
+        """Seconds by phase, resource and bound (0 worst, 1 best)."""
         known: dict[tuple[object, ...], tuple[str, Time]] = {}
         offloads = planned.config.training.enable_cpu_offload
         launch = (device.launch.worst, device.launch.best)
@@ -121,7 +120,7 @@ class _RankTimes:
                 for bound in (0, 1):
                     self._times[phase, resource, bound] += times * time[bound]
                     self._times[phase, "host", bound] += times * launch[bound]
-        # unsharded, weights come when they are needed: there is no gather ahead of computing
+        # unsharded weights are copied when they are used, not gathered ahead
         is_waited_for = planned.layout.dims.fsdp == 1
         self._in_turn = (*IN_TURN, "to device") if is_waited_for else IN_TURN
         self._beside = [name for name in BESIDE if name not in self._in_turn]
@@ -134,7 +133,7 @@ class _RankTimes:
         return self.of(resource, 0), self.of(resource, 1)
 
     def of(self, resource: str, bound: int, *phases: str) -> float:
-        """Return the time of a resource in some phases, or in all."""
+        """Return the time of a resource in the given phases, or in all."""
         return sum(
             time
             for (phase, name, which), time in self._times.items()
@@ -142,20 +141,20 @@ class _RankTimes:
         )
 
     def in_turn(self, bound: int, *phases: str) -> float:
-        """Return how long the device computes and waits in some phases, or the host launches."""
+        """Return the time that the device computes and waits, or the host launches, if longer."""
         device = sum(self.of(resource, bound, *phases) for resource in self._in_turn)
         return max(device, self.of("host", bound, *phases))
 
     def beside(self, bound: int) -> float:
-        """Return how long links take that work beside computing: at best all of them at once."""
+        """Return the time of links beside computation. At best they all work at once."""
         times = [self.of(resource, bound) for resource in self._beside]
         return sum(times) if bound == 0 else max(times)
 
 
 def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> tuple[float, float]:
-    """Return the time of a step at worst (0) or at best (1), and that of its bubble."""
+    """Return the time of a step at worst (0) or best (1), and of its bubble."""
     pipeline, accumulation = planned.layout.pipeline, planned.layout.accumulation
-    # what belongs to no block, the head and the loss, comes with every microbatch
+    # head and loss, outside of blocks, run for every microbatch
     forward = max(rank.in_turn(bound, "forward", "between") for rank in ranks)
     backward = max(rank.in_turn(bound, "backward") for rank in ranks)
     update = max(rank.in_turn(bound, "update") for rank in ranks)
@@ -171,11 +170,11 @@ def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> tu
 
 
 def _times(planned: Planned, entry: Entry, phase: Phase | None) -> float:
-    """Return how often an entry of a rank's record comes in the whole step."""
+    """Return how many times the full step has an entry of a rank's record."""
     if entry.what == "copy":
         if entry.where[0] == "to host" and planned.layout.dims.dp_replicate > 1:
-            return 1.0  # gradients leave when they are summed over copies, once
-        # as the gathers and reductions that it belongs to
+            return 1.0  # gradients are copied once, after the sum over model copies
+        # counted as the gather or reduction that needs it
         entry = entry._replace(what="message", where=("fsdp", *entry.where))
     return planned.shortened.times(entry, phase)
 
@@ -183,7 +182,7 @@ def _times(planned: Planned, entry: Entry, phase: Phase | None) -> float:
 def _time(
     entry: Entry, *, device: Device, axes: Mapping[str, Axis], kept: float, is_on_host: bool
 ) -> tuple[str, Time]:
-    """Return the resource that an entry needs, and for how long."""
+    """Return the resource that an entry needs, and its time."""
     if entry.what == "message":
         axis, operator, _ = entry.where
         if axis not in axes:
@@ -207,7 +206,7 @@ def _spread(seconds: float, share: Share, *, best: float = 1.0) -> Time:
 
 
 def _filled(shapes: str) -> float:
-    """Return how much of the tiles of a product is filled."""
+    """Return the filled share of a product's tiles."""
     sides = [[int(n) for n in shape.split("x")] for shape in shapes.split()]
     if len(sides) < 2:
         return 1.0
@@ -234,11 +233,12 @@ def plan_step(planned: Planned, arguments: argparse.Namespace) -> str:
             if worst
         ),
         "",
-        f"Bounds, not a promise of a number: {device.name} at {_said(device.products)} of "
-        f"{device.flops / 1e12:.0f} TFLOP/s in products, {_said(device.attention)} in attention, "
-        f"{_said(device.passes)} of {device.bandwidth / 1e12:.2f} TB/s, {_said(device.links)} of "
-        f"{device.link / 1e9:.0f} GB/s on a machine and {device.network / 1e9:.0f} GB/s between "
-        f"machines{_to_host(planned)}; the shares are in torchtitan/tools/plan/devices.py.",
+        f"Bounds, not a promise of a number: {device.name} at {_percent(device.products)} of "
+        f"{device.flops / 1e12:.0f} TFLOP/s in products, {_percent(device.attention)} in "
+        f"attention, {_percent(device.passes)} of {device.bandwidth / 1e12:.2f} TB/s, "
+        f"{_percent(device.links)} of {device.link / 1e9:.0f} GB/s within a machine and "
+        f"{device.network / 1e9:.0f} GB/s between machines{_to_host(planned)}; the shares are in "
+        "torchtitan/tools/plan/devices.py.",
         *planned.limits_of_recomputation(),
     ]
     return "\n".join(lines) + "\n"
@@ -249,10 +249,10 @@ def _to_host(planned: Planned) -> str:
         return ""
     device = planned.device
     return (
-        f", {_said(device.copies)} of {device.to_host / 1e9:.0f} GB/s to and from the host, whose "
+        f", {_percent(device.copies)} of {device.to_host / 1e9:.0f} GB/s to and from the host. Its "
         f"update moves {device.on_host.worst / 1e9:.0f} to {device.on_host.best / 1e9:.0f} GB/s"
     )
 
 
-def _said(share: Share) -> str:
+def _percent(share: Share) -> str:
     return f"{share.worst:.0%} to {share.best:.0%}"

@@ -1,17 +1,15 @@
-"""A record of what a step does to memory, links and arithmetic units, in the order it does it.
+"""A record of the memory, messages and arithmetic of a step, in order.
 
-The tape is a dispatch mode: below autograd, FSDP and DTensor it sees each operator of one rank,
-whether on real tensors or on fake ones. From what operators return it learns when a storage is
-born; a finalizer tells when it dies. Neither an estimate by formula nor a profiler is needed: the
-one would repeat the trainer's rules by hand, the other would need the machine that is planned for.
+The tape is a dispatch mode. Below autograd, FSDP and DTensor it sees each operator of one rank, on
+real or fake tensors. The results of operators show when a storage is born, and a finalizer reports
+its death. The alternatives are formulas, which would repeat the trainer's rules by hand, and a
+profiler, which needs the planned machine.
 
-The tape is cut into *pieces*: what happens from the moment a block's forward, or its backward,
-begins until the next one does. Pieces of equal blocks are equal, so a tape with a few blocks can be
-unrolled to any number (`unroll.py`).
+The tape is cut into *pieces*. Each lasts from the start of a block's forward or backward to the
+start of the next one. Pieces of equal blocks are equal, so a tape with a few blocks can be extended
+to any number (`copies.py`).
 
-Watch or replace operators one by one, below autograd, while a mode is entered.
-
-The class is torch's, and documented, but lives in a private module: it is imported here alone.
+`TorchDispatchMode` is public but lives in a private module, so only this file imports it.
 """
 
 from __future__ import annotations
@@ -47,43 +45,40 @@ Kind = Literal[
     "communication",
     "temporaries",
 ]
-"""What memory is for."""
+"""Purpose of a storage."""
 Pool = Literal["compute", "gather", "reduce", "host"]
-"""The stream in whose memory a storage lies: the allocator hands none of it to another stream.
-What is offloaded lies with the host."""
+"""Stream whose memory holds a storage; the allocator does not share it between streams. `host` is
+the host's memory, for offloaded storages."""
 Phase = Literal["state", "forward", "backward", "between", "update", "validation"]
-"""Between forwards and backwards a pipeline gathers the weights of its blocks and frees them."""
+"""Between forwards and backwards, a pipeline gathers and frees the weights of its blocks."""
 MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
-"""Namespaces of operators that send something."""
+"""Namespaces of operators that communicate."""
 UNREGISTERED = ("flash_attention_for_cpu", "_grouped_mm")
-"""Products of which torch does not know how much they are."""
-
-
+"""Products without a formula in torch's registry of FLOPs."""
 WORLD = "world"
 """The axis of all ranks of the job."""
 
 
 class Entry(NamedTuple):
-    """One event of the tape. Names of modules are relative to their block."""
+    """An event of the tape. Names of modules are relative to their block."""
 
     what: Literal["birth", "death", "message", "product", "pass", "copy"]
-    """A pass reads and writes memory, and its arithmetic costs nothing beside that. A copy goes
-    between the device's memory and the host's."""
+    """A pass is an operator that is bound by memory. A copy moves data between device and host."""
     size: int
-    """Bytes; of a product: floating-point operations."""
+    """Bytes, or floating-point operations of a product."""
     where: tuple[str, ...]
-    """Of a birth or pass: operator, module. Of a message: axis, collective, module. Of a product:
-    operator, module, shapes of what is multiplied. Of a copy: "to device" or "to host", module."""
+    """Birth, pass: operator, module. Message: axis, collective, module. Product: operator, module,
+    shapes of the factors. Copy: "to device" or "to host", module."""
     kind: Kind = "temporaries"
     pool: Pool = "compute"
-    """Of a pass: "host", if the host computes it."""
+    """For a pass: "host" if the host computes it."""
     born: int = -1
-    """Of a death: the index of the birth."""
+    """For a death: index of the birth."""
 
 
 class Piece(NamedTuple):
-    """From this entry on, until the next piece, the tape belongs to a block's forward or
-    backward; no block: to none."""
+    """Entries from `start` to the next piece, of a block's forward or backward, or outside of
+    blocks."""
 
     start: int
     phase: Phase | None
@@ -91,27 +86,26 @@ class Piece(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What a pipeline's schedule does in one go: one stage's work on a microbatch, a message."""
+    """An action of a pipeline's schedule: one stage's work on a microbatch, or a message."""
 
     name: str
-    """As torch calls it: `0F3` is the forward of stage 0 for microbatch 3. Empty: what is not of
-    the schedule."""
+    """Torch's name: `0F3` is the forward of stage 0 for microbatch 3. Empty outside of actions."""
     start: int
     pieces: list[Piece]
-    """Those that begin in it, also where one like it has just ended."""
+    """Pieces that start in it, even if the piece before is equal."""
 
 
 @dataclass
 class Record:
-    """What a tape holds, to be replayed, counted or unrolled."""
+    """The contents of a tape, to be replayed, counted or extended."""
 
     entries: list[Entry] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=lambda: [Piece(0, None, None)])
     actions: list[Action] = field(default_factory=lambda: [Action("", 0, [])], compare=False)
-    """One behind the other; not in what has been unrolled."""
+    """Consecutive actions. Empty in an extended record."""
 
     def bounds(self) -> Iterator[tuple[Piece, int]]:
-        """Yield each piece and where it ends."""
+        """Yield each piece and the index of its end."""
         ends = [piece.start for piece in self.pieces[1:]] + [len(self.entries)]
         yield from zip(self.pieces, ends, strict=True)
 
@@ -119,8 +113,8 @@ class Record:
 class Tape(DispatchMode):
     """Records the operators of this process while it is entered.
 
-    `axes`: by the name of each process group the axes whose ranks it has, those of FSDP last: one
-    group may serve several.
+    Args:
+        axes: Axes of each process group, by the group's name, with the axes of FSDP last.
     """
 
     def __init__(self, axes: Mapping[str, Sequence[str]]) -> None:
@@ -130,39 +124,39 @@ class Tape(DispatchMode):
         self.kind: Kind = "temporaries"
         self.is_paused = False
         self.is_sharding = False
-        """Whether FSDP is at work."""
+        """Whether FSDP's code runs."""
         self._axes = axes
         self._live: dict[int, tuple[int, int]] = {}
-        """By storage: its size and its birth."""
+        """Size and birth of each storage."""
         self._on_host: set[int] = set()
-        """Storages of what is offloaded: on the pretended device nothing moves it."""
+        """Offloaded storages. The simulated device is a CPU, so no operator moves them."""
         self._modules: list[str] = [""]
         self._block_of: dict[nn.Module, int] = {}
         self._backward = -1
 
     def ended(self) -> Record:
-        """Return what was recorded so far; what dies later is no part of it."""
+        """Return a copy of the record so far, without later deaths."""
         record = self.record
         return Record(list(record.entries), list(record.pieces), list(record.actions))
 
     @property
     def place(self) -> tuple[str, Kind, Pool]:
-        """The module that runs, and what is made in it: what for, and where."""
+        """The running module, and purpose and stream of new storages."""
         return self._modules[-1], self.kind, self.pool
 
     def mark(self, phase: Phase | None, block: int | None) -> None:
-        """Begin a piece."""
+        """Start a piece."""
         piece = Piece(len(self.record.entries), phase, block)
         for pieces in (self.record.pieces, self.record.actions[-1].pieces):
             if not pieces or pieces[-1][1:] != piece[1:]:
                 pieces.append(piece)
 
     def begin_action(self, name: str) -> None:
-        """Begin an action of a pipeline's schedule; no name: end it."""
+        """Start an action of a pipeline's schedule, or end it if `name` is empty."""
         self.record.actions.append(Action(name, len(self.record.entries), []))
 
     def hold(self, tensor: Tensor, *, kind: Kind, pool: Pool = "compute") -> None:
-        """Note a tensor that is there already; one that was seen keeps its place."""
+        """Record an existing tensor. A tensor that was seen before keeps its birth."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._live:
             self.name(tensor, kind=kind, pool=pool)
@@ -173,19 +167,19 @@ class Tape(DispatchMode):
             self._on_host.add(storage._cdata)
 
     def name(self, tensor: Tensor, *, kind: Kind, pool: Pool | None = None) -> None:
-        """Say what a live storage is for, and where it lies, now that this is known."""
+        """Set the purpose, and the stream, of a live storage after its birth."""
         found = self._live.get(tensor.untyped_storage()._cdata)
         if found is not None and found[1] >= 0:
             entry = self.record.entries[found[1]]
             self.record.entries[found[1]] = entry._replace(kind=kind, pool=pool or entry.pool)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Note that a storage has another size from now on."""
+        """Record a change of a storage's size."""
         if self._live.get(storage._cdata, (0, -1))[0] != size:
             self._bear(storage, size, ("resize", self._modules[-1]), "gathered weights")
 
     def watch_blocks(self, model: nn.Module) -> None:
-        """Cut the tape where blocks of `model` begin, and learn the names of modules."""
+        """Start pieces at blocks of `model`, and record the names of modules."""
         blocks = {block: int(name) for name, block in model.layers.items()}  # type: ignore[operator]
         prefixes = {block: name for name, block in model.named_modules() if block in blocks}
         for name, module in model.named_modules():
@@ -208,11 +202,11 @@ class Tape(DispatchMode):
             self._modules.pop()
 
     def _enter_block(self, number: int | None) -> None:
-        if torch._C._current_graph_task_id() == -1:  # in backward blocks are only recomputed
+        if torch._C._current_graph_task_id() == -1:  # in backward, blocks are recomputed
             self.mark("forward" if number is not None else None, number)
 
     def mark_between(self, modules: Sequence[nn.Module]) -> None:
-        """Begin the piece of the block that holds `modules`, if no block computes now."""
+        """Start the piece of the block that has `modules`, unless a block computes."""
         if self.record.pieces[-1].phase in (None, "between"):
             block = self._block_of.get(modules[0])
             self.mark(None if block is None else "between", block)
@@ -229,11 +223,11 @@ class Tape(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, WRAPPERS) for kind in types):
-            return NotImplemented  # it comes again with what is within
+            return NotImplemented  # dispatched again with the wrapped tensors
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            out = args[0]  # as of real tensors; of a fake one it makes another
+            out = args[0]  # as with real tensors; with fake ones it returns a new tensor
         if not self.is_paused:
             self._note(func, args, kwargs, out)
         return out
@@ -258,8 +252,8 @@ class Tape(DispatchMode):
             self._append(Entry("pass", size, (name, self._modules[-1]), pool=pool))
 
     def _note_copies(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note what an operator on a device needs of the host's memory, and what goes there: FSDP
-        takes the gradients of a reduction apart, and copies each."""
+        """Record copies of offloaded tensors that a GPU would need. FSDP splits the gradients of a
+        reduction, and copies each to the host."""
         if func is torch.ops.aten.as_strided.default:
             is_reduced = self.is_sharding and self.kind != "gathered weights"
             if is_reduced and self.record.pieces[-1].phase != "forward":
@@ -267,12 +261,12 @@ class Tape(DispatchMode):
                 self._append(Entry("copy", out.nbytes, ("to host", self._modules[-1])))
         elif is_pass(func) or func.namespace == "fsdp":
             if self._of_host(written(func, args, kwargs)):
-                return  # the host computes it: gradients of one microbatch more
+                return  # the host accumulates gradients
             for tensor in self._of_host((args, kwargs)):
                 self._append(Entry("copy", tensor.nbytes, ("to device", self._modules[-1])))
 
     def _of_host(self, tree: Any) -> list[Tensor]:
-        """Return the tensors that lie with the host."""
+        """Return the tensors in the host's memory."""
         if not self._on_host:
             return []
         return [t for t in find_tensors(tree) if t.untyped_storage()._cdata in self._on_host]
@@ -281,7 +275,7 @@ class Tape(DispatchMode):
         boxes = [x for x in find_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
         names = [x for x in find_leaves(args) if isinstance(x, str) and x in self._axes]
         group = dist.ProcessGroup.unbox(boxes[0]).group_name if boxes else names[-1]
-        # the side that is whole, not sharded
+        # the larger side is unsharded
         sides = [sum(t.nbytes for t in find_tensors(x)) for x in (*args, out)]
         short = name.split("::")[1].split(".")[0].strip("_")
         axis = self._axes[group][-1 if self.is_sharding else 0]
@@ -299,7 +293,7 @@ class Tape(DispatchMode):
             is_causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
             # causal: half of the scores
             flops = num_products * q.numel() * k.shape[2] * (1 if is_causal else 2)
-        elif "_grouped_mm" in name:  # each row of all groups once, or in a gradient each column
+        elif "_grouped_mm" in name:  # each row of all groups once, or each column in a gradient
             flops = 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
         else:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
@@ -333,7 +327,7 @@ class Tape(DispatchMode):
 
     @contextmanager
     def within(self, **values: Any) -> Iterator[None]:
-        """Set attributes meanwhile: `pool`, `kind`, `is_paused` or `is_sharding`."""
+        """Set `pool`, `kind`, `is_paused` or `is_sharding` for the time of the context."""
         before = {name: getattr(self, name) for name in values}
         for name, value in values.items():
             setattr(self, name, value)

@@ -1,6 +1,6 @@
-"""The command `python -m torchtitan plan schedule --schedule 1F1B --stages 4 ...`.
+"""The command `schedule`: a pipeline schedule as a drawing, with its bubble and activations.
 
-It needs no model: a schedule is a table, and what it costs is played through on paper.
+It needs no model. The table of the schedule is simulated with a cost for each kind of action.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import shutil
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.urls import local_path
 from torchtitan.parallel.pipeline.schedules import SCHEDULES, Table, compute_table, read_csv
 from torchtitan.tools.plan.draw import LEGEND, as_text, save_picture
 from torchtitan.tools.plan.schedule import Costs, Timeline, simulate
@@ -22,38 +20,22 @@ COSTS = ("forward", "backward_input", "backward_weight")
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline to show."""
+    """A timeline and its name."""
 
     name: str
     timeline: Timeline
 
     @property
     def headline(self) -> str:
-        """Say in one line what it is and what it costs."""
+        """Name, bubble and peak in one line."""
         peaks = [self.timeline.peak_in_shares(rank) for rank in range(len(self.timeline.rows))]
         return (
             f"{self.name}: bubble {self.timeline.total_bubble:.1%}, peak activations {max(peaks):g}"
         )
 
 
-def add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the options of the command."""
-    schedule = commands.add_parser(
-        "schedule", help="draw a pipeline schedule and tell its bubble and its activations"
-    )
-    schedule.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
-    schedule.add_argument("--pp", type=int, help="pipeline ranks, where --stages leave it open")
-    schedule.add_argument("--stages", type=int, help="stages in all, over all ranks")
-    schedule.add_argument("--microbatches", type=int, help="microbatches of a step")
-    schedule.add_argument("--csv", type=Path, metavar="FILE", help="read the schedule from a file")
-    schedule.add_argument("--out", type=local_path, metavar="FILE", help="write an .svg or .png")
-    for name in COSTS:
-        schedule.add_argument(f"--{name}", type=float, help="its relative cost (1)")
-    schedule.add_argument("--transfer", type=float, help="cost of going to another rank (0)")
-
-
 def draw_schedule(arguments: argparse.Namespace) -> str:
-    """Return timelines and their figures as text, and write the picture if one is asked for."""
+    """Return a timeline and its figures as text, and draw it to `arguments.out` if set."""
     table, title = _table(arguments)
     panel = Panel(title, simulate(table, costs=_costs(arguments)))
     num_slots = _num_slots(panel.timeline)
@@ -87,13 +69,13 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 
 def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
-    """Return the table to draw and what to call it."""
+    """Return the table to draw, and its title."""
     if arguments.csv is not None:
         asked = [arguments.schedule, arguments.pp, arguments.stages, arguments.microbatches]
         if any(value is not None for value in asked):
             raise ConfigError(
-                "--csv tells ranks, stages and microbatches itself; leave out --schedule, --pp, "
-                "--stages and --microbatches"
+                "--csv sets ranks, stages and microbatches; remove --schedule, --pp, --stages and "
+                "--microbatches"
             )
         return read_csv(arguments.csv), arguments.csv.name
     name, pp, stages, microbatches = (
@@ -112,17 +94,17 @@ def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
         if value is None
     ]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} must be given too, or --csv FILE alone")
+        raise ConfigError(f"{', '.join(missing)} must be set, or --csv FILE")
     if pp is not None and pp < 1:
         raise ConfigError(f"--pp must be at least 1, got {pp}")
-    # an unknown name is refused by compute_table, in the same words as anywhere
+    # compute_table refuses an unknown name
     usual = 2 if name in SCHEDULES and SCHEDULES[name].multi_stage else 1
     stages = usual * pp if stages is None else stages
     step = usual if pp is None else pp
     if stages < 1 or stages % step:
         raise ConfigError(
-            f"--stages must be a multiple of {step}, the number of "
-            f"{'stages that a rank usually has' if pp is None else 'ranks'}: got {stages}; "
+            f"--stages must be a multiple of {step} "
+            f"({'the usual stages per rank' if pp is None else '--pp'}), got {stages}; "
             f"try {max(1, stages // step) * step}"
         )
     pp = stages // usual if pp is None else pp
@@ -131,13 +113,13 @@ def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
 
 
 def _num_slots(timeline: Timeline) -> int:
-    """Return a number of slots in which the shortest action gets one."""
+    """Return the number of slots such that the shortest action has one."""
     shortest = min(span.end - span.start for row in timeline.rows for span in row)
     return min(2000, round(timeline.makespan / shortest))
 
 
 def _figures(timeline: Timeline) -> str:
-    """Tell a line for each rank, and the whole."""
+    """Return a line per rank, and one for the pipeline."""
     lines = ["rank  computes     idle   bubble  peak activations: of a stage  of a rank's layers"]
     for rank in range(len(timeline.rows)):
         busy, bubble = timeline.busy(rank), timeline.bubble(rank)
@@ -146,7 +128,7 @@ def _figures(timeline: Timeline) -> str:
             f"{timeline.peak(rank):>28}  {timeline.peak_in_shares(rank):>18g}"
         )
     lines.append(
-        f"in all {timeline.makespan:.5g} {UNIT}; bubble {timeline.total_bubble:.2%} of the "
-        "computing (idle / computes)"
+        f"in all {timeline.makespan:.5g} {UNIT}; bubble {timeline.total_bubble:.2%} (idle / "
+        "computes)"
     )
     return "\n".join(lines)

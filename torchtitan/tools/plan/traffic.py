@@ -1,18 +1,17 @@
-"""The command `traffic`: what a rank sends in a step, counted, beside what formulas say.
+"""The command `traffic`: bytes that a rank sends in a step, counted, with formulas to compare.
 
-The formulas are those by which layouts are compared in papers; a count that differs from them shows
-what they leave out. For P parameters of this rank's stage (1/tp of those that are split), b bytes
-each as they are gathered, r as gradients are reduced, and m microbatches:
+These formulas are used in papers. For P parameters of the rank's stage (1/tp of the sharded ones),
+b bytes per gathered and r per reduced element, and m microbatches:
 
-    fsdp, gathers         b P for forward, and once more for backward but for what is kept
-    fsdp, reductions      r P for each microbatch; with a pipeline once for all of them
+    fsdp, gathers         b P for forward, and b P for backward without the weights that are kept
+    fsdp, reductions      r P per microbatch; with a pipeline once for all microbatches
     dp_replicate          r P / fsdp, once
-    tp, a block           2 gathers and 2 reductions of the stream in forward, as many in backward
+    tp, a block           2 gathers and 2 reductions of the stream in forward, 2 each in backward
     cp                    the keys and values of each layer, to each rank, in forward and backward
-    pp                    the stream of each microbatch, forth and its gradient back
-    ep                    K rows of the stream for each token, 2 ways in forward and 2 in backward
+    pp                    the stream of each microbatch, and its gradient
+    ep                    K rows of the stream per token, 2 ways in forward and 2 in backward
 
-Sizes are those of whole tensors, as a collective's argument or result has them; `on node` and `off
+Sizes are those of unsharded tensors, as in a collective's argument or result. `on node` and `off
 node` are the bytes that a rank sends for it (`links.py`).
 """
 
@@ -23,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan.base.device import GIB
+from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.links import Collective, axes_of, collective
 from torchtitan.tools.plan.records import rehearse_ranks
@@ -32,21 +31,21 @@ from torchtitan.tools.plan.tape import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The collectives of one kind over one axis in a step, of one rank."""
+    """Collectives of one kind over one axis, per rank and step."""
 
     axis: str
     collective: Collective
     module: str
     calls: float
     size: float
-    """Bytes of the whole tensors."""
+    """Bytes of the unsharded tensors."""
     on_node: float
     off_node: float
-    """Bytes that the rank sends to its own machine and to others."""
+    """Bytes that the rank sends within its machine and to other machines."""
 
 
 def count_traffic(planned: Planned, record: Record, *, by_module: bool) -> list[Row]:
-    """Count what a rank sends in a step, over the axes that have several ranks."""
+    """Count the messages of a rank in a step."""
     axes = axes_of(planned.layout.dims, gpus_per_node=planned.gpus_per_node)
     sums: dict[tuple[str, Collective, str], list[float]] = defaultdict(lambda: [0.0] * 4)
     for piece, end in record.bounds():

@@ -1,11 +1,7 @@
-"""Variants of a job, rehearsed as `memory` and `step` do, several at once.
-
-Each is rehearsed in a process of its own, since one process can pretend one world at a time.
-"""
+"""Memory and step time of variants of a job, several rehearsed at once."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +10,13 @@ from multiprocessing.pool import Pool
 from torchtitan.base.errors import ConfigError
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.job import Sent
-from torchtitan.tools.plan.records import rehearse_rank
+from torchtitan.tools.plan.records import rehearse_rank, run_in
 from torchtitan.tools.plan.step import StepTime, time_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """What a rehearsal tells of a job."""
+    """Memory and time of a rehearsed job."""
 
     memory: int
     """Bytes that the fullest rank needs."""
@@ -28,17 +24,15 @@ class Tried:
 
 
 def try_jobs(
-    jobs: Sequence[Sent], *, pool: Pool, expandable: bool = True
+    jobs: Sequence[Sent], *, pool: Pool, of: str, expandable: bool = True
 ) -> Iterator[Tried | None]:
-    """Rehearse jobs, in their order; None: the rules do not allow one.
+    """Rehearse jobs and yield their figures in order, or None for a job that the rules forbid.
 
-    `expandable`: whether segments of the allocator can grow.
+    Args:
+        of: Name of the jobs in progress reports.
+        expandable: Whether segments of the allocator can grow.
     """
-    try_one = partial(_try_job, expandable=expandable)
-    for number, tried in enumerate(pool.imap(try_one, jobs), start=1):
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\rrehearsed {number} of at most {len(jobs)} layouts")
-        yield tried
+    yield from run_in(pool, partial(_try_job, expandable=expandable), jobs, of=of)
 
 
 def _try_job(job: Sent, *, expandable: bool) -> Tried | None:

@@ -1,22 +1,22 @@
-"""A world of any size in one process, and stand-ins for what would need the other ranks.
+"""A world of any size in one process, and substitutes for parts that need the other ranks.
 
-The trainer's own code runs in it for one rank: collectives of torch's `fake` backend return at
-once, and tensors are fake, with shapes and no contents. Some places look at contents, or hide from
-dispatch what is allocated; they are replaced here, and nowhere else:
+The trainer's own code runs for one rank. Collectives of torch's `fake` backend return at once, and
+tensors are fake: they have shapes and no contents. A few functions read contents, or allocate
+without an operator. They are replaced here, and in no other file:
 
-    the storages that FSDP frees and takes again     no operator does it
-    the streams in which FSDP allocates              each has memory of its own
-    DTensor's propagation of shapes                  it runs operators on whole tensors
+    the storages that FSDP frees and allocates       no operator does it
+    the streams on which FSDP allocates              each stream has its own memory
+    DTensor's propagation of shapes                  it runs operators on unsharded tensors
     FSDP's padding of shards                         it asks for addresses
-    how many tokens other ranks send to experts      an even load is assumed
+    tokens that other ranks send to experts          an even load is assumed
     gradients in small chunks for the norm           only on a CPU
     RMSNorm as several operators                     a GPU has one kernel for it
-    the head's gradient in thousands of products     those of one chunk are copied for the others
-    the number of a pipeline's microbatches          its table may leave some out
-    the collector of garbage                         it would come at any time
+    the head's gradient in thousands of products     those of one chunk are copied
+    the number of a pipeline's microbatches          its table may skip some
+    the garbage collector                            it would run at any time
 
-What a stage sends is taken to be gone at once; NCCL keeps it until the other stage has it, which is
-at most one microbatch's stream for each send on its way.
+Memory that a stage sends is freed at once. NCCL keeps it until the other stage has received it:
+at most one microbatch's stream for each send in progress.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -52,16 +51,16 @@ from torchtitan.parallel.pipeline.schedules import Runtime
 from torchtitan.tools.plan.tape import WORLD, Entry, Tape
 
 FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default)
-"""Operators with a kernel on a GPU alone. With one on a CPU too, dispatch goes the way of a GPU: by
-these operators and their own rules for autograd and DTensor. A norm whose input and weight have
-different types remains several operators, as there."""
+"""Operators with a kernel on a GPU only. With one on a CPU too, dispatch takes a GPU's path: these
+operators, and their own rules for autograd and DTensor. A norm whose input and weight have
+different types remains several operators, as on a GPU."""
 ACTION = "PP:"
-"""How torch begins the name of the profiler's range around each action of a schedule."""
+"""Prefix of the profiler's range around each action of a schedule."""
 
 
 @contextmanager
 def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a job whose other ranks do not exist."""
+    """Act as one rank of a job whose other ranks do not exist."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -70,8 +69,7 @@ def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
 
 
 def axes_by_group(mesh: Mesh) -> dict[str, list[str]]:
-    """Return the axes by the names of the process groups that have their ranks, those over which
-    FSDP shards and copies last."""
+    """Return the axes of each process group by its name, with the axes of FSDP last."""
     axes = defaultdict(list, {dist.group.WORLD.group_name: [WORLD]})  # type: ignore[union-attr]
     for view, names in (
         (mesh.data, ("dp", "cp", "tp")),
@@ -92,9 +90,10 @@ def axes_by_group(mesh: Mesh) -> dict[str, list[str]]:
 
 @contextmanager
 def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
-    """Replace what a fake world cannot run, and tell `tape` what it would not see.
+    """Replace functions that a fake world cannot run, and notify `tape` of hidden allocations.
 
-    `are_fake`: tensors have no contents, so what is known to come again need not be computed.
+    Args:
+        are_fake: Tensors have no contents, so repeated products need not be computed.
     """
     resize = torch.UntypedStorage.resize_
     allocate, gather = DefaultReduceScatter.allocate, fsdp_group.foreach_all_gather
@@ -108,14 +107,14 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
     def allocated(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal num_reductions
         num_reductions += 1
-        # first what is reduced, beside computing, then the result, in a stream of its own
+        # first the input of a reduction, on the compute stream, then its result, on its own stream
         is_result = num_reductions % 2 == 0
         pool, kind = ("reduce", "gradients") if is_result else ("compute", "communication")
         with tape.within(pool=pool, kind=kind):
             return allocate(*args, **kwargs)
 
     def gathered(params: Any, group: Any, is_async: bool, *args: Any) -> Any:
-        # a pipeline asks for weights ahead and asynchronously, which takes no stream of its own
+        # a pipeline gathers ahead and asynchronously, without a stream of its own
         with tape.within(pool="compute" if is_async else "gather", kind="gathered weights"):
             return gather(params, group, is_async, *args)
 
@@ -132,14 +131,13 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
 
         return worked
 
-    with ExitStack() as stack, _actions_seen(tape), _collects_nothing():
+    sharding = ("unshard", "wait_for_unshard", "reshard", "post_backward")
+    with ExitStack() as stack, _record_actions(tape), _no_garbage_collection():
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator in FUSED:
             kernels.impl(operator, decomposition_table[operator], "CPU")
-        for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
-            work = getattr(FSDPParamGroup, name)
-            stack.enter_context(patch.object(FSDPParamGroup, name, of_block(work)))
         for owner, name, value in (
+            *((FSDPParamGroup, name, of_block(getattr(FSDPParamGroup, name))) for name in sharding),
             (torch.UntypedStorage, "resize_", resized),
             (DefaultReduceScatter, "allocate", allocated),
             (fsdp_group, "foreach_all_gather", gathered),
@@ -148,12 +146,26 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
             (clip, "CHUNK", 1 << 62),
             (loss, "_add_product", _copied(loss._add_product, tape, are_fake=are_fake)),
         ):
-            stack.enter_context(patch.object(owner, name, value))
+            stack.enter_context(_replaced(owner, name, value))
         yield
 
 
 @contextmanager
-def _collects_nothing() -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Set an attribute of a class or module for the time of the context."""
+    is_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -164,8 +176,10 @@ def _collects_nothing() -> Iterator[None]:
 
 
 def _copied(work: Callable[..., None], tape: Tape, *, are_fake: bool) -> Callable[..., None]:
-    """Return a function that runs `work`, which changes a tensor in place and leaves nothing else
-    behind, once for each set of shapes; then its entries are copied."""
+    """Return a function that runs `work` once per set of shapes, and copies its entries after that.
+
+    `work` changes a tensor in place and leaves no other storage.
+    """
     if not are_fake:
         return work
     seen: dict[object, list[Entry]] = {}
@@ -176,23 +190,20 @@ def _copied(work: Callable[..., None], tape: Tape, *, are_fake: bool) -> Callabl
         key = (tape.place, *((x.shape, x.stride(), x.dtype) for x in tensors))
         if key not in seen:
             work(*tensors)
-            seen[key] = [
-                entry._replace(born=entry.born - start) if entry.what == "death" else entry
-                for entry in entries[start:]
-            ]
+            seen[key] = [e._replace(born=e.born - start) for e in entries[start:]]
             return
         entries += [
-            entry._replace(born=entry.born + start) if entry.what == "death" else entry
-            for entry in seen[key]
+            e._replace(born=e.born + start) if e.what == "death" else e._replace(born=-1)
+            for e in seen[key]
         ]
 
     return worked
 
 
 @contextmanager
-def _actions_seen(tape: Tape) -> Iterator[None]:
-    """Tell `tape` where the actions of a pipeline's schedule begin and end, and let the schedule
-    take more microbatches than its table has."""
+def _record_actions(tape: Tape) -> Iterator[None]:
+    """Notify `tape` of the start and end of each action of a pipeline's schedule, and allow the
+    schedule more microbatches than its table has."""
     enter, leave, run = record_function.__enter__, record_function.__exit__, Runtime.run
 
     def entered(scope: record_function) -> record_function:
@@ -210,15 +221,15 @@ def _actions_seen(tape: Tape) -> Iterator[None]:
         run(runtime, microbatches)
 
     with (
-        patch.object(record_function, "__enter__", entered),
-        patch.object(record_function, "__exit__", left),
-        patch.object(Runtime, "run", run_first),
+        _replaced(record_function, "__enter__", entered),
+        _replaced(record_function, "__exit__", left),
+        _replaced(Runtime, "run", run_first),
     ):
         yield
 
 
 def load_evenly(model: nn.Module, *, dtype: torch.dtype) -> None:
-    """Let every expert of this rank multiply as many tokens as any other, in `dtype`."""
+    """Give each expert of this rank an equal number of tokens, in `dtype`."""
     for module in model.modules():
         if not isinstance(module, GroupedExperts):
             continue
@@ -245,17 +256,17 @@ def _compute_evenly(
 ) -> Tensor:
     even = _even(len(x_NC), len(counts_E))
     counts_E = torch.tensor(even)
-    counts_E.tolist = lambda: even  # type: ignore[method-assign]  # a fake tensor knows no numbers
+    counts_E.tolist = lambda: even  # type: ignore[method-assign]  # a fake tensor has no contents
     return compute(x_NC, counts_E, weights)
 
 
 def _even(total: int, num: int) -> list[int]:
-    """Return `num` numbers that add up to `total` and are as equal as can be."""
+    """Return `num` numbers that add up to `total` and differ by at most 1."""
     return [total // num + (i < total % num) for i in range(num)]
 
 
 class _EvenExchange(Exchange):
-    """Exchanges rows of which every expert of every rank gets as many."""
+    """Exchanges rows, an equal number for each expert of each rank."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange._group)
@@ -278,4 +289,4 @@ class _EvenExchange(Exchange):
 
 
 def _keep(_: FSDPParam) -> None:
-    """Leave a shard as it is, padded since its storage exists: of a fake one no address tells."""
+    """Leave a shard as it is. FSDP compares addresses, which fake storages lack."""
