@@ -32,15 +32,17 @@ import numpy.typing as npt
 import torch
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.files import Once, alone
 from torchtitan.base.log import plural
 from torchtitan.data.cache import cached
 from torchtitan.data.corpus import Files
 from torchtitan.data.dataset import IGNORED, Dataset, has_document_lengths
-from torchtitan.data.files import Once, alone, find_all
+from torchtitan.data.files import find_all
 from torchtitan.data.holdout import Holdout
 from torchtitan.data.readers import check_heads
 from torchtitan.data.sampler import Permutation
-from torchtitan.data.store import StoreWriter, TokenStore
+from torchtitan.data.store import TokenStore
+from torchtitan.data.store_writer import StoreWriter
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, find_template
 from torchtitan.finetune.encoder import (
