@@ -15,26 +15,21 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from torchtitan.base.custom import source_hash
+from torchtitan.base.custom import is_trusted
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.files import read_text
+from torchtitan.base.imports import source_hash
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Comparison, stored_layout
 from torchtitan.checkpoint.steps import resolve_step
+from torchtitan.config.custom import extend_stored_tree, sections_of
 from torchtitan.config.load import build
 from torchtitan.config.schema import Path, literal, values_of
 from torchtitan.config.sources import Layer, Setting, flatten, parse
 from torchtitan.data.loader import MapSamples, plan_steps
-from torchtitan.job import (
-    CONFIG_FILE,
-    Config,
-    find_own,
-    foreign_names,
-    watching_sections,
-    with_stored_own,
-)
-from torchtitan.models.settings import HF
+from torchtitan.job import CONFIG_FILE, Config, find_own, foreign_names
+from torchtitan.models.settings import HF, model_section
 
 logger = logging.getLogger(__name__)
 _ROUNDING = "changes only the order of additions, and so the rounding"
@@ -108,7 +103,9 @@ class Job:
         try:
             layer = _with_old_meaning(flatten(parse(toml, origin=str(file)), origin=str(file)))
             # the version that stored them has checked them by its own rules
-            tree, layer = with_stored_own(Config, layer, file=str(file))
+            tree, layer = extend_stored_tree(
+                Config, layer, file=str(file), model_section=model_section
+            )
             loaded = build(tree, [layer], foreign=foreign_names(), check_rules=False)
             return cls(config=loaded.checked(), dp=dp)
         except ConfigError as error:
@@ -146,9 +143,7 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
             place does not matter.
     """
     before, after = _resolve(then), _resolve(now)
-    observers = {
-        n for job in (then, now) for n in watching_sections(job.config, is_watcher=_is_ignored)
-    }
+    observers = _observing_sections(then.config) | _observing_sections(now.config)
     if before[TOTAL_STEPS] == 0:  # nothing was trained yet
         before[TOTAL_STEPS], before[WARMUP_STEPS] = after[TOTAL_STEPS], after[WARMUP_STEPS]
     if then.global_batch and now.global_batch:
@@ -168,6 +163,15 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         and path[0] not in observers
         and not (data_is_checked and path in DATA_PLACES)
     ]
+
+
+def _observing_sections(config: Config) -> set[str]:
+    """Return the sections that only observers of the training bring."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for path, text in find_own(config):
+        if is_trusted(text):  # other modules were not imported
+            found[_is_ignored(path)] |= sections_of(text, key=".".join(path)).keys()
+    return found[True] - found[False]
 
 
 def is_longer(then: Job, now: Job, *, step: int) -> bool:
