@@ -136,7 +136,7 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
         mistakes.of(lambda: check_excluded(checkpoint.exclude_from_loading, model=model))
     keys = [k for k in ("initial_load_in_hf", "last_save_in_hf") if getattr(checkpoint, k)]
     if keys:
-        from torchtitan.hf.source import check_names_and_sizes
+        from torchtitan.hf.model import check_names_and_sizes
 
         mistakes.of(lambda: check_names_and_sizes(model, spec=spec, keys=keys))
     mistakes.report()

@@ -15,15 +15,13 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from torchtitan.base.custom import is_trusted
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.files import read_text
-from torchtitan.base.imports import source_hash
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Comparison, stored_layout
 from torchtitan.checkpoint.steps import resolve_step
-from torchtitan.config.custom import extend_stored_tree, sections_of
+from torchtitan.config.custom import extend_stored_tree, sections_of_only, source_hash
 from torchtitan.config.load import build
 from torchtitan.config.schema import Path, literal, values_of
 from torchtitan.config.sources import Layer, Setting, flatten, parse
@@ -143,7 +141,11 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
             place does not matter.
     """
     before, after = _resolve(then), _resolve(now)
-    observers = _observing_sections(then.config) | _observing_sections(now.config)
+    observers = {
+        name
+        for job in (then, now)
+        for name in sections_of_only(find_own(job.config), keys=_is_ignored)
+    }
     if before[TOTAL_STEPS] == 0:  # nothing was trained yet
         before[TOTAL_STEPS], before[WARMUP_STEPS] = after[TOTAL_STEPS], after[WARMUP_STEPS]
     if then.global_batch and now.global_batch:
@@ -163,15 +165,6 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         and path[0] not in observers
         and not (data_is_checked and path in DATA_PLACES)
     ]
-
-
-def _observing_sections(config: Config) -> set[str]:
-    """Return the sections that only observers of the training bring."""
-    found: dict[bool, set[str]] = {True: set(), False: set()}
-    for path, text in find_own(config):
-        if is_trusted(text):  # other modules were not imported
-            found[_is_ignored(path)] |= sections_of(text, key=".".join(path)).keys()
-    return found[True] - found[False]
 
 
 def is_longer(then: Job, now: Job, *, step: int) -> bool:
@@ -248,8 +241,8 @@ def resolve_model(config: Config) -> Config:
     given = config.checkpoint.initial_load_path
     if not config.checkpoint.initial_load_in_hf or given is None:
         return config
+    from torchtitan.hf.model import find_export, names_all_sizes, read_model, with_model_of
     from torchtitan.hf.names import CONFIG
-    from torchtitan.hf.source import find_export, names_all_sizes, read_model, with_model_of
 
     folder, run = find_export(pathlib.Path(given)), config.job.dump_folder
     initial = replace(config.checkpoint, initial_load_path=str(folder))

@@ -6,13 +6,11 @@ result must have the methods of a protocol. `custom.py` decides what may be impo
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import os
 import sys
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -121,11 +119,3 @@ def check_methods(
             continue
         except TypeError as error:
             raise ConfigError.at(key, f"{rule}, got {name}{signature}") from error
-
-
-def source_hash(path: str, *, key: str) -> str:
-    """Return the hash of the source file of an import path's module, or "" without a file."""
-    file = getattr(load_module(path, key=key), "__file__", None)  # a notebook has none
-    if file is None or not Path(file).is_file():
-        return ""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

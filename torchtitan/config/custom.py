@@ -7,6 +7,8 @@ dictionary `SECTIONS` from names to dataclasses.
 from __future__ import annotations
 
 import functools
+import hashlib
+import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -108,3 +110,27 @@ def sections_of(text: str, *, key: str) -> Mapping[str, type]:
         rule = f"'{text}': SECTIONS must be a dictionary from names to dataclasses, got {found!r}"
         raise ConfigError.at(key, rule)
     return found
+
+
+def sections_of_only(
+    named: Iterable[tuple[Path, str]], *, keys: Callable[[Path], bool]
+) -> set[str]:
+    """Return the sections that only the modules of some keys bring.
+
+    Args:
+        named: Import paths, with the keys that hold them.
+        keys: Selects the keys.
+    """
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for path, text in named:
+        if is_trusted(text):  # other modules were not imported
+            found[keys(path)] |= sections_of(text, key=".".join(path)).keys()
+    return found[True] - found[False]
+
+
+def source_hash(path: str, *, key: str) -> str:
+    """Return the hash of the source file of an import path's module, or "" without a file."""
+    file = getattr(load_module(path, key=key), "__file__", None)  # a notebook has none
+    if file is None or not pathlib.Path(file).is_file():
+        return ""
+    return hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()

@@ -176,7 +176,7 @@ class ChatTemplate:
         return text.replace(BEGIN_MARK, "").replace(END_MARK, "")
 
     def reads(self, conversation: Conversation, *, number: int, key: str) -> bool:
-        """Return whether the text depends on a key of a message: some write whole messages."""
+        """Return whether the text depends on a key of a message: some templates write all keys."""
         messages = [*conversation.messages]
         messages[number] = {k: v for k, v in messages[number].items() if k != key}
         try:
