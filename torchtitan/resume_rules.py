@@ -144,7 +144,7 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
     observers = {
         name
         for job in (then, now)
-        for name in sections_of_only(find_own(job.config), keys=_is_ignored)
+        for name in sections_of_only(find_own(job.config), selects=_is_ignored)
     }
     if before[TOTAL_STEPS] == 0:  # nothing was trained yet
         before[TOTAL_STEPS], before[WARMUP_STEPS] = after[TOTAL_STEPS], after[WARMUP_STEPS]

@@ -113,18 +113,18 @@ def sections_of(text: str, *, key: str) -> Mapping[str, type]:
 
 
 def sections_of_only(
-    named: Iterable[tuple[Path, str]], *, keys: Callable[[Path], bool]
+    named: Iterable[tuple[Path, str]], *, selects: Callable[[Path], bool]
 ) -> set[str]:
     """Return the sections that only the modules of some keys bring.
 
     Args:
         named: Import paths, with the keys that hold them.
-        keys: Selects the keys.
+        selects: Whether the sections of a key count.
     """
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for path, text in named:
         if is_trusted(text):  # other modules were not imported
-            found[keys(path)] |= sections_of(text, key=".".join(path)).keys()
+            found[selects(path)] |= sections_of(text, key=".".join(path)).keys()
     return found[True] - found[False]
 
 
