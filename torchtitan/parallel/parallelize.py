@@ -71,17 +71,12 @@ def parallelize(
         apply_grouped_products(model, device_type=mesh.params.device_type, dtype=dtype)
     layout.trained.freeze_rest(model)  # after tensor and expert parallel, which replace parameters
     mode, option = recomputation.mode, recomputation.selective_ac_option
-    is_split = layout.pipeline is not None and layout.pipeline.splits_backward
-    recomputed: Literal["none", "full", "selective"] = (
-        "none" if is_split or mode == "memory_budget" else mode  # the compiler follows a budget
-    )
-    keeps_operators = recomputed == "selective" and option == BY_OPERATOR
+    recomputed = _recomputed(mode, layout=layout)
+    keeps = recomputed == "selective" and option == BY_OPERATOR
     if mesh.dims.cp > 1:
         from torchtitan.parallel.context.attention import apply_context_parallel
 
-        apply_context_parallel(
-            model, mesh=mesh, parallelism=parallelism, keep_output=keeps_operators
-        )
+        apply_context_parallel(model, mesh=mesh, parallelism=parallelism, keep_output=keeps)
     if compilation.enable:
         from torchtitan.parallel.compile import apply_compile, has_opaque_attention
 
@@ -93,14 +88,22 @@ def parallelize(
                 model, cp=mesh.dims.cp, attn_mask_type=training.attn_mask_type
             ),
             sequence_comes_async=mesh.dims.tp > 1,
-            keeps_operators=keeps_operators,
+            keeps_operators=keeps,
         )
-        recomputed = "none" if keeps_operators else recomputed
+        recomputed = "none" if keeps else recomputed
     if recomputed != "none":
         from torchtitan.parallel.activation import apply_activation_checkpointing
 
         apply_activation_checkpointing(model, mode=recomputed, option=option)
     _shard(model, mesh=mesh, layout=layout, training=training)
+
+
+def _recomputed(
+    mode: Literal["none", "full", "selective", "memory_budget"], *, layout: Layout
+) -> Literal["none", "full", "selective"]:
+    """Return what is recomputed here. The compiler follows a memory budget by itself."""
+    is_split = layout.pipeline is not None and layout.pipeline.splits_backward
+    return "none" if is_split or mode == "memory_budget" else mode
 
 
 def _shard(model: nn.Module, *, mesh: Mesh, layout: Layout, training: TrainingConfig) -> None:
