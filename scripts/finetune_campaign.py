@@ -37,13 +37,8 @@ from torchtitan import api
 from torchtitan.base.errors import UserError
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.finetune.data import (
-    ExampleSource,
-    build_encoder,
-    build_examples,
-    find_examples,
-    label_all,
-)
+from torchtitan.finetune.data import ExampleSource, build_encoder, build_examples
+from torchtitan.finetune.sources import find_examples, label_all
 from torchtitan.generate.text import answer
 from torchtitan.job import load_config
 from torchtitan.metrics.rows import read_rows

@@ -47,7 +47,7 @@ FLOORS: Mapping[str, int] = {
 }
 # what a package may import beyond its own, where that is not "all lower floors"
 NARROW: Mapping[str, frozenset[str]] = {
-    "config": frozenset({"base.errors", "base.custom", "base.urls"}),
+    "config": frozenset({"base.errors", "base.custom", "base.imports", "base.urls"}),
     "models": frozenset({"base"}),
     "settings": frozenset({"config", "base.errors", "base.urls", "models.sizes"}),
 }
@@ -58,7 +58,7 @@ HIGHER = {"torchtitan/__init__.py": "api"}
 NAMES_CONFIG = ("api", "build", "job", "layout", "resume_rules", "tools", "train")
 MAX_FUNCTION = 60
 # what `import torchtitan.train` runs; lower them whenever less is imported, and never raise them
-MAX_MODULES, MAX_LINES = 74, 13_358
+MAX_MODULES, MAX_LINES = 69, 11_986
 
 
 @dataclass(frozen=True)

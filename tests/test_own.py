@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.base.custom import is_import_path, load_object, trust
+from torchtitan.base.custom import is_import_path, trust
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.imports import load_object
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.callbacks import build_callbacks
 from torchtitan.config.help import docstring_of

@@ -33,9 +33,10 @@ from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.base.log import note_in_file
 from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.config.load import violations, with_types
+from torchtitan.config.load import violations
 from torchtitan.config.schema import literal
 from torchtitan.config.sources import CONFIG_FILE, PYTHON, Layer, Setting, flatten
+from torchtitan.config.typed import with_types
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.lora import apply_lora

@@ -24,6 +24,7 @@ from torchtitan.base.custom import is_import_path
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.files import Once
 from torchtitan.base.log import plural
 from torchtitan.base.patterns import matches
 from torchtitan.callbacks import CallbackRunner, build_callbacks
@@ -31,7 +32,6 @@ from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.state import VOCABULARY, Progress, RunState
 from torchtitan.config.sources import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
-from torchtitan.data.files import Once
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
 from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torchtitan.base.custom import check_methods, describe_error, instantiate
+from torchtitan.base.custom import describe_error
 from torchtitan.base.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -160,6 +160,8 @@ def build_callbacks(paths: Sequence[str], *, kwargs: Mapping[str, object]) -> li
     """
     callbacks = []
     for path in paths:
+        from torchtitan.base.imports import instantiate
+
         callbacks.append(instantiate(path, key=KEY, kwargs=kwargs))
         check_callback(callbacks[-1], path=path)
     return callbacks
@@ -171,6 +173,8 @@ def check_callback(callback: object, *, path: str) -> None:
     Raises:
         ConfigError: It has no hook, an unknown one, or one with other parameters.
     """
+    from torchtitan.base.imports import check_methods
+
     names = [name for name, _ in inspect.getmembers(callback, callable) if name.startswith("on_")]
     unknown = [name for name in names if name not in HOOKS]
     if unknown or not names:

@@ -14,24 +14,15 @@ from __future__ import annotations
 import functools
 import logging
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from annotated_types import Ge, Lt
 
-from torchtitan.base.custom import (
-    convert_errors,
-    is_import_path,
-    is_trusted,
-    load_module,
-    load_object,
-    note_stored,
-    trust,
-)
-from torchtitan.base.errors import CheckpointError, ConfigError, Violation
+from torchtitan.base.custom import is_import_path, is_trusted, trust
+from torchtitan.base.errors import CheckpointError, Violation
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
-from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.load import Loaded, load
 from torchtitan.config.schema import (
     LocalPath,
@@ -39,11 +30,8 @@ from torchtitan.config.schema import (
     PositiveInt,
     Requires,
     Text,
-    check_section,
-    extend,
+    import_paths,
     inside_dump_folder,
-    keys,
-    sections,
     values_of,
 )
 from torchtitan.config.sources import Layer, to_toml
@@ -60,9 +48,11 @@ from torchtitan.parallel.settings import (
     QuantizeConfig,
 )
 
+if TYPE_CHECKING:
+    from torchtitan.config.foreign import Foreign
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MODEL: Path = ("model", "name")
 CONFIG_FILE = "config.toml"
 """The resolved settings in a run's folder."""
 
@@ -272,8 +262,8 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
         SystemExit: After `--help` was printed.
     """
     foreign = foreign_names()
-    extend_tree = functools.partial(with_own, Config)
-    loaded = use_model_of_folder(load(Config, argv, foreign=foreign, extend=extend_tree))
+    extend = functools.partial(with_custom, Config)
+    loaded = use_model_of_folder(load(Config, argv, foreign=foreign, extend=extend))
     trust(text for _, text in find_own(loaded.config))  # those under an old name too
     if loaded.foreign_file is not None:
         meanings = foreign.other_meanings(loaded.given, values_of(loaded.config))
@@ -309,6 +299,8 @@ def write_config(config: Config) -> None:
 
 def foreign_names() -> Foreign:
     """Return the known names of torchtitan 0.1 and 0.2, earlier versions and other trainers."""
+    from torchtitan.config.foreign import read_foreign
+
     here = pathlib.Path(__file__)
     return read_foreign(
         here.with_name("torchtitan_0_2.toml"),
@@ -354,116 +346,35 @@ def _cut_warmup(config: Config) -> Iterator[str]:
         )
 
 
-# --- custom modules ----------------------------------------------------------------------------
+# --- custom code -------------------------------------------------------------------------------
 
 
-def with_own(tree: type[T], given: Layer) -> type[T]:
+def with_custom(tree: type[T], given: Layer) -> type[T]:
     """Return a tree with the sections and sizes of the custom modules that its settings name.
 
     Raises:
         ConfigError: A module cannot be imported, or brings no valid section.
     """
-    named = _find(tree, {path: setting.value for path, setting in given.items()})
+    named = import_paths(tree, {path: setting.value for path, setting in given.items()})
+    if not named:
+        return tree
+    from torchtitan.config.custom import extend_tree
+
     trust(text for _, text in named)
-    return _with_modules(tree, named)
-
-
-def with_stored_own(tree: type[T], stored: Layer, *, file: str) -> tuple[type[T], Layer]:
-    """Do the same for settings stored in `file`, and return those that the tree has.
-
-    Modules that are not trusted are not imported, so their sections and sizes are left out.
-
-    Raises:
-        ConfigError: The model's module is trusted and cannot be imported.
-    """
-    named = _find(tree, {path: setting.value for path, setting in stored.items()})
-    note_stored((text for _, text in named), file=file)
-    made, found = tree, list[tuple[Path, str]]()
-    for path, text in named:
-        if not is_trusted(text):
-            continue
-        try:
-            made = _with_modules(tree, [*found, (path, text)])
-            found.append((path, text))
-        except ConfigError:  # a callback that is gone does not matter
-            if path == MODEL:
-                raise
-    if not named:  # then an unknown section is a mistake
-        return made, stored
-    sections = {path[0] for path in keys(tree)}
-    if any(path == MODEL and not is_trusted(text) for path, text in named):
-        sections.remove("model")
-    known = {path: one for path, one in stored.items() if path[0] in sections or path in keys(made)}
-    return made, known
-
-
-def _with_modules(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
-    added: dict[str, tuple[type, Callable[..., object]]] = {}
-    brought: dict[str, type] = {}
-    for path, text in named:
-        key = ".".join(path)
-        found = load_object(text, key=key)
-        # models/families.py refuses a model without flavors
-        if path == MODEL and getattr(found, "flavors", None):
-            model = model_section(found.sizes)
-            added["model"] = (model, model)
-        for name, section in sections_of(text, key=key).items():
-            is_taken = hasattr(tree, name) or (name,) in sections(tree)
-            if is_taken or brought.setdefault(name, section) is not section:
-                rule = f"'{text}' brings a section [{name}], and there is another; rename one"
-                raise ConfigError.at(key, rule)
-            try:
-                check_section(section)
-            except (TypeError, NameError) as error:
-                rule = f"'{text}' brings a section [{name}] that cannot be one: {error}"
-                raise ConfigError.at(key, rule) from error
-            added[name] = (section, functools.partial(_make_section, section, text, key))
-    return extend(tree, added) if added else tree
-
-
-def _make_section(section: type, text: str, key: str, /, **values: object) -> object:
-    with convert_errors(text, key=key):  # its __post_init__ is the user's code
-        return section(**values)
-
-
-def sections_of(text: str, *, key: str) -> Mapping[str, type]:
-    """Return the sections that the module of an import path brings, by name."""
-    found = getattr(load_module(text, key=key), "SECTIONS", {})
-    if not isinstance(found, dict) or not all(map(str.isidentifier, map(str, found))):
-        rule = f"'{text}': SECTIONS must be a dictionary from names to dataclasses, got {found!r}"
-        raise ConfigError.at(key, rule)
-    return found
+    return extend_tree(tree, named, model_section=model_section)
 
 
 def find_own(config: object) -> list[tuple[Path, str]]:
     """Return each import path in settings, with the key that holds it."""
-    return _find(type(config), values_of(config))
-
-
-def watching_sections(config: object, *, is_watcher: Callable[[Path], bool]) -> set[str]:
-    """Return the sections that only observers of the training bring.
-
-    Args:
-        is_watcher: Whether the key that names a module leaves the training as it is.
-    """
-    found: dict[bool, set[str]] = {True: set(), False: set()}
-    for path, text in find_own(config):
-        if is_trusted(text):  # other modules were not imported
-            found[is_watcher(path)] |= sections_of(text, key=".".join(path)).keys()
-    return found[True] - found[False]
+    return import_paths(type(config), values_of(config))
 
 
 def own_sections(config: object) -> dict[str, Any]:
     """Return the sections of custom modules that a job has, by name."""
     named = [(path, text) for path, text in find_own(config) if is_trusted(text)]
+    if not named:
+        return {}
+    from torchtitan.config.custom import sections_of
+
     names = {name for path, text in named for name in sections_of(text, key=".".join(path))}
     return {name: getattr(config, name) for name in sorted(names)}
-
-
-def _find(tree: type, values: Mapping[Path, object]) -> list[tuple[Path, str]]:
-    found = []
-    for path, key in keys(tree).items():
-        value = values.get(path) if key.takes_import_path else None
-        texts = value if isinstance(value, (list, tuple)) else [value]
-        found += [(path, text) for text in texts if is_import_path(text)]
-    return found

@@ -21,7 +21,7 @@ from torchtitan.optim.loss import find_loss
 from torchtitan.optim.optimizer import find_trainable
 from torchtitan.optim.schedule import find_decay
 from torchtitan.optim.settings import RouterConfig
-from torchtitan.parallel.layout import Adapt, Layout, find_reshard
+from torchtitan.parallel.layout import Adapt, Layout, check_parallel, find_reshard
 
 if TYPE_CHECKING:
     from torchtitan.parallel.pipeline.layout import PipelineLayout
@@ -93,39 +93,18 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
     Raises:
         ConfigError: Lists what it cannot.
     """
-    checkpoint, parallelism = config.checkpoint, config.parallelism
-    mistakes = Mistakes()
-    if config.compile.enable:
-        from torchtitan.parallel.compile import check_backend, check_recomputation
-
-        mistakes.of(lambda: check_backend(config.compile, is_installed=False))
-        recomputation, cp = config.activation_checkpoint, parallelism.context_parallel_degree
-        mask = config.training.attn_mask_type
-        mistakes.of(lambda: check_recomputation(model, recomputation, cp=cp, attn_mask_type=mask))
-    if parallelism.tensor_parallel_degree > 1:
-        from torchtitan.parallel.tensor import check_tensor_parallel
-
-        mistakes.of(
-            lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
+    checkpoint, mistakes = config.checkpoint, Mistakes()
+    mistakes.of(
+        lambda: check_parallel(
+            model,
+            spec=spec,
+            parallelism=config.parallelism,
+            recomputation=config.activation_checkpoint,
+            compilation=config.compile,
+            float8=config.quantize.linear.float8 if config.model.converters else None,
+            attn_mask_type=config.training.attn_mask_type,
         )
-    if parallelism.expert_parallel_degree > 1:
-        from torchtitan.parallel.expert import check_expert_parallel
-
-        mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
-    if parallelism.context_parallel_degree > 1:
-        from torchtitan.parallel.context.attention import check_attention
-
-        mistakes.of(lambda: check_attention(model, parallelism=parallelism))
-    if config.model.converters:
-        from torchtitan.parallel.float8 import find_converted
-
-        mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))
-    if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
-        mistakes.add(
-            "parallelism.pipeline_parallel_degree",
-            f"must be 1 for {spec.name}, got {pp}: it does not run in stages (its ModelSpec has "
-            f"stages = False)",
-        )
+    )
     if config.router != RouterConfig():
         from torchtitan.optim.balance import check_balance
 
@@ -136,7 +115,7 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
         mistakes.of(lambda: check_excluded(checkpoint.exclude_from_loading, model=model))
     keys = [k for k in ("initial_load_in_hf", "last_save_in_hf") if getattr(checkpoint, k)]
     if keys:
-        from torchtitan.hf.source import check_names_and_sizes
+        from torchtitan.hf.model import check_names_and_sizes
 
         mistakes.of(lambda: check_names_and_sizes(model, spec=spec, keys=keys))
     mistakes.report()

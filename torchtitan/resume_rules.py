@@ -15,26 +15,19 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from torchtitan.base.custom import source_hash
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.files import read_text
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Comparison, stored_layout
 from torchtitan.checkpoint.steps import resolve_step
+from torchtitan.config.custom import extend_stored_tree, sections_of_only, source_hash
 from torchtitan.config.load import build
 from torchtitan.config.schema import Path, literal, values_of
 from torchtitan.config.sources import Layer, Setting, flatten, parse
 from torchtitan.data.loader import MapSamples, plan_steps
-from torchtitan.job import (
-    CONFIG_FILE,
-    Config,
-    find_own,
-    foreign_names,
-    watching_sections,
-    with_stored_own,
-)
-from torchtitan.models.settings import HF
+from torchtitan.job import CONFIG_FILE, Config, find_own, foreign_names
+from torchtitan.models.settings import HF, model_section
 
 logger = logging.getLogger(__name__)
 _ROUNDING = "changes only the order of additions, and so the rounding"
@@ -108,7 +101,9 @@ class Job:
         try:
             layer = _with_old_meaning(flatten(parse(toml, origin=str(file)), origin=str(file)))
             # the version that stored them has checked them by its own rules
-            tree, layer = with_stored_own(Config, layer, file=str(file))
+            tree, layer = extend_stored_tree(
+                Config, layer, file=str(file), model_section=model_section
+            )
             loaded = build(tree, [layer], foreign=foreign_names(), check_rules=False)
             return cls(config=loaded.checked(), dp=dp)
         except ConfigError as error:
@@ -147,7 +142,9 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
     """
     before, after = _resolve(then), _resolve(now)
     observers = {
-        n for job in (then, now) for n in watching_sections(job.config, is_watcher=_is_ignored)
+        name
+        for job in (then, now)
+        for name in sections_of_only(find_own(job.config), selects=_is_ignored)
     }
     if before[TOTAL_STEPS] == 0:  # nothing was trained yet
         before[TOTAL_STEPS], before[WARMUP_STEPS] = after[TOTAL_STEPS], after[WARMUP_STEPS]
@@ -244,8 +241,8 @@ def resolve_model(config: Config) -> Config:
     given = config.checkpoint.initial_load_path
     if not config.checkpoint.initial_load_in_hf or given is None:
         return config
+    from torchtitan.hf.model import find_export, names_all_sizes, read_model, with_model_of
     from torchtitan.hf.names import CONFIG
-    from torchtitan.hf.source import find_export, names_all_sizes, read_model, with_model_of
 
     folder, run = find_export(pathlib.Path(given)), config.job.dump_folder
     initial = replace(config.checkpoint, initial_load_path=str(folder))

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.errors import DataError, NonFiniteError
+from torchtitan.base.files import Once, alone
 from torchtitan.base.log import plural
 from torchtitan.data.dataset import IGNORED, build_samples
-from torchtitan.data.files import Once, alone
 from torchtitan.data.loader import Loader, MapSamples, Samples
 from torchtitan.data.settings import TrainingConfig, ValidationConfig
 from torchtitan.data.tokenizer import build_tokenizer

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.files import alone
 from torchtitan.build import build_training_samples, log_job
-from torchtitan.data.files import alone
 from torchtitan.job import load_config
 from torchtitan.layout import find_layout
 from torchtitan.models.families import MODELS, find_model

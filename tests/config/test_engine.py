@@ -14,7 +14,7 @@ from tests.config.jobs import Jobs, mistakes_of
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.help import describe
-from torchtitan.config.load import Loaded, load, with_types
+from torchtitan.config.load import Loaded, load
 from torchtitan.config.schema import (
     GIVEN,
     PositiveInt,
@@ -25,6 +25,7 @@ from torchtitan.config.schema import (
     sections,
 )
 from torchtitan.config.sources import to_toml
+from torchtitan.config.typed import with_types
 
 
 @dataclass(frozen=True, kw_only=True)

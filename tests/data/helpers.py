@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.config.load import with_types
+from torchtitan.config.typed import with_types
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.sampler import SkippedSamples

@@ -13,7 +13,8 @@ from tests.data.helpers import SEQ_LEN, dataset_of, training, write_texts
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset, TextSource, build_dataset, labelled_run
 from torchtitan.data.sample_log import hash_tokens
-from torchtitan.data.store import TokenStore, open_writer
+from torchtitan.data.store import TokenStore
+from torchtitan.data.store_writer import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 
 TEXTS = {"a.txt": "the first document, ", "b.txt": "a second one, and ", "c.txt": "x" * 200}

@@ -23,7 +23,7 @@ from torchtitan.data import prepare_files as prepare_files_module
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.prepare import tokenize
 from torchtitan.data.prepare_files import Summary, prepare_files
-from torchtitan.data.store import open_writer
+from torchtitan.data.store_writer import open_writer
 from torchtitan.data.tokenizer import build_tokenizer
 
 NAME = "bpe_2048"

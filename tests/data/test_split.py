@@ -23,7 +23,8 @@ from torchtitan.data import holdout as split
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.holdout import Holdout, HoldoutView
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.data.store import TokenStore, open_writer
+from torchtitan.data.store import TokenStore
+from torchtitan.data.store_writer import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.finetune.data import build_examples
 

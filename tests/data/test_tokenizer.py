@@ -21,14 +21,8 @@ from torchtitan.data import prepare, readers
 from torchtitan.data.cache import cached_store
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.text import cut_point, split_text
-from torchtitan.data.tokenizer import (
-    BUILT_IN,
-    LLAMA3_PATTERN,
-    MAX_CHARS,
-    ByteTokenizer,
-    build_tokenizer,
-    check_vocabulary,
-)
+from torchtitan.data.tiktoken_tokenizer import LLAMA3_PATTERN, MAX_CHARS
+from torchtitan.data.tokenizer import BUILT_IN, ByteTokenizer, build_tokenizer, check_vocabulary
 
 SAMPLES = [
     "",

@@ -20,7 +20,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.holdout import Holdout
 from torchtitan.data.sample_log import hash_tokens
-from torchtitan.data.store import open_writer
+from torchtitan.data.store_writer import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.finetune.data import build_examples
 from torchtitan.finetune.synthetic import SyntheticExamples

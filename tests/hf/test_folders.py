@@ -33,8 +33,8 @@ from torchtitan.hf import export as hf_export
 from torchtitan.hf.config import architecture_of, read_config, sizes_of
 from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.folder import open_folder, to_dcp
+from torchtitan.hf.model import chosen_rotation
 from torchtitan.hf.names import Names
-from torchtitan.hf.source import chosen_rotation
 from torchtitan.hf.weights import DTYPES
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS, find_model, to_settings

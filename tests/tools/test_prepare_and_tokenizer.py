@@ -13,7 +13,8 @@ import pytest
 from tests.data.helpers import dataset_of, write_texts
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import TokenStore
-from torchtitan.data.tokenizer import build_tokenizer, read_ranks
+from torchtitan.data.tiktoken_tokenizer import read_ranks
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools import prepare as prepare_data
 from torchtitan.tools import tokenizer as train_tokenizer
 

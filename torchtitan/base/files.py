@@ -1,4 +1,4 @@
-"""Files that another program may have written."""
+"""Paths and files that a user or another program wrote, and work that a machine does once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from torchtitan.base.errors import DataError
+
+Once = Callable[[Callable[[], Any]], Any]
+"""Calls a function in one process of this machine and returns its result, a JSON value, in all."""
+
+
+def alone(work: Callable[[], Any]) -> Any:
+    """Call the function in this process."""
+    return work()
+
+
+def user_path(path: str, *, key: str) -> Path:
+    """Return the path given by the setting `key`; raise DataError if it cannot be looked up."""
+    try:
+        expanded = Path(path).expanduser()
+        expanded.exists()
+    # a name that is too long, a folder without permission; the home of an unknown user
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError.at(key, f"cannot look for {path!r:.200}: {reason}") from error
+    return expanded
 
 
 def check_is_file(path: Path) -> None:

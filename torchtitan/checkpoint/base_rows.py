@@ -2,7 +2,7 @@
 
 The gradient of the base's rows is set to zero, and the vocabulary has no weight decay. Checkpoints
 hold the number of rows of the base, so that a resumed run freezes the same rows and an export of
-the adapter has the others.
+the adapter has the trained ones.
 """
 
 from __future__ import annotations

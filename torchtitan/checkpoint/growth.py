@@ -10,7 +10,7 @@ where x is stored row k of a fixed permutation of them: n new rows beside n stor
 that mean and covariance, and no matrix of D x D numbers is made.
 
 The mean is a sum of integers, multiples of 2^-32, so it does not depend on the order of additions.
-The new rows are a function of the stored rows alone: every layout computes the same bits, and reads
+The new rows depend only on the stored rows: every layout computes the same bits, and reads
 the same bits from checkpoints that were saved in any layout.
 
 Shapes: N stored rows, K new rows on this rank, D columns.
@@ -55,7 +55,7 @@ def fill_new_rows(
     """Fill the rows of tensors that have more rows than are stored, in place. Collective.
 
     Args:
-        into: Parameters of this rank by name, whole or sharded in any way.
+        into: Parameters of this rank by name, full or sharded in any way.
         may_grow: Names of the tensors that may be stored with fewer rows.
         reader: Has read the stored rows.
         group: Ranks that read together. None: this process only.
@@ -101,7 +101,7 @@ def _fill(name: str, tensor: Tensor, *, reader: PieceReader) -> None:
 
 
 def _stored_parts(name: str, *, reader: PieceReader) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield the stored numbers in float64, with the row and column where each part begins."""
+    """Yield the stored numbers in float64, with the first row and column of each part."""
     entry = reader.entries[name]
     for piece in entry.chunks:
         (top, left), (height, width) = piece.offsets, piece.sizes

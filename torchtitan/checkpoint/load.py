@@ -56,7 +56,7 @@ def read_tensors(
         into: Tensors to fill, by name.
         group: Ranks that load together. None: this process only.
         may_skip: Whether a stored tensor that is not in `into` may stay unread.
-        may_grow: Tensors that may be stored with fewer rows (`growth.py` fills the others).
+        may_grow: Tensors that may be stored with fewer rows (`growth.py` fills the rest).
         accepts: Types to convert, e.g. torch.bfloat16. Others must be those of `into`.
         rope_head_dim: Head width of a tensor that is stored in the half-split order (`rows.py`),
             None if it has the interleaved order.

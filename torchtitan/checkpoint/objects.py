@@ -4,16 +4,16 @@ An object store has no rename and no partial objects: a name has all of its byte
 It also answers late, refuses requests when it is busy, truncates answers and may not list a new
 object yet. So no object of a known name is looked up in a listing; an answer of the wrong length is
 requested again; and an upload is compared with the digest that the store computed (S3's ETag, the
-MD5 of Google Cloud Storage), or is read back if there is none. An ETag that is not the MD5, as with
-some encryption, is no error: then the bytes decide.
+MD5 of Google Cloud Storage), or is read back if it computed none. An ETag that is not the MD5, as
+with some encryption, is no error: then the bytes decide.
 
 Each request is repeated with growing pauses until it succeeds or `patience_seconds` have passed. An
 error that repeating cannot fix (permissions, bucket, credentials, unsupported request) is raised at
 once.
 
-Memory is bounded: reads have at most `STREAMS` parts in flight, writes as many for each of `FILES`
-files. Credentials belong to the store's client (environment, profile, role): a URL must not have
-any, and an error of the client is shown in one line without anything that looks like one.
+Memory is bounded: reads have at most `STREAMS` parts in flight, writes up to `STREAMS` for each of
+`FILES` files. Credentials belong to the store's client (environment, profile, role): a URL must not
+have any, and an error of the client is shown in one line without anything that looks like one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FINAL_BY_NAME = re.compile(r"(No|Partial|Default)Credentials|ProfileNotFound|In
 
 
 class ObjectStore:
-    """The objects whose names begin with `url`.
+    """The objects whose names start with `url`.
 
     Raises:
         ConfigError: The scheme of `url`, the value of the setting `key`, is not supported, or its
@@ -172,7 +172,7 @@ class ObjectStore:
         )
 
     def put_folder(self, folder: Path, under: str, *, last: Collection[str]) -> None:
-        """Upload the files of a folder, those in `last` after all others.
+        """Upload the files of a folder, those in `last` at the end.
 
         Raises:
             CheckpointError: As `put`.

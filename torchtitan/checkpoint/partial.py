@@ -1,7 +1,7 @@
 """Tensors of a checkpoint that a run does not read.
 
 `checkpoint.exclude_from_loading` names components and shell patterns. A pattern is matched with
-names of parameters, e.g. `output.weight`, and with names of their optimizer state, which begin with
+names of parameters, e.g. `output.weight`, and with names of their optimizer state, which start with
 the component: `optimizer.output.weight`. The state of an excluded parameter is excluded too: it
 belongs to the weights that were dropped.
 

@@ -1,15 +1,15 @@
 """Read tensors of a DCP folder piece by piece, and execute nothing in it.
 
-Common loaders read the whole model on every rank, or on one rank that sends it to the others. Here
-DCP plans which piece of which tensor each rank needs in any layout, and a rank reads only these, so
+Common loaders read the full model on every rank, or on one rank that sends it to all ranks. Here
+DCP plans the pieces of tensors that each rank needs in any layout, and a rank reads only these, so
 it never holds more of a file than one piece of one tensor. `PieceReader` runs the plan; subclasses
 open the pieces: `TensorReader` those of DCP files, `hf/weights.py` those of Hugging Face files.
 
 DCP's `.metadata` lists name, shape and type of each tensor, and the file of each piece. It is a
 pickle, that is, a program: it calls functions and changes objects. Here every class or function
-that DCP's writer names stands for a `Record`, which stores its arguments and state and does
+that DCP's writer names becomes a `Record`, which stores its arguments and state and does
 nothing; any other name is refused. The metadata is then built from the records field by field, and
-checked: pieces must lie in the folder, have the listed type and shape, and cover each tensor once.
+checked: pieces must be in the folder, have the listed type and shape, and cover each tensor once.
 DCP's entries of raw bytes, again pickles, are never read. `torch.load(weights_only=True)` does not
 read this pickle protocol. `pickle.Unpickler` in C allocates its memo for any index, and hashes keys
 that a few bytes can nest into 2^40 parts; so this subclasses the Python implementation.
@@ -441,7 +441,7 @@ class TensorReader(PieceReader):
     """Reader of the tensors in a DCP folder. Other entries are refused."""
 
     def __init__(self, folder: Path, metadata: Metadata | None = None) -> None:
-        """Open a folder; `metadata` is given if another rank has read it."""
+        """Open a folder; pass `metadata` if another rank has read it."""
         super().__init__(folder, read_metadata(folder) if metadata is None else metadata)
         self._file: tuple[Path, BufferedReader] | None = None
 
@@ -512,11 +512,11 @@ class TensorReader(PieceReader):
     def _check_stored(self, piece: Any, index: MetadataIndex) -> None:
         """Raise CheckpointError if a piece has another type or shape: copying would convert it."""
         dtype, shape = self.entries[index.fqn].properties.dtype, self.stored_shape(index)
-        said = f"{METADATA} lists {dtype} {list(shape)}"
+        listed = f"{METADATA} lists {dtype} {list(shape)}"
         if not isinstance(piece, Tensor) or piece.layout != torch.strided:
-            raise CheckpointError(f"'{index.fqn}' is not a plain tensor; {said}")
+            raise CheckpointError(f"'{index.fqn}' is not a plain tensor; {listed}")
         if piece.dtype != dtype or piece.shape != shape:
-            raise CheckpointError(f"'{index.fqn}' is {piece.dtype} {list(piece.shape)}; {said}")
+            raise CheckpointError(f"'{index.fqn}' is {piece.dtype} {list(piece.shape)}; {listed}")
 
 
 def fill(

@@ -65,7 +65,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 LATEST, OWNER, ASIDE = "latest", ".owner", f"{MANIFEST}.aside"
 WHOLE_EXPORT = ("config.json", "adapter_config.json")
-"""Files by which programs recognize a Hugging Face folder; uploaded last."""
+"""Files that identify a Hugging Face folder to other programs; uploaded last."""
 
 
 class RemoteCheckpoints:

@@ -5,7 +5,7 @@ Rotary embeddings rotate pairs of channels of a head. Here, as in Meta's weights
 Names and shapes are the same: read in the wrong order, a model loads without an error and generates
 nonsense.
 
-A rank reads only the rows of its shard, which may begin or end within a head. So the order is
+A rank reads only the rows of its shard, which may start or end within a head. So the order is
 described as runs: contiguous rows in the file, and their places in the shard.
 """
 

@@ -102,9 +102,9 @@ class CheckpointConfig:
     halves: channels (i, i + D/2), as in Hugging Face files. auto: the order that the folder states,
     else that of torchtitan 0.2: Llama interleaved, Qwen3 halves."""
     exclude_from_loading: tuple[Text, ...] = ()
-    """What keeps its initial values: components (model, optimizer, lr_scheduler, dataloader,
+    """Parts that keep their initial values: components (model, optimizer, lr_scheduler, dataloader,
     train_state), parameters with their optimizer state (shell patterns of names, e.g. "output.*"),
-    or their optimizer state alone ("optimizer.output.*")."""
+    or only their optimizer state ("optimizer.output.*")."""
     grow_vocab: Annotated[bool, ELSEWHERE] = False
     """Load embedding and output head from weights with a smaller vocabulary. New rows start
     near the mean of the stored ones."""
@@ -159,7 +159,7 @@ class CheckpointConfig:
             yield Violation(
                 ties,
                 "takes optimizer and data position too, but initial_load_model_only is true; set "
-                'it false, or write mode = "finetune" for the weights alone',
+                'it false, or write mode = "finetune" to load only the weights',
             )
         if excluded and self.mode == "recover" and path is not None and not weights_alone:
             yield Violation(
@@ -176,18 +176,18 @@ class CheckpointConfig:
         if path is not None and is_url(path) and is_foreign:
             yield Violation(
                 ("initial_load_path",),
-                f'may be a URL of steps that this library saved alone, got "{path}"; copy weights '
+                f'as a URL must name steps that this library saved, got "{path}"; copy weights '
                 f"of other kinds to a disk, and name the copy",
             )
         elif path is not None and path.endswith(WEIGHT_FILES):
             if self.initial_load_in_hf:
                 yield Violation(
                     ("initial_load_in_hf", "initial_load_path"),
-                    f'is for a folder, got the file "{path}", whose names tell what it is; remove '
-                    "this",
+                    f'is for a folder, got the file "{path}", which needs no such setting; '
+                    "remove this",
                 )
             if not self.initial_load_model_only:
                 yield Violation(
                     ("initial_load_model_only", "initial_load_path"),
-                    f'asks for all of a run, and "{path}" is a file of weights alone; remove this',
+                    f'asks for all of a run, and "{path}" has only weights; remove this',
                 )

@@ -121,7 +121,7 @@ class Checkpoint:
             group=self.group,
             may_skip=self.filter.excludes,
             may_grow=self.filter.may_grow,
-            # weights alone are an export, in a type of its own
+            # a checkpoint with only weights is an export, in a type of its own
             accepts=EXPORTED if self.manifest["components"] == ["model"] else (),
         )
 

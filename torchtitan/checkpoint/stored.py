@@ -165,7 +165,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
         if start + offset < 0:
-            raise OSError(errno.EINVAL, f"there is no byte {start + offset}")
+            raise OSError(errno.EINVAL, f"cannot seek to byte {start + offset}")
         self._at = start + offset
         return self._at
 

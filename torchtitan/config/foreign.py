@@ -23,7 +23,6 @@ The table is a TOML file:
     [other_defaults]                "key" = {meaning = "default there and here", when = a switch}:
                                     logged if a file of the program leaves the key out
 
-A second file has the names of other trainers: name = "section.key: note", or a sentence.
 """
 
 from __future__ import annotations
@@ -36,20 +35,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan.config.schema import Path, keys, literal, same
-from torchtitan.config.sources import Layer, Setting, parse, spell
+from torchtitan.config.sources import Layer, Report, Setting, parse, spell
 
 Switch = tuple[Path, str | None]
 """A key, and the value that switches the feature on. None: any that is not in `OFF`."""
 OFF: tuple[object, ...] = (None, False, [], (), 0, 0.0, 1, "none")
 """Values of a switch, list, number, degree or mode that is off."""
-
-
-@dataclass
-class Report:
-    """Mistakes and notices, collected while settings are checked."""
-
-    mistakes: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,7 +83,7 @@ class Foreign:
         whole_job: Refused values that make the rest of a job meaningless.
         items: Names that a list may hold.
         other_defaults: Keys with another default there: the difference, and when it matters.
-        other_trainers: What to write here, by names of other trainers.
+        other_trainers: File with the names of other trainers, which `unknown.py` reads.
     """
 
     renamed: Mapping[Path, Renamed]
@@ -102,7 +93,7 @@ class Foreign:
     whole_job: Mapping[Path, list[Values]]
     items: Mapping[Path, list[str]]
     other_defaults: Mapping[Path, tuple[str, Switch | None]]
-    other_trainers: Mapping[str, str]
+    other_trainers: pathlib.Path | None
 
     @property
     def names(self) -> list[Path]:
@@ -197,18 +188,6 @@ class Foreign:
             if path not in given and (switch is None or _is_on(values[switch[0]], switch[1])):
                 yield meaning
 
-    def answer(self, path: Path, *, origin: str, tree: type) -> str | None:
-        """Return what to write instead of another trainer's name, with or without a section."""
-        dotted = ".".join(path).replace("-", "_")
-        answer = self.other_trainers.get(dotted) or self.other_trainers.get(dotted.split(".")[-1])
-        if answer is None:
-            return None
-        key, _, note = answer.partition(": ")
-        if _path(key) not in keys(tree):
-            return f"is not a setting here: {answer}"
-        note = f" ({note})" if note else ""
-        return f"is not a key here; write {spell(_path(key), origin=origin)}{note}"
-
     def expand(self, settings: Layer, report: Report) -> Layer:
         """Replace values that stand for other settings by these."""
         result = dict(settings)
@@ -265,7 +244,7 @@ def _find(entries: Collection[Values], setting: Setting | None) -> Values | None
 def read_foreign(
     file: pathlib.Path, *, program: str, other_trainers: pathlib.Path | None = None
 ) -> Foreign:
-    """Read the table of a program's names, and that of other trainers' names."""
+    """Read the table of a program's names; see `Foreign` for `other_trainers`."""
     table: Any = parse(file.read_text("utf-8"), origin=str(file))
     renamed: dict[Path, Renamed] = {}
     for group, owner in (("renamed", program), ("earlier_names", None)):
@@ -285,9 +264,6 @@ def read_foreign(
         for kind, into in refused.items():
             for key, values in feature.get(kind, {}).items():
                 into[_path(key)].append(Values(values, instead, is_earlier, means))
-    answers: Any = {}
-    if other_trainers is not None:
-        answers = parse(other_trainers.read_text("utf-8"), origin=str(other_trainers))
     return Foreign(
         renamed=renamed,
         switches={_path(key): _switch(given) for key, given in table["switches"].items()},
@@ -299,7 +275,7 @@ def read_foreign(
             _path(key): (one["meaning"], _switch(one["when"]) if "when" in one else None)
             for key, one in table.get("other_defaults", {}).items()
         },
-        other_trainers=answers,
+        other_trainers=other_trainers,
     )
 
 

@@ -11,14 +11,12 @@ purpose, so that a run's config.toml is complete.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import MISSING, dataclass, is_dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from dataclasses import MISSING, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torchtitan.base.errors import ConfigError, Violation
-from torchtitan.config.foreign import Foreign, Report
 from torchtitan.config.schema import (
     Path,
     is_given,
@@ -34,11 +32,15 @@ from torchtitan.config.sources import (
     CONFIG_FILE,
     HELP,
     Layer,
+    Report,
     Setting,
     parse_command_line,
     read_layers,
     spell,
 )
+
+if TYPE_CHECKING:
+    from torchtitan.config.foreign import Foreign
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -178,41 +180,6 @@ def build(
         if setting.is_in_file and foreign.is_foreign(path, setting)
     )
     return Loaded(config, merged, report.mistakes, report.notices, next(foreign_files, None))
-
-
-def with_types(config: T) -> T:
-    """Return settings that Python code has built or changed with values of the keys' types.
-
-    A dataclass checks and converts nothing: one path would stay a string where a tuple is due.
-
-    Raises:
-        ConfigError: A section has the wrong type, or lists each value that has.
-    """
-    for path, cls in sections(type(config)).items():  # outer sections come before inner ones
-        if not isinstance(section := value_at(config, path), cls):
-            rule = f"must be a {cls.__name__}, got {literal(section)[:60]}"
-            raise ConfigError.at(".".join(path), rule)
-    values, wrong = {}, []
-    for path, key in keys(type(config)).items():
-        value = value_at(config, path)
-        try:
-            values[path] = key.convert(value)
-        except ValueError as error:
-            wrong.append(Violation((".".join(path),), f"{error}, got {literal(value)}"))
-    if wrong:
-        raise ConfigError(wrong)
-    return _with_values(config, values)
-
-
-def _with_values(section: T, values: Mapping[Path, object]) -> T:
-    inner: dict[str, dict[Path, object]] = defaultdict(dict)
-    for path, value in values.items():
-        inner[path[0]][path[1:]] = value
-    changed = {
-        name: found[()] if () in found else _with_values(getattr(section, name), found)
-        for name, found in inner.items()
-    }
-    return replace(section, **changed)  # type: ignore[type-var]
 
 
 def violations(config: object) -> Iterator[Violation]:

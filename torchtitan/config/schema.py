@@ -447,6 +447,16 @@ def values_of(config: object) -> dict[Path, object]:
     return {path: value_at(config, path) for path in keys(type(config))}
 
 
+def import_paths(tree: Any, values: Mapping[Path, object]) -> list[tuple[Path, str]]:
+    """Return each import path among values, with the key that holds it."""
+    found = []
+    for path, key in keys(tree).items():
+        value = values.get(path) if key.takes_import_path else None
+        texts = value if isinstance(value, (list, tuple)) else [value]
+        found += [(path, text) for text in texts if is_import_path(text)]
+    return found
+
+
 @functools.cache
 def section_fields(cls: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
     """Return each field of a section with its annotation."""

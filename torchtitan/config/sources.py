@@ -15,7 +15,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tomli_w
@@ -76,6 +76,14 @@ class Setting:
 
 
 Layer = dict[Path, Setting]
+
+
+@dataclass
+class Report:
+    """Mistakes and notices, collected while settings are checked."""
+
+    mistakes: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 def spell(path: Path, *, origin: str) -> str:

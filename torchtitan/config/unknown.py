@@ -1,14 +1,20 @@
-"""Names that no setting has: what may have been meant."""
+"""Names that no setting has: what may have been meant.
+
+The file of other trainers' names has name = "section.key: note", or a sentence.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import pathlib
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from typing import Any
 
 from torchtitan.config.foreign import Foreign
 from torchtitan.config.schema import Path, keys, sections
-from torchtitan.config.sources import COMMAND_LINE, Setting, header, spell
+from torchtitan.config.sources import COMMAND_LINE, Setting, header, parse, spell
 
 
 def describe_unknown(
@@ -40,7 +46,7 @@ def describe_unknown(
     if is_new_table:
         table = _closest(".".join(parent), {".".join(table): table for table in tables})
     intended = (*table, name) if table is not None and (*table, name) in known else None
-    answer = foreign.answer(path, origin=origin, tree=tree)
+    answer = _answer(path, origin=origin, tree=tree, file=foreign.other_trainers)
     if answer is not None and intended is None:
         return f"{where}: {answer}"
     if path in tables:
@@ -68,6 +74,28 @@ def describe_unknown(
             return f"{where}: {rule}; valid are {', '.join(names)}"
     names = [*map(header, sections(tree)), "the sections of custom modules"]
     return f"{where}: {rule}; valid are {', '.join(names)}"
+
+
+def _answer(path: Path, *, origin: str, tree: type, file: pathlib.Path | None) -> str | None:
+    """Return what to write instead of another trainer's name, with or without a section."""
+    answers = {} if file is None else read_answers(file)
+    dotted = ".".join(path).replace("-", "_")
+    answer = answers.get(dotted) or answers.get(dotted.split(".")[-1])
+    if answer is None:
+        return None
+    key, _, note = answer.partition(": ")
+    new = tuple(key.split("."))
+    if new not in keys(tree):
+        return f"is not a setting here: {answer}"
+    note = f" ({note})" if note else ""
+    return f"is not a key here; write {spell(new, origin=origin)}{note}"
+
+
+@functools.cache
+def read_answers(file: pathlib.Path) -> Mapping[str, str]:
+    """Return what to write here, by names of other trainers."""
+    answers: Any = parse(file.read_text("utf-8"), origin=str(file))
+    return answers
 
 
 def _closest(word: str, names: Mapping[str, Path]) -> Path | None:

@@ -22,10 +22,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.files import Once, alone, user_path
 from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
-from torchtitan.data.files import Once, alone, user_path
-from torchtitan.data.store import StoreWriter, TokenStore, open_writer
+from torchtitan.data.store import TokenStore
+from torchtitan.data.store_writer import StoreWriter, open_writer
 from torchtitan.data.text import Advance
 from torchtitan.data.tokenizer import Tokenizer
 

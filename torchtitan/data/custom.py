@@ -27,8 +27,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils.data import get_worker_info
 
-from torchtitan.base.custom import check_methods, describe_error, instantiate, load_object
+from torchtitan.base.custom import describe_error
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.imports import check_methods, instantiate, load_object
 from torchtitan.data.dataset import IGNORED, ORDER, Dataset, has_document_lengths
 from torchtitan.data.loader import MapSamples, Samples
 from torchtitan.data.settings import TrainingConfig

@@ -28,15 +28,14 @@ import torch
 
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.files import Once, alone
 from torchtitan.base.log import plural
-from torchtitan.data.cache import cached_store
-from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus
-from torchtitan.data.files import Once, alone, divide, find_all
 from torchtitan.data.sampler import Draw, Inverse, Mixture, Permutation
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
+    from torchtitan.data.corpus import Corpus
     from torchtitan.data.holdout import Holdout, HoldoutView
     from torchtitan.data.loader import MapSamples, Samples
     from torchtitan.data.settings import TrainingConfig
@@ -379,6 +378,8 @@ def _open_stores(
             if isinstance(part, TokenStore):
                 store, name = part, part.prefix
             else:
+                from torchtitan.data.cache import cached_store
+
                 cache = training.dataset_cache
                 store = cached_store(part, tokenizer=tokenizer, cache=cache, once=once)
                 name = part.name
@@ -419,11 +420,15 @@ def corpora(
 ) -> list[list[Corpus | TokenStore]]:
     """Return the parts of each source. With weights, each entry of `dataset_path` is a source."""
     if training.dataset == "python_stdlib":
+        from torchtitan.data.corpus import StdlibCorpus
+
         return [[StdlibCorpus()]]
     if training.dataset != "files":
         from torchtitan.data.synthetic import SyntheticCorpus
 
         return [[SyntheticCorpus(held_out=held_out)]]
+    from torchtitan.data.files import divide, find_all
+
     assert training.paths, "a rule of the settings"
     groups = find_all(training.paths, cache=training.dataset_cache, once=once)
     if not training.weights:
@@ -439,6 +444,10 @@ def corpora(
     text = training.dataset_text_key, training.dataset_text_template
     for files in groups:
         texts, stores = divide(files)
-        corpus = [FileCorpus(texts, *text)] if texts else []
-        sources.append([*corpus, *map(TokenStore, stores)])
+        sources.append([])
+        if texts:  # a run on token stores loads no readers
+            from torchtitan.data.corpus import FileCorpus
+
+            sources[-1].append(FileCorpus(texts, *text))
+        sources[-1] += map(TokenStore, stores)
     return sources

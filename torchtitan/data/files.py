@@ -11,37 +11,18 @@ import glob
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from os.path import exists, realpath
 from pathlib import Path
-from typing import Any
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.files import Once, alone, user_path
 from torchtitan.base.log import plural
 from torchtitan.base.urls import is_url
 from torchtitan.data.settings import DEFAULT_CACHE, FETCHED, SAVED
 from torchtitan.data.store import STORE_SUFFIXES
 
 logger = logging.getLogger(__name__)
-Once = Callable[[Callable[[], Any]], Any]
-"""Calls a function in one process of this machine and returns its result, a JSON value, in all."""
-
-
-def alone(work: Callable[[], Any]) -> Any:
-    """Call the function in this process."""
-    return work()
-
-
-def user_path(path: str, *, key: str) -> Path:
-    """Return the path given by the setting `key`; raise DataError if it cannot be looked up."""
-    try:
-        expanded = Path(path).expanduser()
-        expanded.exists()
-    # a name that is too long, a folder without permission; the home of an unknown user
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError.at(key, f"cannot look for {path!r:.200}: {reason}") from error
-    return expanded
 
 
 def find_files(

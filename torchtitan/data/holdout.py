@@ -32,7 +32,8 @@ from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
 from torchtitan.data.cache import cached
 from torchtitan.data.files import file_identity
-from torchtitan.data.store import CHUNK, StoreWriter, TokenStore
+from torchtitan.data.store import CHUNK, TokenStore
+from torchtitan.data.store_writer import StoreWriter
 
 logger = logging.getLogger(__name__)
 

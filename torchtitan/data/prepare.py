@@ -21,7 +21,7 @@ import numpy as np
 
 from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
-from torchtitan.data.store import StoreWriter
+from torchtitan.data.store_writer import StoreWriter
 from torchtitan.data.text import Advance, Ids, Piece
 from torchtitan.data.tokenizer import Tokenizer
 

@@ -35,7 +35,7 @@ from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.holdout import content_number
 from torchtitan.data.prepare import num_cores, show_progress
 from torchtitan.data.readers import add_mistakes, check_heads, join_errors
-from torchtitan.data.store import open_writer
+from torchtitan.data.store_writer import open_writer
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ as the full text, so readers and tokenizers cut with the functions here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.base.files import check_is_file
 
 LFS_POINTER = b"version https://git-lfs.github.com"
+BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
 MAX_FILE_BYTES = 1 << 28
 Ids = npt.NDArray[np.uint32]
@@ -73,6 +74,36 @@ def split_text(text: str, *, limit: int) -> Iterator[str]:
 def any_of(names: Collection[str]) -> str:
     """Return a pattern that matches the longest of several names, or never without names."""
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+
+
+def encode_with_special(
+    text: str,
+    *,
+    special: Mapping[str, int],
+    encode: Callable[[str], list[int]],
+    num_bytes: Callable[[int], int],
+) -> Encoded:
+    """Return the ids of `text`, with names of special tokens encoded as their ids.
+
+    Args:
+        text: Text to encode.
+        special: Ids of the special tokens by name.
+        encode: Returns the ids of the text between them.
+        num_bytes: Returns the number of UTF-8 bytes of an id.
+    """
+    ids: list[int] = []
+    sizes: list[int] = []
+    for piece in re.split(f"({any_of(special)})", text):
+        if piece in special:
+            ids.append(special[piece])
+            sizes.append(len(piece.encode()))
+        else:
+            ids += (plain := encode(piece))
+            sizes += map(num_bytes, plain)
+    data = np.frombuffer(text.encode(), np.uint8)
+    # number of characters up to each byte: the first byte of a character is not 0b10xxxxxx
+    characters = np.cumsum((data & 0xC0) != 0x80)
+    return Encoded(ids, characters[np.cumsum(sizes, dtype=np.int64) - 1].tolist())
 
 
 def check_characters(text: str, *, where: str) -> None:

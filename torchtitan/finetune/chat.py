@@ -29,11 +29,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.files import user_path
 from torchtitan.base.log import plural
-from torchtitan.data.files import user_path
 from torchtitan.data.hf_tokenizer import read_tokenizer_config, special_token
-from torchtitan.data.text import END_OF_TEXT, any_of
-from torchtitan.data.tokenizer import BEGIN_OF_TEXT, BUILT_IN, Tokenizer
+from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, any_of
+from torchtitan.data.tokenizer import BUILT_IN, Tokenizer
 
 Message = Mapping[str, Any]
 # Unicode noncharacters: no text contains them
@@ -176,7 +176,7 @@ class ChatTemplate:
         return text.replace(BEGIN_MARK, "").replace(END_MARK, "")
 
     def reads(self, conversation: Conversation, *, number: int, key: str) -> bool:
-        """Return whether the text depends on a key of a message: some write whole messages."""
+        """Return whether the text depends on a key of a message: some templates write all keys."""
         messages = [*conversation.messages]
         messages[number] = {k: v for k, v in messages[number].items() if k != key}
         try:

@@ -24,7 +24,6 @@ import logging
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,25 +31,18 @@ import numpy.typing as npt
 import torch
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.files import Once, alone
 from torchtitan.base.log import plural
 from torchtitan.data.cache import cached
-from torchtitan.data.corpus import Files
 from torchtitan.data.dataset import IGNORED, Dataset, has_document_lengths
-from torchtitan.data.files import Once, alone, find_all
 from torchtitan.data.holdout import Holdout
-from torchtitan.data.readers import check_each, read_each
 from torchtitan.data.sampler import Permutation
-from torchtitan.data.store import StoreWriter, TokenStore
+from torchtitan.data.store import TokenStore
+from torchtitan.data.store_writer import StoreWriter
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, find_template
-from torchtitan.finetune.encoder import (
-    Encoder,
-    Numbers,
-    WrittenSpecialTokenError,
-    is_answered,
-)
-from torchtitan.finetune.examples import Example, check_has_rows, read_examples
-from torchtitan.finetune.synthetic import SyntheticExamples
+from torchtitan.finetune.encoder import Encoder, is_answered
+from torchtitan.finetune.sources import ExampleFiles, find_examples, label_all
 
 if TYPE_CHECKING:
     from torchtitan.data.loader import Samples
@@ -60,18 +52,8 @@ logger = logging.getLogger(__name__)
 # parts of fingerprints: raise them if the same examples get other tokens or samples
 FORMAT, ORDER = "examples 3", "1"
 Fate = Literal["kept", "cut", "without an answer", "without one within seq_len", "too long"]
-"""What becomes of an example: all but the first two are left out."""
+"""Result for an example: "kept" and "cut" are trained on, the rest is left out."""
 PACKING_WINDOW = 1 << 14
-ENCODED_AT_ONCE = 64
-
-
-class FileExamples(Files):
-    """The examples in files."""
-
-    def examples(self) -> Iterator[Example]:
-        """Check the start of all files, then yield their examples."""
-        check_each(self.files, check_has_rows)
-        yield from read_each(self.files, read_examples)
 
 
 class ExampleSource:
@@ -185,34 +167,8 @@ def build_encoder(
     return Encoder(tokenizer, template, special_tokens=training.special_tokens_in_examples)
 
 
-def find_examples(
-    training: TrainingConfig, *, held_out: bool = False, once: Once = alone
-) -> FileExamples | SyntheticExamples:
-    """Return the examples that `[training]` names, unread."""
-    if training.dataset != "examples":
-        return SyntheticExamples(held_out=held_out)
-    found = find_all(training.paths, cache=training.dataset_cache, once=once)
-    return FileExamples(tuple(file for files in found for file in files))
-
-
-def label_all(
-    source: FileExamples | SyntheticExamples, encoder: Encoder
-) -> Iterator[tuple[Example, Numbers]]:
-    """Yield each example with its numbers.
-
-    Raises:
-        DataError: An example or the template is wrong, or examples name special tokens.
-    """
-    examples = source.examples()
-    try:
-        while batch := [*islice(examples, ENCODED_AT_ONCE)]:
-            yield from zip(batch, encoder.encode(batch), strict=True)
-    except WrittenSpecialTokenError as error:
-        raise count_written(source, encoder) from error
-
-
 def fate_of(row: npt.NDArray[Any], training: TrainingConfig) -> Fate:
-    """Return what becomes of an example with these numbers."""
+    """Return whether an example with these numbers is trained on, or why not."""
     if not is_answered(row):
         return "without an answer"
     is_long = len(row) > training.seq_len + 1
@@ -230,9 +186,7 @@ def _hash(template: ChatTemplate | None) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _encode(
-    source: FileExamples | SyntheticExamples, encoder: Encoder, *, writer: StoreWriter
-) -> dict[str, Any]:
+def _encode(source: ExampleFiles, encoder: Encoder, *, writer: StoreWriter) -> dict[str, Any]:
     """Write the numbers of all examples with an answer; return notes about them."""
     num_skipped = 0
     for _, row in label_all(source, encoder):
@@ -253,19 +207,6 @@ def _encode(
         "without_end": encoder.num_without_end,
         "unread_keys": dict(encoder.unread_keys),
     }
-
-
-def count_written(source: FileExamples | SyntheticExamples, encoder: Encoder) -> DataError:
-    """Return the error for the examples whose text names a special token, with their number."""
-    named = ((example.where, encoder.written_token(example)) for example in source.examples())
-    found = [(where, name) for where, name in named if name is not None]
-    where, name = found[0]
-    rule = (
-        f'must be "encode" if special tokens in the text of examples are meant as tokens, got '
-        f'"refuse"; else remove them. {plural(len(found), "example")} of {source.name} '
-        f"{'has' if len(found) == 1 else 'have'} some, {where} the first: {name!r}"
-    )
-    return DataError.at("special_tokens_in_examples", rule)
 
 
 def _plan(
@@ -364,7 +305,7 @@ def _log(
 
 
 def warn_of_encoded(name: str, num_without_end: int, unread_keys: Mapping[str, int]) -> None:
-    """Warn of what the template leaves out of examples; see `Encoder`."""
+    """Warn of end tokens and keys that the template leaves out; see `Encoder`."""
     if unread_keys:
         named = ", ".join(f"{k!r} in {plural(num, 'message')}" for k, num in unread_keys.items())
         logger.warning("%s: nothing reads these keys of messages: %s", name, named)

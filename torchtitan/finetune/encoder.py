@@ -8,10 +8,10 @@ characters is the assistant's. In templates with a special token on both sides o
 token has characters of two turns. A prompt and its completion are tokenized separately: nothing is
 between them, and in inference the model gets only the tokens of the prompt.
 
-The name of a special token in the text of an example is an error unless the settings say that it
-means the token: as plain text it is learnt in pieces that no model is ever given, and as a token it
-may end a turn too early. Text before the first token of a prompt, such as a begin token, is the
-tokenizer's affair: training gets the tokens that inference will.
+The name of a special token in the text of an example is an error unless the settings encode it:
+as plain text it is learnt in pieces that no model receives, and as a token it may end a turn too
+early. The tokenizer decides on text before the first token of a prompt, such as a start token:
+training gets the same tokens as inference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchtitan.finetune.chat import BEGIN_MARK, END_MARK, ChatTemplate, Convers
 from torchtitan.finetune.examples import Completion, Example, strings_in
 
 READ_HERE = ("role", "content", "weight", "train")
-"""Keys of messages that have a meaning whatever the template reads."""
+"""Keys of messages that have a meaning under any template."""
 _MARKS = re.compile(f"[{BEGIN_MARK}{END_MARK}]")
 Numbers = npt.NDArray[np.int64]
 """2 * id + 1 for each token that is trained on, 2 * id for each other."""

@@ -224,7 +224,7 @@ def _calls(text: object, *, where: str) -> list[dict[str, Any]]:
 
 
 def _parsed(value: object) -> Any:
-    """Return what JSON text holds; other text, and what is no text, as it is. Nothing for ""."""
+    """Return the value of JSON text, None for "", and any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

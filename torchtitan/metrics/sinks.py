@@ -20,7 +20,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchtitan.base.custom import check_methods, instantiate
 from torchtitan.metrics.console import ConsoleSink
 from torchtitan.metrics.rows import RECORD, Row, convert_os_errors, read_rows
 
@@ -122,6 +121,8 @@ def build_sinks(
             sinks.append(WandbSink(folder, name=name, settings=job_config))
         kwargs = {"folder": folder, "rank": rank, "resume_step": resume_step, **sections}
         for path in metrics.sinks:
+            from torchtitan.base.imports import check_methods, instantiate
+
             sink: Sink = instantiate(path, key="metrics.sinks", kwargs=kwargs)
             check_methods(sink, Sink, path=path, key="metrics.sinks")
             sinks.append(sink)

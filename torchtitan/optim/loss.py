@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.base.custom import is_import_path, load_object
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError
 
 LOSS = "training.loss"
@@ -208,6 +208,8 @@ def find_loss(name: str) -> TokenLosses | None:
     """
     if not is_import_path(name):
         return None
+    from torchtitan.base.imports import load_object
+
     losses: TokenLosses = load_object(name, key=LOSS)
     rule = f"'{name}' must be a function of logits (tokens, vocabulary) and labels (tokens)"
     if not callable(losses) or isinstance(losses, type):

@@ -28,13 +28,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.base.errors import ConfigError
+from torchtitan.base.log import plural
+from torchtitan.base.patterns import check_pattern, matches
 from torchtitan.models.init import local_offsets, local_part
+from torchtitan.optim.settings import OptimizerConfig
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of an odd polynomial of degree 5. It is steep at 0, so that few steps suffice, and
 leaves singular values between about 0.7 and 1.2 instead of converging to 1."""
 NUM_STEPS = 5
 EPS = 1e-7
+
+
+def uses_muon(name: str, parameter: Tensor, settings: OptimizerConfig) -> bool:
+    """Return whether Muon updates a parameter: a matrix, or stacked matrices."""
+    return parameter.ndim in (2, 3) and not matches(name, settings.muon_excluded_params)
+
+
+def check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> str:
+    """Check that Muon updates a parameter, and describe how many."""
+    for pattern in set(settings.muon_excluded_params) - set(OptimizerConfig.muon_excluded_params):
+        check_pattern(pattern, trained, key="optimizer.muon_excluded_params", what="parameter")
+    size = sum(uses_muon(name, p, settings) for name, p in trained.items())
+    if not size:
+        rule = (
+            "must leave Muon a matrix to train, got none; remove a pattern, or write "
+            'optimizer.name = "AdamW"'
+        )
+        raise ConfigError.at("optimizer.muon_excluded_params", rule)
+    return f"Muon updates {plural(size, 'parameter')}, AdamW {len(trained) - size}"
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

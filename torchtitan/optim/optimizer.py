@@ -4,10 +4,9 @@ Norm scales and biases are not decayed, because pulling them to zero does not re
 function that a layer computes. Name patterns select these parameters, and those with a learning
 rate or weight decay of their own. Each combination is a parameter group of the optimizer.
 
-A custom optimizer is any `torch.optim.Optimizer` that works elementwise. Checkpoints hold the
-tensors in `state[p]`. That state is allocated as zeros before the first step, so that a checkpoint
-can fill it. An optimizer that keeps anything but tensors, or starts from other values, would change
-its course at a resume, so `check_optimizer` compares one step of a small parameter from each state.
+A custom optimizer (`custom.py`) is any `torch.optim.Optimizer` that works elementwise. Checkpoints
+hold the tensors in `state[p]`. That state is allocated as zeros before the first step, so that a
+checkpoint can fill it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.base.custom import convert_errors, instantiate, is_import_path, load_object
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
 from torchtitan.base.patterns import check_pattern, matches
@@ -35,7 +34,7 @@ from torchtitan.optim.settings import WITH_BETAS, GroupConfig, OptimizerConfig
 
 logger = logging.getLogger(__name__)
 
-NAME, OPTIONS = "optimizer.name", "optimizer.options"
+OPTIONS = "optimizer.options"
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
 """Classes with a kernel that skips the update if `found_inf` is set."""
 REFUSED_OPTIONS = frozenset({"capturable", "dampening", "differentiable", "maximize"})
@@ -60,12 +59,14 @@ def build_optimizer(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if is_import_path(settings.name):
-        return _build_custom(_groups(named, settings), settings=settings, sections=sections)
+        from torchtitan.optim.custom import build_custom
+
+        return build_custom(_groups(named, settings), settings=settings, sections=sections)
     if settings.name != "Muon":
         return _build_torch(_groups(named, settings), settings=settings)
-    from torchtitan.optim.muon import Muon
+    from torchtitan.optim.muon import Muon, uses_muon
 
-    matrices = {name: p for name, p in named.items() if _uses_muon(name, p, settings)}
+    matrices = {name: p for name, p in named.items() if uses_muon(name, p, settings)}
     vectors = {name: p for name, p in named.items() if name not in matrices}
     adamw = _build_torch(_groups(vectors, settings), settings=settings)
     create_state(adamw)
@@ -186,9 +187,13 @@ def check_optimizer(
         left = {name: p for name, p in left.items() if name not in chosen}
         shares.append(_describe_group(number, group, size=len(chosen)))
     if settings.name == "Muon":
-        shares.insert(0, _check_muon(settings, trained=trained))
+        from torchtitan.optim.muon import check_muon
+
+        shares.insert(0, check_muon(settings, trained=trained))
     if is_import_path(settings.name):
-        _check_custom(settings, sections=sections)
+        from torchtitan.optim.custom import check_custom
+
+        check_custom(settings, sections=sections, create_state=create_state)
     else:
         _check_options(settings)
     if shares:
@@ -199,20 +204,6 @@ def _describe_group(number: int, group: GroupConfig, *, size: int) -> str:
     values = (("lr", group.lr), ("weight_decay", group.weight_decay))
     given = " and ".join(f"{key} {value:g}" for key, value in values if value is not None)
     return f"group {number}: {plural(size, 'parameter')} at {given}"
-
-
-def _check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> str:
-    """Check that Muon updates a parameter, and describe how many."""
-    for pattern in set(settings.muon_excluded_params) - set(OptimizerConfig.muon_excluded_params):
-        check_pattern(pattern, trained, key="optimizer.muon_excluded_params", what="parameter")
-    size = sum(_uses_muon(name, p, settings) for name, p in trained.items())
-    if not size:
-        rule = (
-            "must leave Muon a matrix to train, got none; remove a pattern, or write "
-            'optimizer.name = "AdamW"'
-        )
-        raise ConfigError.at("optimizer.muon_excluded_params", rule)
-    return f"Muon updates {plural(size, 'parameter')}, AdamW {len(trained) - size}"
 
 
 def _check_options(settings: OptimizerConfig) -> None:
@@ -227,38 +218,6 @@ def _check_options(settings: OptimizerConfig) -> None:
         _build_torch([{"params": [torch.zeros(1, requires_grad=True)]}], settings=settings)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError.at(OPTIONS, f"{cls} refuses them: {error}") from error
-
-
-def _check_custom(settings: OptimizerConfig, *, sections: Mapping[str, object]) -> None:
-    """Check that a checkpoint can hold the state of a custom optimizer."""
-
-    def first_step(*, state_first: bool) -> tuple[Tensor, Mapping[str, object]]:
-        p = torch.ones(2, 3, requires_grad=True)
-        groups = [{"params": [p], "weight_decay": settings.weight_decay, "lr_scale": 1.0}]
-        optimizer = _build_custom(groups, settings=settings, sections=sections)
-        if state_first:
-            create_state(optimizer)
-        p.grad = torch.full_like(p, 0.5)
-        with convert_errors(settings.name, key=NAME):
-            optimizer.step()
-        return p.detach(), optimizer.state[p]
-
-    weight, state = first_step(state_first=False)
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            rule = f"'{settings.name}' must keep only tensors in its state, for checkpoints"
-            raise ConfigError.at(NAME, f"{rule}, got {value!r:.60} for {key!r}")
-    if not torch.equal(weight, first_step(state_first=True)[0]):
-        raise ConfigError.at(
-            NAME,
-            f"'{settings.name}' must initialize its state with zeros, because checkpoint loading "
-            f"allocates zeros",
-        )
-
-
-def _uses_muon(name: str, parameter: Tensor, settings: OptimizerConfig) -> bool:
-    """Return whether Muon updates a parameter: a matrix, or stacked matrices."""
-    return parameter.ndim in (2, 3) and not matches(name, settings.muon_excluded_params)
 
 
 def _groups(named: Mapping[str, Tensor], settings: OptimizerConfig) -> list[dict[str, Any]]:
@@ -308,25 +267,3 @@ def _arguments(settings: OptimizerConfig) -> dict[str, Any]:
     if settings.name in WITH_BETAS:
         arguments |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     return arguments
-
-
-def _build_custom(
-    groups: list[dict[str, Any]], *, settings: OptimizerConfig, sections: Mapping[str, object]
-) -> torch.optim.Optimizer:
-    """Build the optimizer at the import path `optimizer.name`."""
-    fixed = {
-        "params": groups,
-        "lr": settings.lr,
-        "weight_decay": settings.weight_decay,
-        **sections,
-    }
-    parameters = inspect.signature(load_object(settings.name, key=NAME)).parameters.keys()
-    for option in settings.options:
-        if option in fixed or option not in parameters:
-            rule = f"must be arguments of {settings.name} without a setting of their own"
-            raise ConfigError.at(OPTIONS, f"{rule}, got {option!r}")
-    made = instantiate(settings.name, key=NAME, kwargs=fixed | dict(settings.options))
-    if not isinstance(made, torch.optim.Optimizer):
-        rule = f"'{settings.name}' must be a torch.optim.Optimizer"
-        raise ConfigError.at(NAME, f"{rule}, got {made!r:.80}")
-    return made

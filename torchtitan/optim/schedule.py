@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import torch
 
-from torchtitan.base.custom import load_object
 from torchtitan.base.errors import ConfigError
 from torchtitan.optim.settings import LRSchedulerConfig
 
@@ -73,6 +72,8 @@ def find_decay(name: str) -> Callable[[float], float]:
     """
     if name in _REMAINING:
         return _REMAINING[name]
+    from torchtitan.base.imports import load_object
+
     key = "lr_scheduler.decay_type"
     decay: Callable[[float], float] = load_object(name, key=key)
     if not callable(decay):

@@ -52,10 +52,10 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan.models.interface import AttentionModule, GroupedExperts, MoELayer, RouterModule
+from torchtitan.parallel.settings import BY_OPERATOR
 
 T = TypeVar("T")
 Mode = Literal["none", "full", "selective"]
-BY_OPERATOR = "op"
 
 # By name, because not every version of torch has all of them. Operators that write into their
 # arguments, such as those of c10d, cannot be kept: their result is not their output.
@@ -84,7 +84,7 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str)
         partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, by_operator=each))
         for each in (False, True)
     )
-    is_by_operator = selects_operators(mode, option)
+    is_by_operator = mode == "selective" and option == BY_OPERATOR
     every = int(option) if mode == "selective" and option != BY_OPERATOR else 1
     for name, block in model.layers.items():
         if int(name) % every:  # the block's number in the full model, in every pipeline stage
@@ -102,11 +102,6 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str)
                 if isinstance(module, MoELayer) and module.shared_experts is not None:
                     shared = module.shared_experts
                     shared.forward = partial(by_operator, shared.forward)
-
-
-def selects_operators(mode: Mode, option: str) -> bool:
-    """Return whether the outputs of single operators are kept."""
-    return mode == "selective" and option == BY_OPERATOR
 
 
 _recordings: list[_Recording] = []

@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.models.interface import AttentionModule, MoELayer, has_window
-from torchtitan.parallel.activation import BY_OPERATOR, OperatorPolicy
-from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
+from torchtitan.parallel.activation import OperatorPolicy
+from torchtitan.parallel.settings import BY_OPERATOR, ActivationCheckpointConfig, CompileConfig
 
 INDUCTOR = "inductor"
 

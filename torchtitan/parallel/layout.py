@@ -13,7 +13,7 @@ from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import Counts, LanguageModel, TrainableParams
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.parallel.settings import CompileConfig, Float8Config
+from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig, Float8Config
 
 if TYPE_CHECKING:
     from torchtitan.parallel.pipeline.layout import PipelineLayout
@@ -68,6 +68,65 @@ def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> Reshard:
         key = "parallelism.fsdp_reshard_after_forward"
         raise ConfigError([Violation((key,), rule) for rule in rules])
     return Reshard(after_forward=num_ranks, keeps_last=True)
+
+
+def check_parallel(
+    model: LanguageModel,
+    *,
+    spec: ModelSpec,
+    parallelism: ParallelismConfig,
+    recomputation: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+    float8: Float8Config | None,
+    attn_mask_type: str,
+) -> None:
+    """Check that a model can be compiled, converted and divided as the settings ask.
+
+    Args:
+        model: The full model, on the meta device.
+        spec: Its family.
+        parallelism: The section [parallelism].
+        recomputation: The section [activation_checkpoint].
+        compilation: The section [compile].
+        float8: Settings of float8 linear layers. None: no layer uses float8.
+        attn_mask_type: training.attn_mask_type.
+
+    Raises:
+        ConfigError: Lists what it cannot.
+    """
+    mistakes, cp = Mistakes(), parallelism.context_parallel_degree
+    if compilation.enable:
+        from torchtitan.parallel.compile import check_backend, check_recomputation
+
+        mistakes.of(lambda: check_backend(compilation, is_installed=False))
+        mistakes.of(
+            lambda: check_recomputation(model, recomputation, cp=cp, attn_mask_type=attn_mask_type)
+        )
+    if parallelism.tensor_parallel_degree > 1:
+        from torchtitan.parallel.tensor import check_tensor_parallel
+
+        mistakes.of(
+            lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
+        )
+    if parallelism.expert_parallel_degree > 1:
+        from torchtitan.parallel.expert import check_expert_parallel
+
+        mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
+    if cp > 1:
+        from torchtitan.parallel.context.attention import check_attention
+
+        mistakes.of(lambda: check_attention(model, parallelism=parallelism))
+    if float8 is not None:
+        from torchtitan.parallel.float8 import find_converted
+
+        mistakes.of(lambda: find_converted(model, settings=float8))
+    if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
+        mistakes.add(
+            "parallelism.pipeline_parallel_degree",
+            f"must be 1 for {spec.name}, got {pp}: it does not run in stages (its ModelSpec has "
+            f"stages = False)",
+        )
+    mistakes.report()
 
 
 @dataclass(frozen=True, kw_only=True)

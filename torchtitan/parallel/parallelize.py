@@ -13,6 +13,7 @@ parallel, allocated and initialized.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import nn
@@ -30,11 +31,10 @@ from torchtitan.models.interface import (
     cast,
     router_biases,
 )
-from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.execution import Execution, WholeModel
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.precision import can_compute_in, compute_in
-from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
+from torchtitan.parallel.settings import BY_OPERATOR, ActivationCheckpointConfig, CompileConfig
 
 
 def parallelize(
@@ -71,30 +71,39 @@ def parallelize(
         apply_grouped_products(model, device_type=mesh.params.device_type, dtype=dtype)
     layout.trained.freeze_rest(model)  # after tensor and expert parallel, which replace parameters
     mode, option = recomputation.mode, recomputation.selective_ac_option
-    is_split = layout.pipeline is not None and layout.pipeline.splits_backward
-    recomputed: Mode = "none" if is_split or mode == "memory_budget" else mode  # the compiler does
+    recomputed = _recomputed(mode, layout=layout)
+    keeps = recomputed == "selective" and option == BY_OPERATOR
     if mesh.dims.cp > 1:
         from torchtitan.parallel.context.attention import apply_context_parallel
 
-        keeps = selects_operators(recomputed, option)
         apply_context_parallel(model, mesh=mesh, parallelism=parallelism, keep_output=keeps)
     if compilation.enable:
         from torchtitan.parallel.compile import apply_compile, has_opaque_attention
 
-        cp, keeps_operators = mesh.dims.cp, selects_operators(recomputed, option)
         apply_compile(
             model,
             backend=compilation.backend,
             memory_budget=recomputation.memory_budget if mode == "memory_budget" else 1.0,
             opaque_attention=has_opaque_attention(
-                model, cp=cp, attn_mask_type=training.attn_mask_type
+                model, cp=mesh.dims.cp, attn_mask_type=training.attn_mask_type
             ),
             sequence_comes_async=mesh.dims.tp > 1,
-            keeps_operators=keeps_operators,
+            keeps_operators=keeps,
         )
-        recomputed = "none" if keeps_operators else recomputed
-    apply_activation_checkpointing(model, mode=recomputed, option=option)
+        recomputed = "none" if keeps else recomputed
+    if recomputed != "none":
+        from torchtitan.parallel.activation import apply_activation_checkpointing
+
+        apply_activation_checkpointing(model, mode=recomputed, option=option)
     _shard(model, mesh=mesh, layout=layout, training=training)
+
+
+def _recomputed(
+    mode: Literal["none", "full", "selective", "memory_budget"], *, layout: Layout
+) -> Literal["none", "full", "selective"]:
+    """Return what is recomputed here. The compiler follows a memory budget by itself."""
+    is_split = layout.pipeline is not None and layout.pipeline.splits_backward
+    return "none" if is_split or mode == "memory_budget" else mode
 
 
 def _shard(model: nn.Module, *, mesh: Mesh, layout: Layout, training: TrainingConfig) -> None:

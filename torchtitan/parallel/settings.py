@@ -12,6 +12,8 @@ from torchtitan.config.schema import GIVEN, Fraction, Requires, Text, named_or_n
 
 KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
 """Compilers that support a memory budget. The second generates no code and is for tests."""
+BY_OPERATOR = "op"
+"""selective_ac_option that keeps the outputs of single operators."""
 BUDGET = ("memory_budget",)
 BUDGET_REMEDY = "or write mode = full or selective"
 
@@ -29,7 +31,7 @@ class ActivationCheckpointConfig:
     ] = "selective"
     """none: keep all; full: recompute every block; selective: see selective_ac_option, and none
     under zero-bubble schedules; memory_budget: the compiler chooses what to recompute."""
-    selective_ac_option: Annotated[str, named_or_number("op")] = "2"
+    selective_ac_option: Annotated[str, named_or_number(BY_OPERATOR)] = "2"
     """A number n in quotes: recompute every n-th block; op: recompute every block except attention
     and every second matrix product, whose outputs are kept."""
     memory_budget: Annotated[Fraction, Requires("mode", BUDGET, is_notice=True)] = 0.5

@@ -64,8 +64,8 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
     from torchtitan.checkpoint.partial import warn_of_unmatched
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
     from torchtitan.finetune.lora import warn_of_random_base
+    from torchtitan.hf.model import warn_beyond_positions
     from torchtitan.hf.names import CONFIG
-    from torchtitan.hf.source import warn_beyond_positions
     from torchtitan.layout import find_layout
     from torchtitan.models.positions import warn_beyond_rope
     from torchtitan.parallel.layout import check_device

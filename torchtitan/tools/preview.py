@@ -25,16 +25,9 @@ from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.base.log import Style, paint, plural, use_color
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.finetune.data import (
-    Fate,
-    FileExamples,
-    Numbers,
-    build_encoder,
-    fate_of,
-    find_examples,
-    label_all,
-    warn_of_encoded,
-)
+from torchtitan.finetune.data import Fate, build_encoder, fate_of, warn_of_encoded
+from torchtitan.finetune.encoder import Numbers
+from torchtitan.finetune.sources import FileExamples, find_examples, label_all
 from torchtitan.job import Config, load_job
 from torchtitan.resume_rules import resolve_model
 

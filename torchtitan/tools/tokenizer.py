@@ -19,7 +19,7 @@ from torchtitan.base.errors import DataError, UserError
 from torchtitan.base.urls import local_path
 from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus
 from torchtitan.data.files import divide, find_files
-from torchtitan.data.tokenizer import LLAMA3_PATTERN
+from torchtitan.data.tiktoken_tokenizer import LLAMA3_PATTERN
 from torchtitan.tools.verbs import build_parser
 
 if TYPE_CHECKING:

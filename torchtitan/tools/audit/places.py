@@ -24,8 +24,9 @@ from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.finetune.data import ExampleSource, build_encoder, find_examples, label_all
+from torchtitan.finetune.data import ExampleSource, build_encoder
 from torchtitan.finetune.encoder import is_answered
+from torchtitan.finetune.sources import find_examples, label_all
 from torchtitan.job import Config, own_sections
 
 StoreKey = tuple[int, int]

@@ -1,0 +1,149 @@
+"""The model that a Hugging Face folder describes, and whether such a folder can hold a model."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torchtitan.base.errors import ConfigError, Mistakes
+from torchtitan.checkpoint.manager import EXPORT
+from torchtitan.hf.config import (
+    architecture_of,
+    check_family,
+    family_of,
+    find_inexpressible,
+    read_config,
+    read_scaling,
+    rope_table,
+)
+from torchtitan.hf.folder import is_hf_folder
+from torchtitan.hf.names import CONFIG, Names
+from torchtitan.models.families import MODELS, find_spec, to_settings
+from torchtitan.models.interface import LanguageModel
+from torchtitan.models.settings import ALL_SIZES, HF, ModelConfig, given_sizes
+from torchtitan.models.sizes import RopeScaling
+from torchtitan.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+
+def names_all_sizes(settings: ModelConfig) -> bool:
+    """Return whether the settings have all sizes, so that no folder needs to be read."""
+    if settings.name == HF:
+        return False
+    sizes = find_spec(settings).sizes
+    return not sizes.missing(given_sizes(settings, of=sizes))
+
+
+def find_export(path: Path) -> Path:
+    """Return the Hugging Face folder that a run wrote beside its last step, if `path` is this step.
+
+    torchtitan 0.2 writes it in the step's place. Any other path is returned as it is.
+    """
+    export = path.parent / EXPORT / path.name
+    return path if is_hf_folder(path) or not is_hf_folder(export) else export
+
+
+def read_model(path: Path, settings: ModelConfig) -> ModelConfig:
+    """Return the family and sizes of the model in a Hugging Face folder.
+
+    Args:
+        path: The folder.
+        settings: Its `name` is a family, or "hf" for that of the folder.
+
+    Raises:
+        UserError: The folder does not exist, or its model is not built here.
+    """
+    if not path.is_dir():
+        raise missing_folder(path)
+    config = read_config(path)
+    if settings.name == HF:
+        spec = family_of(config, models=MODELS)
+    else:
+        spec = find_spec(settings)
+        check_family(config, format=spec.hf)
+    return to_settings(spec, architecture_of(config, spec=spec))
+
+
+def with_model_of(found: ModelConfig, settings: ModelConfig) -> ModelConfig:
+    """Return the settings with family and sizes of `found`, where they do not give their own."""
+    kind = ALL_SIZES if settings.name == HF else find_spec(settings).sizes
+    sizes = {**given_sizes(found, of=kind), **given_sizes(settings, of=kind)}
+    own_scaling = settings.rope_scaling.type != "flavor"
+    scaling = settings.rope_scaling if own_scaling else found.rope_scaling
+    return replace(settings, name=found.name, rope_scaling=scaling, **sizes)
+
+
+def warn_beyond_positions(
+    folder: Path, *, scaling: RopeScaling | None, lengths: Mapping[str, int]
+) -> None:
+    """Log a warning if sequences are longer than a Hugging Face folder states for its model.
+
+    Args:
+        folder: The folder.
+        scaling: The model's. With YaRN's, `warn_beyond_rope` does this; with another one than the
+            folder's, the folder does not say how far it reaches.
+        lengths: Tokens of the sequences by key.
+    """
+    config = read_config(folder)
+    stated = config.get("max_position_embeddings", math.inf)
+    is_folders = scaling is not None and scaling == read_scaling(rope_table(config))
+    if scaling is not None and not (scaling.type == "llama3" and is_folders):
+        return
+    for key, seq_len in lengths.items():
+        if stated < seq_len:
+            text = "%s is %d, beyond max_position_embeddings = %d in %s"
+            logger.warning(text, key, seq_len, stated, folder / CONFIG)
+
+
+def missing_folder(path: Path) -> ConfigError:
+    """Return the error for a Hugging Face folder that does not exist."""
+    remedy = "name a folder with config.json and safetensors files"
+    if HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
+        remedy = (
+            f'nothing is downloaded here: run "hf download {path} --local-dir DIR", and name DIR'
+        )
+    return ConfigError.at("checkpoint.initial_load_path", f"there is no folder {path}; {remedy}")
+
+
+def check_names_and_sizes(model: LanguageModel, *, spec: ModelSpec, keys: Sequence[str]) -> None:
+    """Check that Hugging Face's files can hold the model.
+
+    Args:
+        model: The full model.
+        spec: Its family.
+        keys: Keys of [checkpoint] that ask for it.
+
+    Raises:
+        ConfigError: Its format has no names for the parameters, or cannot store the sizes.
+    """
+    mismatch = Names(spec.hf, model.config).find_mismatch([n for n, _ in model.named_parameters()])
+    problem = None if mismatch else find_inexpressible(model.config, spec.hf)
+    mistakes = Mistakes()
+    for key in keys:
+        if problem is not None:
+            mistakes.add(
+                f"checkpoint.{key}",
+                f"needs sizes that Hugging Face's format can store: {problem}; change [model]",
+            )
+        if mismatch is not None:
+            mistakes.add(
+                f"checkpoint.{key}",
+                f"needs Hugging Face's names of all parameters in the ModelSpec of {spec.name} "
+                f"(hf): {mismatch}",
+            )
+    mistakes.report()
+
+
+def chosen_rotation(settings: ModelConfig) -> set[str]:
+    """Return the rope settings that a job overrides, so that the folder's may differ."""
+    chosen = {
+        "rope_theta": settings.rope_theta is not None,
+        "rope_scaling": settings.rope_scaling.type != "flavor",
+    }
+    return {name for name, is_set in chosen.items() if is_set}
