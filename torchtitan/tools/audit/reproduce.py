@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.custom import check_trusted
 from torchtitan.base.errors import DataError, printable
 from torchtitan.base.urls import is_url
 from torchtitan.config.sources import flatten, parse, to_toml
-from torchtitan.job import Config, find_own
+from torchtitan.job import Config
 from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row
 from torchtitan.resume_rules import Job
 from torchtitan.tools.audit.history import without_places
+from torchtitan.tools.audit.rerun import check_own
 
 SCRIPT = "reproduce.sh"
 SAME_RUN = ("job", "metrics", "profiling", "comm", "checkpoint")
@@ -53,9 +53,8 @@ def main(options: argparse.Namespace) -> int:
     """Write the script and the settings of each start."""
     out: Path = options.out
     legs = find_legs(options.run)
-    for leg in legs:  # the script would trust the settings
-        for path, text in find_own(leg.config):
-            check_trusted(text, key=".".join(path))
+    for leg in legs:
+        check_own(leg.config)
     out.mkdir(parents=True)
     for number, leg in enumerate(legs, start=1):
         (out / f"start_{number}.toml").write_text(to_toml(leg.config), encoding="utf-8")

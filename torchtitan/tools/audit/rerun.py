@@ -61,15 +61,14 @@ def rerun(
     """
     assert stretch.first_step <= last_step <= stretch.last_step
     starts = read_starts(run)
-    steps = f"steps {stretch.first_step} to {last_step}"
+    what = f"steps {stretch.first_step} to {last_step} cannot be trained again"
     if has_several_starts(starts, stretch):
         raise DataError(
-            f"{steps} were trained by several starts, and the checkpoints between them are deleted;"
-            f" choose a step after a checkpoint, and set checkpoint.keep_latest_k to keep more"
+            f"{what}: several starts trained them, and the checkpoints between are deleted; choose "
+            f"a step after a checkpoint, and set checkpoint.keep_latest_k to keep more"
         )
     settings = _settings(run, stretch, starts=starts, last_step=last_step, out=out)
-    for path, text in find_own(settings):  # the trainer would trust the file
-        check_trusted(text, key=".".join(path))
+    check_own(settings)
     settings = replace(settings, training=replace(settings.training, callbacks=callbacks))
     out.mkdir(parents=True, exist_ok=True)
     file = out / "job.toml"
@@ -77,10 +76,8 @@ def rerun(
     words = [f"--job.config_file={file.resolve()}", *options]
     if options:
         load_config(words)  # reports a mistake in them
-    what, environ = f"{steps} cannot be trained again", dict(environ)
-    before = [row for row in starts if row["step"] < stretch.first_step]
-    if before:
-        start = before[-1]
+    start = next((row for row in starts[::-1] if row["step"] < stretch.first_step), None)
+    if start is not None:
         if start["folder"] != os.getcwd():
             what += f" (relative paths may start at {start['folder']!r}, where the run was started)"
         # the number of threads changes the order of a CPU's sums
@@ -94,6 +91,12 @@ def rerun(
         environ=environ,
     )
     return read_rows(out / "run" / f"{RECORD}.jsonl")
+
+
+def check_own(config: Config) -> None:
+    """Raise ConfigError if settings name code that is not trusted; the trainer would import it."""
+    for path, text in find_own(config):
+        check_trusted(text, key=".".join(path))
 
 
 def read_starts(run: Path) -> list[Row]:
