@@ -2,7 +2,7 @@
 
     python scripts/expert_campaign.py qwen3_moe --json outputs/qwen3_moe.json --markdown table.md
 
-Each group of layouts is one comparison of compare_layouts.py, of a small job, with one device:
+Each group of layouts is one `compare layouts` of a small job, with one device:
 experts dealt out to 1, 2, 4 and 8 ranks over FSDP, HSDP, DDP, tensor, context and pipeline
 parallelism with each schedule; recomputed, compiled, offloaded and accumulating; documents; fewer
 experts than ranks; experts without a token; odd numbers of tokens; ranks without a valid label.
@@ -31,7 +31,7 @@ from torchtitan.models.init import Init, Normal
 from torchtitan.models.interface import LanguageModel
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.tools.compare import compare_layouts
+from torchtitan.tools.compare import command as compare
 
 TOML = ROOT / "train_configs" / "compare_layouts.toml"
 SCHEDULES = (
@@ -222,7 +222,7 @@ def run_group(name: str, group: Group, *, arguments: Sequence[str]) -> list[dict
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = [str(TOML), "single", *group.layouts, *arguments, *group.options]
-        compare_layouts.main([*words, f"--json={file}"])
+        compare.main(["layouts", *words, f"--json={file}"])
         runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file.is_file() else []
     if not runs:
         runs = [{"layout": name, "routing": "", "verdict": "FAILED", "why": ["refused, see above"]}]

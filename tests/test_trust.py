@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from torchtitan.resume_rules import Job
 from torchtitan.tools import average, generate, hang
 from torchtitan.tools import convert as convert_hf
 from torchtitan.tools.audit import command as audit
-from torchtitan.tools.compare import compare_layouts
+from torchtitan.tools.compare import command as compare
 from torchtitan.tools.compare.layouts import launch
 from torchtitan.tools.evaluate import command as evaluate
 from torchtitan.tools.plan import command as plan
@@ -132,11 +133,12 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What processes the trainer is started by; none runs, and each has failed."""
     seen: list[dict[str, Any]] = []
 
-    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+    def start(command: Sequence[str], **options: Any) -> SimpleNamespace:
         seen.append({"command": command, **options})
-        return subprocess.CompletedProcess(command, 1)
+        return SimpleNamespace(poll=lambda: 1, returncode=1)
 
-    monkeypatch.setattr(launch.subprocess, "run", run)
+    fake = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(launch, "subprocess", fake)
     return seen
 
 
@@ -431,7 +433,7 @@ def test_code_that_exits_is_no_success(
 
 def test_a_tools_output_is_no_url() -> None:
     main, words, _ = TOOLS["evaluate"]
-    tools = ((main, words, "--output"), (compare_layouts.main, ["job.toml", "dp2"], "--out"))
+    tools = ((main, words, "--output"), (compare.main, ["layouts", "job.toml", "dp2"], "--out"))
     for tool, given, option in tools:
         with pytest.raises(SystemExit) as ended:
             tool([*given, f"{option}=s3://bucket/x"])

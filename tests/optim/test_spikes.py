@@ -18,7 +18,8 @@ from torchtitan.metrics.ledger import read_ledger
 from torchtitan.metrics.rows import read_rows
 from torchtitan.optim.settings import SpikesConfig
 from torchtitan.optim.spikes import SpikeDetector, robust_bounds
-from torchtitan.tools.compare import compare_runs
+from torchtitan.tools.compare import command as compare
+from torchtitan.tools.compare.compare_runs import StoredTensors
 
 JOB = [
     *SMALL,
@@ -131,7 +132,7 @@ def test_a_step_that_is_left_out_changes_nothing(
         before, now = (tmp_path / "checkpoint" / f"step-{n}" for n in (step - 1, step))
         parts = {}
         for part in ("model", "optimizer"):
-            a, b = (compare_runs.StoredTensors(one, part, skip=()) for one in (before, now))
+            a, b = (StoredTensors(one, part, skip=()) for one in (before, now))
             parts[part] = any(not torch.equal(a[name], b[name]) for name in a)
         return parts
 
@@ -145,5 +146,5 @@ def test_a_resumed_run_goes_by_the_same_figures(ranks: RankPool, tmp_path: Path)
     # three steps before the spike: the window holds what was seen before the stop
     ranks.run(jobs.train, [*stopped, "--training.steps=12"], world=1)
     ranks.run(jobs.train, stopped, world=1)
-    assert compare_runs.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert compare.main(["runs", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert read_rows(tmp_path / "b" / "metrics.jsonl")[-1]["spikes"] == 2

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,12 +18,13 @@ from tests.distributed.test_matrix import cp
 from torchtitan.config.sources import to_toml
 from torchtitan.job import load_config
 from torchtitan.metrics.ledger import LEDGER, Ledger
-from torchtitan.tools.compare import compare_runs
+from torchtitan.tools.compare import command
+from torchtitan.tools.compare.compare_runs import Comparison, compare_runs, find_max_loss
+from torchtitan.tools.compare.layouts.gaps import tensor_difference
 
 
-@pytest.fixture(scope="module")
-def compare() -> ModuleType:
-    return compare_runs
+def compare(a: Path, b: Path, *options: str) -> int:
+    return command.main(["runs", str(a), str(b), *options])
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,11 @@ def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def test_equal_runs(
-    compare: ModuleType,
     runs: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    assert compare.main([str(runs["a"]), str(runs["b"])]) == 0
+    assert compare(runs["a"], runs["b"]) == 0
     assert not list(recwarn)
     said = capsys.readouterr().out
     assert "equal, bit for bit" in said
@@ -54,12 +53,12 @@ def test_equal_runs(
 
 
 def test_layouts_are_equal_within_a_tolerance(
-    compare: ModuleType, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [str(runs["a"]), str(runs["alone"])]
-    assert compare.main(arguments) == 1
-    assert compare.main([*arguments, "--tolerance=1e-4"]) == 0, capsys.readouterr().out
-    assert compare.main([*arguments, "--tolerance=1e-12"]) == 1
+    a, b = runs["a"], runs["alone"]
+    assert compare(a, b) == 1
+    assert compare(a, b, "--tolerance=1e-4") == 0, capsys.readouterr().out
+    assert compare(a, b, "--tolerance=1e-12") == 1
 
 
 @pytest.mark.parametrize(
@@ -67,17 +66,17 @@ def test_layouts_are_equal_within_a_tolerance(
     [("a", "b", True), ("alone", "cp", True), ("alone", "a", False), ("cp", "a", False)],
 )
 def test_max_loss_is_compared_where_data_parallel_ranks_had_the_same_samples(
-    a: str, b: str, is_comparable: bool, compare: ModuleType, runs: dict[str, Path], tmp_path: Path
+    a: str, b: str, is_comparable: bool, runs: dict[str, Path], tmp_path: Path
 ) -> None:
     """It is the largest mean loss of such a rank."""
     right, wrong = runs[a], Path(shutil.copytree(runs[b], tmp_path / "wrong"))
-    found = compare.compare_runs(right, wrong, folder="checkpoint", tolerance=1e-4)
+    found = compare_runs(right, wrong, folder="checkpoint", tolerance=1e-4)
     assert not found.differences
     assert len(found.steps_without_max_loss) == (0 if is_comparable else 4)
     rows = jobs.read_rows(wrong)
     rows[2]["max_loss"] *= 1.005
     (wrong / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = compare.compare_runs(right, wrong, folder="checkpoint", tolerance=1e-4)
+    found = compare_runs(right, wrong, folder="checkpoint", tolerance=1e-4)
     assert [x for x in found.differences if x.startswith("step 3, max_loss: ")] == (
         found.differences
     )
@@ -95,7 +94,7 @@ def test_max_loss_is_compared_where_data_parallel_ranks_had_the_same_samples(
     ],
 )
 def test_the_samples_of_data_parallel_ranks(
-    world: int, options: list[str], is_same: bool, compare: ModuleType, tmp_path: Path
+    world: int, options: list[str], is_same: bool, tmp_path: Path
 ) -> None:
     """Of each step, as the newest start before it has shared them."""
 
@@ -109,10 +108,10 @@ def test_the_samples_of_data_parallel_ranks(
 
     a = write_starts(tmp_path / "a", (0, 2, []))
     b = write_starts(tmp_path / "b", (0, 2, []), (5, 1, []), (3, world, options))
-    has_max_loss = compare.find_max_loss(a, b)
+    has_max_loss = find_max_loss(a, b)
     assert [has_max_loss(step) for step in (1, 3, 4, 9)] == [True, True, is_same, is_same]
     (b / LEDGER).unlink()
-    assert not compare.find_max_loss(a, b)(1)
+    assert not find_max_loss(a, b)(1)
 
 
 @pytest.fixture
@@ -133,60 +132,58 @@ def change_tensor(folder: Path, name: str, index: tuple[int, ...], value: float)
 
 
 def test_one_element_of_the_optimizer_is_named(
-    compare: ModuleType, runs: dict[str, Path], spoiled: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path], spoiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What no logged figure shows."""
     name = "layers.1.attention.wq.weight.exp_avg"
     change_tensor(spoiled / "checkpoint" / "step-4" / "optimizer", name, (3, 5), 2.0)
-    assert compare.main([str(runs["a"]), str(spoiled)]) == 1
+    assert compare(runs["a"], spoiled) == 1
     said = capsys.readouterr().out
-    assert f"different; first: step-4/optimizer, {name}: 1 of " in said
-    assert "first [3, 5]: " in said
-    assert "and 2.0; at most by 2" in said
+    assert f"step-4/optimizer, {name}: 1 of " in said
+    assert "[3, 5]: " in said
+    assert "and 2.0, " in said
     row = next(line for line in said.splitlines() if line.startswith("step-4/optimizer"))
     assert row.split()[2:] == ["1", "2"]
 
 
 def test_a_figure_is_named(
-    compare: ModuleType, runs: dict[str, Path], spoiled: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path], spoiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = jobs.read_rows(spoiled)
     rows[2]["grad_norm"] += 0.5
     rows[3]["tokens_per_second"] = 1.0  # no two runs share this one
     (spoiled / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert compare.main([str(runs["a"]), str(spoiled)]) == 1
+    assert compare(runs["a"], spoiled) == 1
     said = capsys.readouterr().out
     assert f"first: step 3, grad_norm: {rows[2]['grad_norm'] - 0.5!r} and" in said
     assert ", by 0.5" in said
 
 
-def test_a_step_without_labels_is_equal_where_both_have_none(compare: ModuleType) -> None:
+def test_a_step_without_labels_is_equal_where_both_have_none() -> None:
     loss, none = ([{"step": 1, "loss": loss}] for loss in (2.5, None))
-    found = compare.Comparison()
+    found = Comparison()
     found.compare_rows(none, none)
     assert found.differences == []
     found.compare_rows(none, loss)
     assert found.differences == ["step 1, loss: only in B"]
 
 
-def test_a_step_or_component_that_one_of_them_lacks(
-    compare: ModuleType, runs: dict[str, Path], spoiled: Path
-) -> None:
+def test_a_step_or_component_that_one_of_them_lacks(runs: dict[str, Path], spoiled: Path) -> None:
     lines = (spoiled / "metrics.jsonl").read_text().splitlines(keepends=True)
     (spoiled / "metrics.jsonl").write_text("".join(lines[:3]))
     manifest = spoiled / "checkpoint" / "step-4" / "manifest.json"
     content = json.loads(manifest.read_text())
     content["components"].remove("optimizer")
     manifest.write_text(json.dumps(content))
-    found = compare.compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
+    found = compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
     assert found.differences[0] == "step 4: only in A"
     assert "step-4/optimizer: only in A" in found.differences
 
 
-def test_the_data_position(compare: ModuleType, runs: dict[str, Path], spoiled: Path) -> None:
+def test_the_data_position(runs: dict[str, Path], spoiled: Path) -> None:
     path = spoiled / "checkpoint" / "step-2" / "dataloader" / "state.json"
     path.write_text(path.read_text().replace('"position": 16', '"position": 17'))
-    found = compare.compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
+    found = compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
     assert found.differences == ["step-2/dataloader, position: 16 and 17"]
 
 
@@ -194,18 +191,18 @@ def test_the_data_position(compare: ModuleType, runs: dict[str, Path], spoiled: 
     ("a", "b", "tolerance", "said"),
     [
         ([1.0, float("nan")], [1.0, float("nan")], 0.0, ""),
-        ([2.0], [float("nan")], 0.1, "1 of 1 elements, first [0]: 2.0 and nan; at most by inf"),
+        ([2.0], [float("nan")], 0.1, "1 of 1 elements, first [0]: 2.0 and nan, by at most inf"),
         ([1.0, 2.0], [1.0, 2.001], 0.01, ""),
-        ([0.0], [-0.0], 0.0, "equal numbers, other bits (-0.0 or nan)"),
+        ([0.0], [-0.0], 0.0, "equal numbers with different bits (-0.0 or nan)"),
         ([0.0], [-0.0], 0.1, ""),
         ([1.0], [1.0, 2.0], 0.1, "torch.float32 [1] and torch.float32 [2]"),
         ([float("inf")], [float("inf")], 0.0, ""),
     ],
 )  # fmt: skip
 def test_what_is_said_of_tensors(
-    compare: ModuleType, a: list[float], b: list[float], tolerance: float, said: str
+    a: list[float], b: list[float], tolerance: float, said: str
 ) -> None:
-    _, text = compare.tensor_difference(torch.tensor(a), torch.tensor(b), tolerance=tolerance)
+    _, text = tensor_difference(torch.tensor(a), torch.tensor(b), tolerance=tolerance)
     assert text == said
 
 
@@ -217,7 +214,6 @@ class Command:
 
 
 def test_a_crafted_checkpoint_is_refused_and_nothing_runs(
-    compare: ModuleType,
     runs: dict[str, Path],
     spoiled: Path,
     capsys: pytest.CaptureFixture[str],
@@ -226,23 +222,23 @@ def test_a_crafted_checkpoint_is_refused_and_nothing_runs(
     monkeypatch.chdir(spoiled)
     model = spoiled / "checkpoint" / "step-4" / "model"
     (model / ".metadata").write_bytes(pickle.dumps(Command()))
-    assert compare.main([str(runs["a"]), str(spoiled)]) == 2
-    assert "model/.metadata is refused, nothing in it was run" in capsys.readouterr().err
+    assert compare(runs["a"], spoiled) == 2
+    assert "model/.metadata" in capsys.readouterr().err
     assert not Path("run").exists()
 
 
 def test_a_folder_that_is_no_run_is_a_mistake(
-    compare: ModuleType, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compare.main([str(runs["a"]), str(tmp_path)]) == 2
-    assert "must be a run's folder" in capsys.readouterr().err
+    assert compare(runs["a"], tmp_path) == 2
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_two_runs_that_have_nothing_are_not_equal(
-    compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("")
-    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "two runs must have rows or checkpoints to compare" in capsys.readouterr().err
+    assert compare(tmp_path / "a", tmp_path / "b") == 2
+    assert "--folder" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from tests.tools.audit.faults import FAULT, FAULTS, MOE
-from torchtitan.tools.audit.bisect import KINDS
+from torchtitan.tools.compare.bisect import KINDS
 
 ROOT = Path(__file__).parents[3]
 JOB = str(ROOT / "train_configs" / "compare_layouts.toml")

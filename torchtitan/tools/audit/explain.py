@@ -1,101 +1,64 @@
-"""Which samples made the batch of a step, and in which steps a document was.
-
-    python -m torchtitan audit explain RUN --step 100 --text
-    python -m torchtitan audit explain RUN --document data/a.jsonl:17
-
-No log is needed: a step's position gives the numbers of its samples, the permutation gives their
-places in the data, and both can be computed backwards.
-"""
+"""The samples of a step and their documents, and the steps of a document."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchtitan.base.custom import add_trust_code, trusting_stored
+from torch import Tensor
+
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.log import plural
-from torchtitan.base.urls import local_path
 from torchtitan.data.dataset import Dataset
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.tools.audit.history import Stretch, read_history, stretch_of
-from torchtitan.tools.audit.places import Places, Span
+from torchtitan.tools.audit.places import Places, StoreKey
 from torchtitan.tools.audit.replay import replay, replay_lines
 
 SHOWN_CHARS = 60
-"""Of a document's text, on one line."""
+"""Characters of a document's text on a line."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the samples of a step, or the steps of a document; raise UserError for mistakes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan audit explain",
-        description="Tell which samples and documents made the batch of a step.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", type=int, metavar="N", help="explain the batch of this step")
-    what.add_argument(
-        "--document",
-        metavar="FILE:ROW",
-        help="find the steps of a document; FILE alone finds all that it holds",
-    )
-    parser.add_argument(
-        "--world_size", type=int, help="ranks after the last checkpoint (as the last start had)"
-    )
-    parser.add_argument("--text", action="store_true", help="with the text of each part")
-    parser.add_argument(
-        "--replay", action="store_true", help="train the step again and look into it"
-    )
-    parser.add_argument("--out", type=local_path, help="keep what --replay writes in this folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_trust_code(parser)
-    arguments, options = parser.parse_known_args(argv)
-    if (options or arguments.out) and not arguments.replay:
-        given = " ".join(options) or "--out"
-        raise ConfigError(f"settings of another layout belong to --replay, got {given}; remove it")
-    with trusting_stored(arguments.trust_code):
-        return _explain(arguments, options)
-
-
-def _explain(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    # of a replay it is the layout of that
-    ranks = None if arguments.replay else arguments.world_size
-    history = read_history(arguments.run, world_size=ranks)
-    if arguments.step is not None:
-        found = explain_step(history, arguments.step, text=arguments.text)
+def main(options: argparse.Namespace) -> int:
+    """Print the samples of a step, or the steps of a document."""
+    # with --replay it is the layout of the replay
+    ranks = None if options.replay else options.world_size
+    history = read_history(options.run, world_size=ranks)
+    if options.step is None:
+        found = explain_document(history, options.document)
+        lines = _document_lines(found)
+    else:
+        found = explain_step(history, options.step, text=options.text)
         lines = _step_lines(found)
-        if arguments.replay:
+        if options.replay:
             found["replay"] = replay(
-                arguments.run,
+                options.run,
                 history,
                 found,
-                out=arguments.out,
-                world_size=arguments.world_size,
-                options=options,
+                out=options.out,
+                world_size=options.world_size,
+                settings=options.settings,
             )
             path = history[-1].config.model.tokenizer_path
-            lines = replay_lines(found, tokenizer_path=path)
-    elif arguments.text:
-        raise ConfigError("--text belongs to --step, got it with --document; remove it")
-    else:
-        found = explain_document(history, arguments.document)
-        lines = _document_lines(found)
-    sys.stdout.write(json.dumps(found) if arguments.json else printable("\n".join(lines)))
-    sys.stdout.write("\n")
+            lines = replay_lines(found["replay"], tokenizer_path=path)
+    text = json.dumps(found) if options.json else printable("\n".join(lines))
+    sys.stdout.write(text + "\n")
     return 0
 
 
 def explain_step(
     history: Sequence[Stretch], step: int, *, text: bool = False, places: Places | None = None
 ) -> dict[str, Any]:
-    """Return each sample of a step: number, hash, rank, microbatch, and the documents in it.
+    """Return each sample of a step: number, hash, ranks, microbatch and documents.
 
-    `places`: opened before, to explain many steps.
+    Args:
+        history: The run's steps.
+        step: The step.
+        text: Whether to add the text of each document.
+        places: The run's data, if they are already open.
 
     Raises:
         UserError: The run has no such step, or its data changed.
@@ -108,69 +71,59 @@ def explain_step(
     first, last, total = numbers[0], numbers[-1], places.dataset.num_samples
     if first < 0 or (total is not None and last >= total):
         raise DataError(
-            f"step {step} would read the samples {first} to {last}, and the data have "
-            f"{'none before 0' if first < 0 else total}; the run ended before, or the settings "
-            f"changed: see the checkpoints"
+            f"step {step} would read samples {first} to {last}, but the data have "
+            f"{'no negative numbers' if first < 0 else total}; the run ended before, or its "
+            f"settings changed"
         )
     spans = {k: places.spans(k) for k in numbers}
-    wanted: dict[tuple[int, int], set[int]] = {}
-    for span in (span for each in spans.values() for span in each):
-        wanted.setdefault(span.store, set()).add(span.document)
-    for store, documents in wanted.items():
-        places.wheres(store, documents)
+    names = places.names(span for each in spans.values() for span in each)
+    samples = []
+    for k in numbers:
+        tokens = places.read(k)["tokens"] if text else None
+        found: dict[str, Any] = {"sample": k, "hash": places.hash(k), **stretch.reader_of(k)}
+        if isinstance(places.dataset, Dataset):
+            source, epoch, i = places.dataset.place_of(k)
+            found |= {"source": source, "epoch": epoch, "number_in_source": i}
+        found["documents"] = [
+            {
+                "where": names[span.store, span.document],
+                "document": span.document,
+                "first_token": span.first,
+                "num_tokens": span.num_tokens,
+                "at": span.at,
+            }
+            for span in spans[k]
+        ]
+        if tokens is not None:
+            _add_texts(found, tokens, places.tokenizer)
+        samples.append(found)
     return {
         "step": step,
         "position": first,
-        "position_by": stretch.said_by,
+        "position_by": stretch.origin,
         "doubt": stretch.doubt or None,
         "layout": str(stretch.dims),
-        "samples": [
-            _describe_sample(places, stretch, k, spans=spans[k], text=text) for k in numbers
-        ],
+        "samples": samples,
     }
 
 
-def _describe_sample(
-    places: Places, stretch: Stretch, k: int, *, spans: Sequence[Span], text: bool
-) -> dict[str, Any]:
-    dp_rank, microbatch, ranks = stretch.reader_of(k)
-    found: dict[str, Any] = {
-        "sample": k,
-        "hash": places.hash(k),
-        "dp_rank": dp_rank,
-        "microbatch": microbatch,
-        "ranks": ranks,
-    }
-    if isinstance(places.dataset, Dataset):
-        source, epoch, i = places.dataset.place_of(k)
-        found |= {"source": source, "epoch": epoch, "number_in_source": i}
-    tokens = places.read(k)["tokens"] if text else None
-    found["documents"] = []
-    for span in spans:
-        document = {
-            "where": places.wheres(span.store, (span.document,))[span.document],
-            "document": span.document,
-            "first_token": span.first,
-            "num_tokens": span.num_tokens,
-            "at": span.at,
-        }
-        if tokens is not None:
-            part = tokens[span.at : span.at + span.num_tokens]
-            document["text"] = places.tokenizer.decode(part.tolist())
-        found["documents"].append(document)
-    if tokens is not None and not spans:
-        found["text"] = places.tokenizer.decode(tokens.tolist())
-    return found
+def _add_texts(sample: dict[str, Any], tokens: Tensor, tokenizer: Tokenizer) -> None:
+    """Add the text of each document, or that of a sample whose documents are unknown."""
+    for document in sample["documents"]:
+        at = document["at"]
+        document["text"] = tokenizer.decode(tokens[at : at + document["num_tokens"]].tolist())
+    if not sample["documents"]:
+        sample["text"] = tokenizer.decode(tokens.tolist())
 
 
 def explain_document(history: Sequence[Stretch], name: str) -> dict[str, Any]:
-    """Return the steps of each document that `name` means, up to the run's last step.
+    """Return the steps of each document with this name, up to the run's last step.
 
     Raises:
-        UserError: There is none, or the data changed.
+        UserError: No document has this name, or the data changed.
     """
     if not history:
-        raise ConfigError("the run must have steps to look for a document in, and it has none")
+        raise ConfigError("the run has no steps")
     visits: list[dict[str, Any]] = []
     places = Places.of(history[-1].config)
     documents = places.find(name)
@@ -179,12 +132,6 @@ def explain_document(history: Sequence[Stretch], name: str) -> dict[str, Any]:
             places.check(stretch.fingerprint)
         for store, document in documents:
             for k in _reads(places, stretch, store, document):
-                dp_rank, microbatch, ranks = stretch.reader_of(k)
-                spans = [
-                    span
-                    for span in places.spans(k)
-                    if (span.store, span.document) == (store, document)
-                ]
                 visits += [
                     {
                         "step": stretch.step_of(k),
@@ -193,35 +140,32 @@ def explain_document(history: Sequence[Stretch], name: str) -> dict[str, Any]:
                         "document": document,
                         "first_token": span.first,
                         "num_tokens": span.num_tokens,
-                        "dp_rank": dp_rank,
-                        "microbatch": microbatch,
-                        "ranks": ranks,
+                        **stretch.reader_of(k),
                     }
-                    for span in spans
+                    for span in places.spans(k)
+                    if (span.store, span.document) == (store, document)
                 ]
     visits.sort(key=lambda visit: (visit["step"], visit["sample"], visit["first_token"]))
     return {
         "document": name,
         "num_documents": len(documents),
         "last_step": history[-1].last_step,
-        "position_by": [stretch.said_by for stretch in history],
+        "position_by": [stretch.origin for stretch in history],
         "doubt": "; ".join(filter(None, (stretch.doubt for stretch in history))) or None,
         "visits": visits,
     }
 
 
-def _reads(
-    places: Places, stretch: Stretch, store: tuple[int, int], document: int
-) -> Iterator[int]:
+def _reads(places: Places, stretch: Stretch, store: StoreKey, document: int) -> Iterator[int]:
     """Yield the samples of a stretch that read a document, epoch by epoch."""
     assert isinstance(places.dataset, Dataset)
-    last = stretch.samples(stretch.last_step)[-1]
-    if (total := places.dataset.num_samples) is not None:
-        # the last step is whole
-        left = stretch.gaps.place(total) - stretch.begin
-        if left < stretch.batch:
+    last_step, total = stretch.last_step, places.dataset.num_samples
+    if total is not None:  # the data end with the last full batch
+        left = stretch.skipped.place(total) - stretch.start
+        last_step = min(last_step, stretch.first_step + left // stretch.batch - 1)
+        if last_step < stretch.first_step:
             return
-        last = min(last, stretch.samples(stretch.first_step + left // stretch.batch - 1)[-1])
+    last = stretch.samples(last_step)[-1]
     for i in places.samples_of(store, document):
         for epoch in range(places.dataset.epoch_of(store[0], last + 1) + 1):
             k = places.dataset.number_of(store[0], epoch, i)
@@ -229,7 +173,7 @@ def _reads(
                 yield k
 
 
-def _step_lines(found: dict[str, Any]) -> Iterator[str]:
+def _step_lines(found: Mapping[str, Any]) -> Iterator[str]:
     samples = found["samples"]
     yield (
         f"step {found['step']}: samples {samples[0]['sample']} to {samples[-1]['sample']}, "
@@ -238,26 +182,17 @@ def _step_lines(found: dict[str, Any]) -> Iterator[str]:
     if found["doubt"]:
         yield f"not sure: {found['doubt']}"
     for sample in samples:
-        ranks = ", ".join(map(str, sample["ranks"]))
-        line = f"sample {sample['sample']}  rank {ranks}  microbatch {sample['microbatch']}"
+        line = f"sample {sample['sample']}  {_reader(sample)}"
         if "source" in sample:
             line += f"  source {sample['source']}, epoch {sample['epoch']}"
         yield f"{line}  hash {sample['hash'] or 'unknown: a stream cannot go back'}"
-        for one in sample["documents"]:
-            last = one["first_token"] + one["num_tokens"] - 1
-            yield f"  {one['where']}: tokens {one['first_token']} to {last}{_shown(one)}"
+        for document in sample["documents"]:
+            yield f"  {document['where']}: {_tokens(document)}{_text(document)}"
         if not sample["documents"]:
-            yield f"  data of your own, which do not say what it comes from{_shown(sample)}"
+            yield f"  custom data, whose documents are unknown{_text(sample)}"
 
 
-def _shown(one: dict[str, Any]) -> str:
-    if "text" not in one:
-        return ""
-    text: str = one["text"]
-    return f"\n    {text[:SHOWN_CHARS]!r}{' ...' if len(text) > SHOWN_CHARS else ''}"
-
-
-def _document_lines(found: dict[str, Any]) -> Iterator[str]:
+def _document_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{found['document']} ({plural(found['num_documents'], 'document')}): read "
         f"{plural(len(found['visits']), 'time')} up to step {found['last_step']}; position by "
@@ -266,9 +201,22 @@ def _document_lines(found: dict[str, Any]) -> Iterator[str]:
     if found["doubt"]:
         yield f"not sure: {found['doubt']}"
     for visit in found["visits"]:
-        last = visit["first_token"] + visit["num_tokens"] - 1
         yield (
-            f"step {visit['step']}  sample {visit['sample']}  rank "
-            f"{', '.join(map(str, visit['ranks']))}  microbatch {visit['microbatch']}: document "
-            f"{visit['document']}, tokens {visit['first_token']} to {last}"
+            f"step {visit['step']}  sample {visit['sample']}  {_reader(visit)}: document "
+            f"{visit['document']}, {_tokens(visit)}"
         )
+
+
+def _reader(found: Mapping[str, Any]) -> str:
+    return f"rank {', '.join(map(str, found['ranks']))}  microbatch {found['microbatch']}"
+
+
+def _tokens(part: Mapping[str, Any]) -> str:
+    return f"tokens {part['first_token']} to {part['first_token'] + part['num_tokens'] - 1}"
+
+
+def _text(part: Mapping[str, Any]) -> str:
+    text = part.get("text")
+    if text is None:
+        return ""
+    return f"\n    {text[:SHOWN_CHARS]!r}{' ...' if len(text) > SHOWN_CHARS else ''}"

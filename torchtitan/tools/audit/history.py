@@ -1,9 +1,10 @@
-"""Which samples each step of a run consumed, from its checkpoints and settings.
+"""The samples of each step of a run, computed from its checkpoints and settings.
 
 The position in the data is one number, and a step adds the global batch to it. A start may change
 the batch and the layout. Each checkpoint holds its position, and the settings and layout of the
-start that saved it, so the steps up to a checkpoint are counted back from it; those after the last
-one, or of a run without any, are counted on by `config.toml`. Nothing but small JSON files is read.
+start that saved it, so steps up to a checkpoint are counted back from it. Steps after the last
+checkpoint, and steps of a run without checkpoints, are counted from `config.toml`. Only small JSON
+files are read.
 """
 
 from __future__ import annotations
@@ -32,50 +33,56 @@ from torchtitan.resume_rules import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Steps that were trained one after another with the same batch and layout."""
+    """Consecutive steps with the same batch and layout."""
 
     first_step: int
     last_step: int
-    begin: int
-    """Place of the first sample among those that are not left out."""
+    start: int
+    """Position of the first sample, skipped samples not counted."""
     dims: ParallelDims
     config: Config
-    fingerprint: dict[str, str] | None
-    """Of the data, as the checkpoint has it."""
-    said_by: str
+    origin: str
+    """The file that gives the position."""
+    fingerprint: dict[str, str] | None = None
+    """Fingerprint of the data in the checkpoint. None: no checkpoint follows."""
     doubt: str = ""
-    """Why the position may be wrong; empty: it is not."""
+    """Why the position may be wrong."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the run has a checkpoint of the last step."""
+        return self.fingerprint is not None
 
     @property
     def batch(self) -> int:
-        """Samples of a step."""
+        """Number of samples per step."""
         return samples_per_step(self.config, self.dims)
 
     @cached_property
-    def gaps(self) -> SkippedSamples:
-        """What is left out of the order."""
+    def skipped(self) -> SkippedSamples:
+        """Samples that are left out of the order."""
         return SkippedSamples(self.config.training.skip_samples)
 
     def samples(self, step: int) -> list[int]:
-        """Return the numbers of the samples of a step, in their order."""
-        begin = self.begin + (step - self.first_step) * self.batch
-        return [self.gaps.number(place) for place in range(begin, begin + self.batch)]
+        """Return the numbers of the samples of a step, in order."""
+        start = self.start + (step - self.first_step) * self.batch
+        return [self.skipped.number(place) for place in range(start, start + self.batch)]
 
     def step_of(self, sample: int) -> int | None:
-        """Return the step that a sample was part of; None: none of these."""
-        if self.gaps.holds(sample):
+        """Return the step of a sample, or None if it is in no step of this stretch."""
+        if self.skipped.holds(sample):
             return None
-        step = self.first_step + (self.gaps.place(sample) - self.begin) // self.batch
+        step = self.first_step + (self.skipped.place(sample) - self.start) // self.batch
         return step if self.first_step <= step <= self.last_step else None
 
-    def reader_of(self, sample: int) -> tuple[int, int, list[int]]:
-        """Return the data-parallel rank that reads a sample, the microbatch, and the ranks that
-        share it."""
-        dims, place = self.dims, (self.gaps.place(sample) - self.begin) % self.batch
+    def reader_of(self, sample: int) -> dict[str, int | list[int]]:
+        """Return the data-parallel rank and microbatch of a sample, and the ranks that share it."""
+        dims, place = self.dims, (self.skipped.place(sample) - self.start) % self.batch
         microbatch, dp_rank = divmod(place // self.config.training.local_batch_size, dims.dp)
         inner = dims.cp * dims.tp
         firsts = [(stage * dims.dp + dp_rank) * inner for stage in range(dims.pp)]
-        return dp_rank, microbatch, [first + i for first in firsts for i in range(inner)]
+        ranks = [first + i for first in firsts for i in range(inner)]
+        return {"dp_rank": dp_rank, "microbatch": microbatch, "ranks": ranks}
 
 
 def stretch_of(history: Sequence[Stretch], step: int) -> Stretch:
@@ -94,9 +101,9 @@ def samples_per_step(config: Config, dims: ParallelDims) -> int:
 
 
 def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
-    """Return all steps of a run, those included that are still to come.
+    """Return all steps of a run, including those that are not trained yet.
 
-    `world_size`: the ranks of the steps after the last checkpoint, if not those of the last start.
+    `world_size` is the number of ranks after the last checkpoint; default: that of the last start.
 
     Raises:
         UserError: The run has no settings, or a checkpoint is damaged.
@@ -106,9 +113,9 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
     stretches: list[Stretch] = []
     step = position = 0
     for saved in find_steps(folder):
-        found, end = _until(folder / f"step-{saved}", begin=step, position=position)
-        if saved > step:  # step 0 holds the initial weights
-            stretches.append(found)
+        stretch, end = _until(folder / f"step-{saved}", after=step, position=position)
+        if saved > step:  # step 0 has the initial weights
+            stretches.append(stretch)
         step, position = saved, end
     if step < config.training.steps:
         stretches.append(_after(run, config, step, position, world_size=world_size))
@@ -116,8 +123,10 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
 
 
 def without_places(config: Config) -> Config:
-    """Return stored settings with the default folders of traces and TensorBoard, and no URL as
-    cache: a stranger may have chosen places outside of the run's folder."""
+    """Return stored settings without folders for traces and TensorBoard, or a URL as cache.
+
+    They may come from a stranger and lead out of the run's folder; the defaults replace them.
+    """
     comm, tb, traces = CommConfig(), MetricsConfig().save_tb_folder, ProfilingConfig()
     config = replace(
         config,
@@ -134,35 +143,35 @@ def without_places(config: Config) -> Config:
     return replace(config, training=replace(config.training, dataset_cache=DEFAULT_CACHE))
 
 
-def _until(checkpoint: Path, *, begin: int, position: int) -> tuple[Stretch, int]:
-    """Return the steps after `begin` up to a checkpoint, and its position."""
+def _until(checkpoint: Path, *, after: int, position: int) -> tuple[Stretch, int]:
+    """Return the steps from `after` to a checkpoint, and its position."""
     manifest = read_json(checkpoint / MANIFEST).check_types({"step": int, "config": str})
     state = read_json(checkpoint / "dataloader" / STATE)
     state.check_types({"position": int, "fingerprint": dict}).check_counts("position")
     dims, step = stored_layout(manifest), manifest["step"]
-    if step < begin:
-        raise CheckpointError(f"{manifest.path} is of step {step}; restore it, or move it away")
+    if step < after:
+        raise CheckpointError(f"{manifest.path} has step {step}; restore it or move it away")
     config = Job.stored(manifest["config"], file=manifest.path, dp=dims.dp).config
-    gaps = SkippedSamples(config.training.skip_samples)
-    first = gaps.place(state["position"]) - (step - begin) * samples_per_step(config, dims)
+    skipped = SkippedSamples(config.training.skip_samples)
+    start = skipped.place(state["position"]) - (step - after) * samples_per_step(config, dims)
     doubt = ""
-    # at 0 the data began anew, which exclude_from_loading asks for
-    if first not in (gaps.place(position), 0):
+    # 0: the data were started again, by exclude_from_loading
+    if start not in (skipped.place(position), 0):
         doubt = (
-            f"between steps {begin} and {step} the batch changed, or the run came from another "
-            f"folder, and the checkpoint of that step is gone: steps before it had other samples"
+            f"between steps {after} and {step} the batch changed, or the run came from another "
+            f"folder, and the checkpoint of that step is deleted: earlier steps had other samples"
         )
-    found = Stretch(
-        first_step=begin + 1,
+    stretch = Stretch(
+        first_step=after + 1,
         last_step=step,
-        begin=first,
+        start=start,
         dims=dims,
         config=config,
         fingerprint=state["fingerprint"],
-        said_by=f"{checkpoint.name}, counted back from its position",
+        origin=f"{checkpoint.name}, counted back from its position",
         doubt=doubt,
     )
-    return found, state["position"]
+    return stretch, state["position"]
 
 
 def _after(
@@ -175,21 +184,19 @@ def _after(
         try:
             hardware = read_hardware(run)
         except DataError as error:
-            raise DataError(f"{error}; or say --world_size") from error
+            raise DataError(f"{error}; or set --world_size") from error
         world_size = hardware.world_size
         if step == 0 and hardware.resumed_from:
             doubt = (
-                f"the last start went on from step {hardware.resumed_from}, which is not in this "
-                f"folder: the position is right if the batch was always the same"
+                f"the last start resumed from step {hardware.resumed_from}, which is not in this "
+                f"folder: the position is correct if the batch was always the same"
             )
-    dims = resolve_dims(config.parallelism, world_size=world_size)
     return Stretch(
         first_step=step + 1,
         last_step=config.training.steps,
-        begin=SkippedSamples(config.training.skip_samples).place(position),
-        dims=dims,
+        start=SkippedSamples(config.training.skip_samples).place(position),
+        dims=resolve_dims(config.parallelism, world_size=world_size),
         config=config,
-        fingerprint=None,
-        said_by=f"{CONFIG_FILE}, counted from step {step} on",
+        origin=f"{CONFIG_FILE}, counted from step {step}",
         doubt=doubt,
     )

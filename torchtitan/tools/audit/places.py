@@ -1,14 +1,15 @@
-"""Where the tokens of a sample come from: document, file, row.
+"""The documents that a sample's tokens come from, with their file and row.
 
-The order of samples leads to a source and to tokens of its stores; a store's index leads to the
-document. Which file and row a document is, the store does not hold: the files are read again, not
-tokenized, up to the last document asked for. Of examples some may not be learnt, and where there
-are such the examples are encoded again, to see which.
+The order of samples leads to a source and to tokens of its stores, and the index of a store to the
+document. A store does not hold files and rows, so the files are read again up to the last document,
+without tokenizing them. If some examples have no answer to learn, the examples are also encoded
+again, to leave out the same ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,30 +36,30 @@ StoreKey = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A part of a document in a sample; tokens are counted from 0."""
+    """A part of a document in a sample. Tokens are counted from 0."""
 
     store: StoreKey
     document: int
-    """Its number in the store, from 0."""
+    """Number of the document in the store, from 0."""
     first: int
-    """Its first token in the document."""
+    """First token in the document."""
     at: int
-    """Its first token in the sample."""
+    """First token in the sample."""
     num_tokens: int
 
 
 @dataclass
 class Places:
-    """The samples of a run, and where they come from."""
+    """The samples of a run and their documents."""
 
     config: Config
     dataset: MapSamples
     tokenizer: Tokenizer
-    _wheres: dict[StoreKey, dict[int, str]] = field(default_factory=dict)
+    _names: dict[tuple[StoreKey, int], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config) -> Places:
-        """Open the data of a run, tokenized first where the cache has them no more."""
+        """Open the data of a run. They are tokenized again if they are no longer in the cache."""
         path = config.model.tokenizer_path
         tokenizer = build_tokenizer(path)
         dataset = build_samples(
@@ -72,42 +73,40 @@ class Places:
         return cls(config, dataset, tokenizer)
 
     def check(self, fingerprint: dict[str, str]) -> None:
-        """Raise DataError unless these are the data that a checkpoint was trained on."""
+        """Raise DataError unless a checkpoint was trained on these data."""
         ours = self.dataset.fingerprint
-        if changed := [
-            key for key in {**fingerprint, **ours} if fingerprint.get(key) != ours.get(key)
-        ]:
+        if changed := [k for k in {**fingerprint, **ours} if fingerprint.get(k) != ours.get(k)]:
             raise DataError(
-                f"the data must be those that the run was trained on, but {', '.join(changed)} "
-                f"changed since; restore them to explain its steps"
+                f"the data must be the same as in training, but {', '.join(changed)} changed "
+                f"since; restore them"
             )
 
     def read(self, k: int) -> Samples:
-        """Return a sample; raises DataError of a stream, which cannot go back."""
+        """Return a sample. Raise DataError for a stream, which cannot go back."""
         if isinstance(self.dataset, StreamSamples):
             raise DataError(
-                f"'{self.config.training.dataset}' is a stream, of which no sample can be read "
-                f"again by its number; set debug.log_sample_hashes to have them logged"
+                f"'{self.config.training.dataset}' is a stream, whose samples cannot be read "
+                f"again; set debug.log_sample_hashes to log them"
             )
         return self.dataset[k]
 
     def hash(self, k: int) -> str | None:
-        """Return the hash of a sample as it is logged; None: it cannot be read again."""
+        """Return the hash of a sample as it is logged. None: a stream."""
         if isinstance(self.dataset, StreamSamples):
             return None
         return hash_tokens(self.read(k)["tokens"])
 
     def spans(self, k: int) -> list[Span]:
-        """Return what a sample's tokens come from; empty of data that do not know."""
+        """Return the documents in a sample. Empty for custom data, which do not have documents."""
         if not isinstance(self.dataset, Dataset):
             return []
         number, _, i = self.dataset.place_of(k)
         source = self.dataset.sources[number]
         if isinstance(source, ExampleSource):
-            return [*self._of_examples(source, number, i)]
-        return [*self._of_text(source, number, i)] if isinstance(source, TextSource) else []
+            return [*self._spans_of_examples(source, number, i)]
+        return [*self._spans_of_text(source, number, i)] if isinstance(source, TextSource) else []
 
-    def _of_examples(self, source: ExampleSource, number: int, i: int) -> Iterator[Span]:
+    def _spans_of_examples(self, source: ExampleSource, number: int, i: int) -> Iterator[Span]:
         at, [store] = 0, source.stores
         for document in source.samples.document(i):
             # the last token is only a label
@@ -115,98 +114,22 @@ class Places:
             yield Span(store=(number, 0), document=int(document), first=0, at=at, num_tokens=length)
             at += length
 
-    def _of_text(self, source: TextSource, number: int, i: int) -> Iterator[Span]:
+    def _spans_of_text(self, source: TextSource, number: int, i: int) -> Iterator[Span]:
         row_number, first = source.place_of(i)
         row, at = source.stores[row_number], 0
-        for inside, begin, stop in row.runs(first, first + self.config.training.seq_len):
+        for inside, start, stop in row.runs(first, first + self.config.training.seq_len):
             store = row.stores[inside]
-            for start in (begin, *store.boundaries(begin, stop)):
-                document = store.document_at(start)
+            for token in (start, *store.boundaries(start, stop)):
+                document = store.document_at(token)
                 end = min(stop, store.first_token(document + 1))
                 yield Span(
                     store=(number, row_number + inside),
                     document=document,
-                    first=start - store.first_token(document),
+                    first=token - store.first_token(document),
                     at=at,
-                    num_tokens=end - start,
+                    num_tokens=end - token,
                 )
-                at += end - start
-
-    @cached_property
-    def _parts(self) -> dict[StoreKey, Any]:
-        """What each store was made from: a corpus, examples, or the store of the user itself."""
-        training = self.config.training
-        if not isinstance(self.dataset, Dataset) or not self.dataset.num_tokens:
-            return {}  # of the user's own
-        if training.dataset in SUPERVISED:
-            return {(0, 0): find_examples(training)}
-        return {
-            (source, number): part
-            for source, parts in enumerate(corpora(training, held_out=False))
-            for number, part in enumerate(parts)
-        }
-
-    def wheres(self, store: StoreKey, documents: Collection[int]) -> dict[int, str]:
-        """Return file and row of documents of a store, by number."""
-        known = self._wheres.setdefault(store, {})
-        if missing := set(documents) - known.keys():
-            for number, where in enumerate(self._read(store)):
-                if number in missing:
-                    known[number] = where
-                    missing.remove(number)
-                if not missing:
-                    break
-            assert not missing, "the files hold the documents of the store"
-        return known
-
-    def _read(self, store: StoreKey) -> Iterator[str]:
-        """Yield file and row of each document of a store, in its order."""
-        part = self._parts[store]
-        if isinstance(part, TokenStore):
-            yield from (f"{part.prefix} document {n}" for n in range(part.num_documents))
-        elif self.config.training.dataset in SUPERVISED:
-            yield from self._read_examples(part)
-        else:
-            pieces = part.pieces(lambda num_bytes: None)
-            yield from (piece.where for piece in pieces if piece.ends_document)
-
-    def _read_examples(self, examples: Any) -> Iterator[str]:
-        assert isinstance(self.dataset, Dataset)
-        [store] = self.dataset.stores
-        _, notes = open_cached(Path(store.prefix).parent)
-        if not notes["without_answer"]:
-            yield from (example.where for example in examples.examples())
-            return
-        training, path = self.config.training, self.config.model.tokenizer_path
-        encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
-        encoded = label_all(examples, encoder)
-        yield from (example.where for example, row in encoded if is_answered(row))
-
-    def find(self, name: str) -> list[tuple[StoreKey, int]]:
-        """Return the documents that are, or lie in, what `name` says: a file, FILE:ROW, or what
-        `wheres` returns.
-
-        Raises:
-            DataError: None does.
-        """
-        if not self._parts:
-            raise DataError(
-                f"'{self.config.training.dataset}' is data of your own, which do not say what "
-                f"document a sample comes from; look for a sample by its step"
-            )
-        found = [
-            (store, number)
-            for store in self._parts
-            for number, where in enumerate(self._read(store))
-            if names(name, where)
-        ]
-        if not found:
-            example = next(self._read(next(iter(self._parts))))
-            raise DataError(
-                f"no document of the run is {name!r:.200}; write a file as its settings lead to "
-                f"it, and FILE:ROW for a row; the first document is {example!r}"
-            )
-        return found
+                at += end - token
 
     def samples_of(self, store: StoreKey, document: int) -> Collection[int]:
         """Return the samples of its source that have tokens of a document."""
@@ -220,18 +143,91 @@ class Places:
         row_number, inside = (0, store[1]) if is_view else (store[1], 0)
         row = source.stores[row_number]
         one = row.stores[inside]
-        begin, stop = one.first_token(document), one.first_token(document + 1)
-        place = row.place(inside, begin)
-        if place is None or begin == stop:
+        start, stop = one.first_token(document), one.first_token(document + 1)
+        place = row.place(inside, start)
+        if place is None or start == stop:
             return []
-        return source.samples_with(row_number, place, place + stop - begin)
+        return source.samples_with(row_number, place, place + stop - start)
+
+    def names(self, spans: Iterable[Span]) -> dict[tuple[StoreKey, int], str]:
+        """Return file and row of each document, by store and number."""
+        missing: dict[StoreKey, set[int]] = defaultdict(set)
+        for span in spans:
+            if (span.store, span.document) not in self._names:
+                missing[span.store].add(span.document)
+        for store, documents in missing.items():
+            for number, name in enumerate(self._read_names(store)):
+                if number in documents:
+                    self._names[store, number] = name
+                    documents.remove(number)
+                if not documents:
+                    break
+            assert not documents, "the files have the documents of the store"
+        return self._names
+
+    def find(self, name: str) -> list[tuple[StoreKey, int]]:
+        """Return store and number of the documents of a FILE, a FILE:ROW, or a name of `names`.
+
+        Raises:
+            DataError: No document has this name.
+        """
+        if not self._parts:
+            raise DataError(
+                f"'{self.config.training.dataset}' is custom data, whose documents are unknown; "
+                f"use --step"
+            )
+        found = [
+            (store, number)
+            for store in self._parts
+            for number, other in enumerate(self._read_names(store))
+            if _matches(name, other)
+        ]
+        if not found:
+            example = next(self._read_names(next(iter(self._parts))))
+            raise DataError(
+                f"the run has no document {name!r:.200}; write FILE as in its settings, or "
+                f"FILE:ROW; its first document is {example!r}"
+            )
+        return found
+
+    @cached_property
+    def _parts(self) -> dict[StoreKey, Any]:
+        """The origin of each store: a corpus, examples, or a store of the user."""
+        training = self.config.training
+        if not isinstance(self.dataset, Dataset) or not self.dataset.num_tokens:
+            return {}  # custom data
+        if training.dataset in SUPERVISED:
+            return {(0, 0): find_examples(training)}
+        return {
+            (source, number): part
+            for source, parts in enumerate(corpora(training, held_out=False))
+            for number, part in enumerate(parts)
+        }
+
+    def _read_names(self, store: StoreKey) -> Iterator[str]:
+        """Yield file and row of each document of a store, in order."""
+        part = self._parts[store]
+        if isinstance(part, TokenStore):
+            yield from (f"{part.prefix} document {n}" for n in range(part.num_documents))
+        elif self.config.training.dataset not in SUPERVISED:
+            pieces = part.pieces(lambda num_bytes: None)
+            yield from (piece.where for piece in pieces if piece.ends_document)
+        else:
+            assert isinstance(self.dataset, Dataset)
+            [examples] = self.dataset.stores
+            _, notes = open_cached(Path(examples.prefix).parent)
+            if not notes["without_answer"]:
+                yield from (example.where for example in part.examples())
+                return
+            training, path = self.config.training, self.config.model.tokenizer_path
+            encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
+            encoded = label_all(part, encoder)
+            yield from (example.where for example, row in encoded if is_answered(row))
 
 
-def names(name: str, where: str) -> bool:
-    """Tell whether `name` means the document at `where`, as "a.jsonl line 3" or its row alone."""
-    if where == name:
-        return True
-    file, _, row = where.rpartition(" ")
+def _matches(name: str, document: str) -> bool:
+    """Return whether a document, such as "a.jsonl line 3", is `name`, "a.jsonl" or "a.jsonl:3"."""
+    file, _, row = document.rpartition(" ")
     file, _, kind = file.rpartition(" ")
     is_row = kind in ("line", "item", "row", "document") and row.isdecimal()
-    return is_row and name in (file, f"{file}:{row}")
+    return name == document or (is_row and name in (file, f"{file}:{row}"))

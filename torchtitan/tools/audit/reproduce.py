@@ -1,14 +1,9 @@
-"""The commands that would train a run again, with all that was done to it on the way.
+"""Write commands that train a run again, with all changes of settings and layout.
 
-    python -m torchtitan audit reproduce RUN --out again
-
-The ledger has the settings and layout of each start. Steps that a later start went back behind were
-undone, and a start that changed nothing went on as if there had been no stop: neither is repeated.
-What is left are stretches, each trained by a command of its own, which goes on from the checkpoint
-of the one before.
-
-The ledger may be a stranger's: what it says is quoted, and the script runs in the folder in which
-it is started.
+The ledger has the settings and layout of each start. Steps that were lost and trained again, and
+restarts without changes, are left out. Each of the remaining legs is trained by a command, from the
+checkpoint of the previous one. The ledger may come from a stranger, so its values are quoted, and
+the script runs in the folder where it is started.
 """
 
 from __future__ import annotations
@@ -21,26 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.custom import add_trust_code, check_trusted, trusting_stored
-from torchtitan.base.errors import ConfigError, DataError, printable
-from torchtitan.base.urls import is_url, local_path
+from torchtitan.base.errors import DataError, printable
+from torchtitan.base.urls import is_url
 from torchtitan.config.sources import flatten, parse, to_toml
-from torchtitan.job import Config, find_own
+from torchtitan.job import Config
 from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row
 from torchtitan.resume_rules import Job
 from torchtitan.tools.audit.history import without_places
+from torchtitan.tools.audit.rerun import check_own
 
 SCRIPT = "reproduce.sh"
 SAME_RUN = ("job", "metrics", "profiling", "comm", "checkpoint")
-"""Sections that shape neither the training nor its rounding."""
+"""Sections that change neither the training nor its rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class Leg:
     """Steps that one command trains."""
 
     start: Row
+    config: Config
     last_step: int
 
     @property
@@ -48,68 +44,42 @@ class Stretch:
         """The first of them."""
         return int(self.start["step"]) + 1
 
+    def __str__(self) -> str:
+        steps = f"steps {self.first_step} to {self.last_step}"
+        return _line(f"{steps}: {self.start['layout']}, {self.start['time']}")
 
-def main(argv: Sequence[str]) -> int:
-    """Write the commands; raise UserError for mistakes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan audit reproduce",
-        description="Write the commands that train a run again, interventions included.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
-    parser.add_argument("--out", type=local_path, required=True, help="a new folder for them")
-    add_trust_code(parser)
-    arguments = parser.parse_args(argv)
-    out: Path = arguments.out
-    if out.exists():
-        raise ConfigError(f"--out must be a new folder, got {out}, which exists; name another")
-    with trusting_stored(arguments.trust_code):
-        stretches = find_stretches(arguments.run)
-        jobs = [_job_of(stretch, run=arguments.run) for stretch in stretches]
+
+def main(options: argparse.Namespace) -> int:
+    """Write the script and the settings of each start."""
+    out: Path = options.out
+    legs = find_legs(options.run)
+    for leg in legs:
+        check_own(leg.config)
     out.mkdir(parents=True)
-    for number, job in enumerate(jobs, start=1):
-        (out / f"start_{number}.toml").write_text(to_toml(job), encoding="utf-8")
-    lines = list(script_of(stretches, run=arguments.run, out=out))
-    (out / SCRIPT).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for number, leg in enumerate(legs, start=1):
+        (out / f"start_{number}.toml").write_text(to_toml(leg.config), encoding="utf-8")
+    lines = [*_script(legs, run=options.run), ""]
+    (out / SCRIPT).write_text("\n".join(lines), encoding="utf-8")
     (out / SCRIPT).chmod(0o755)
-    for stretch in stretches:
-        sys.stdout.write(f"{describe(stretch)}\n")
+    for leg in legs:
+        sys.stdout.write(f"{leg}\n")
     sys.stdout.write(f"train it again: {shlex.quote(str(out / SCRIPT))}\n")
     return 0
 
 
-def _job_of(stretch: Stretch, *, run: Path) -> Config:
-    """Return the settings of a stretch; raises ConfigError if they name code that is not trusted:
-    the script would run it."""
-    config = Job.stored(stretch.start["config"], file=run / LEDGER).config
-    for path, text in find_own(config):
-        check_trusted(text, key=".".join(path))
-    return without_places(config)
-
-
-def describe(stretch: Stretch) -> str:
-    """Say what a stretch is in one line."""
-    start = stretch.start
-    said = f"steps {stretch.first_step} to {stretch.last_step}: {start['layout']}, {start['time']}"
-    return _in_a_line(said)
-
-
-def _in_a_line(text: str) -> str:
+def _line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def find_stretches(run: Path) -> list[Stretch]:
-    """Return what is left of a run's starts.
+def find_legs(run: Path) -> list[Leg]:
+    """Return the legs of a run.
 
     Raises:
-        DataError: It has no ledger, or trained nothing.
+        DataError: It has no ledger, or trained no step.
     """
     rows = read_ledger(run)
     if not rows:
-        raise DataError(
-            f"a run that can be reproduced has a {LEDGER}, which versions from 0.3 on write; "
-            f"{run} has none"
-        )
+        raise DataError(f"{run} has no {LEDGER}, which version 0.3 and later write")
     starts: list[Row] = []
     end = 0
     for row in rows:
@@ -117,108 +87,104 @@ def find_stretches(run: Path) -> list[Stretch]:
             end = row["step"]
             while starts and starts[-1]["step"] >= end:
                 starts.pop()
-            if not (starts and _goes_on(starts[-1], row)):
+            is_same = starts and starts[-1]["layout"] == row["layout"]
+            if not (is_same and _shape(starts[-1]) == _shape(row)):
                 starts.append(row)
         elif row["event"] in ("checkpoint", "end"):
             end = max(end, row["step"])
     firsts = [row["step"] for row in starts]
     if not starts or firsts[0] > 0:
         raise DataError(
-            f"{run / LEDGER} must begin with a start at step 0, got one at step "
-            f"{firsts[0] if firsts else 'none'}: the run was begun by another version, or in "
-            f"another folder; its first steps cannot be trained again"
+            f"{run / LEDGER} must have a start at step 0, its first is at step "
+            f"{firsts[0] if firsts else 'none'}: the run was started in another folder or by "
+            f"another version"
         )
-    lasts = [*firsts[1:], end]
-    found = [Stretch(start=s, last_step=n) for s, n in zip(starts, lasts, strict=True)]
-    if not (found := [stretch for stretch in found if stretch.last_step >= stretch.first_step]):
-        raise DataError(f"{run} must have trained a step to be trained again, and it has not")
-    return found
+    legs = [
+        Leg(start=start, config=without_places(_config(start, run=run)), last_step=last)
+        for start, last in zip(starts, [*firsts[1:], end], strict=True)
+        if last > start["step"]
+    ]
+    if not legs:
+        raise DataError(f"{run} has trained no step")
+    return legs
 
 
-def _goes_on(before: Row, row: Row) -> bool:
-    """Tell whether a start trains on as the one before would have, in the same layout."""
-    return bool(before["layout"] == row["layout"] and _shape(before) == _shape(row))
+def _config(start: Row, *, run: Path = Path()) -> Config:
+    return Job.stored(start["config"], file=run / LEDGER).config
 
 
 def _shape(start: Row) -> dict[tuple[str, ...], Any]:
+    """Return the facts of a start that change the training."""
     flat = flatten(parse(start["config"], origin=LEDGER), origin=LEDGER)
     shape = {path: one.value for path, one in flat.items() if path[0] not in SAME_RUN}
     shape[("code",)] = start["code"]
-    # the length of the training counts as that of the schedule
-    shape["training", "steps"] = shape["lr_scheduler", "total_steps"] = _total_steps(start)
+    # the number of steps matters only as the length of the schedule
+    config = _config(start)
+    total = config.lr_scheduler.total_steps or config.training.steps
+    shape["training", "steps"] = shape["lr_scheduler", "total_steps"] = total
     return shape
 
 
-def _total_steps(start: Row) -> int:
-    config = Job.stored(start["config"], file=LEDGER).config
-    return config.lr_scheduler.total_steps or config.training.steps
-
-
-def script_of(stretches: Sequence[Stretch], *, run: Path, out: Path) -> Iterator[str]:
-    """Yield the lines of a shell script that trains all stretches into a run beside it."""
-    folder = stretches[0].start["folder"]
+def _script(legs: Sequence[Leg], *, run: Path) -> Iterator[str]:
+    """Yield the lines of a script that trains all legs into a run beside it."""
+    first = legs[0].start
     yield "#!/usr/bin/env bash"
-    yield _in_a_line(f"# Trains {run} again, in the same layouts, into `run` beside this file.")
-    yield _in_a_line(f"# Relative paths begin where you start it; the run was started in {folder}.")
-    yield "# Bit for bit where code, versions and hardware are those of the first time:"
-    for key, value in {**stretches[0].start["versions"], **_commits(stretches)}.items():
-        yield _in_a_line(f"#   {key} {value}")
+    yield _line(f"# Trains {run} again, in the same layouts, into `run` beside this file.")
+    yield _line(f"# Relative paths start at the current folder; it was {first['folder']}.")
+    yield "# The result is bit-identical with the same code, versions and hardware:"
+    for key, value in {**first["versions"], **_commits([leg.start for leg in legs])}.items():
+        yield _line(f"#   {key} {value}")
     yield "set -euo pipefail"
     yield 'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'
-    for number, stretch in enumerate(stretches, start=1):
-        start = stretch.start
+    for number, leg in enumerate(legs, start=1):
         yield ""
-        yield f"# {describe(stretch)}"
-        options = {
-            "training.steps": stretch.last_step,
-            **_changed(start, last_step=stretch.last_step, exports=number == len(stretches)),
-        }
-        ranks, here = start["world_size"], start["hardware"]["ranks_per_machine"]
-        launch = "python"
+        yield f"# {leg}"
+        ranks, here = leg.start["world_size"], leg.start["hardware"]["ranks_per_machine"]
+        launcher = "python"
         if ranks > 1:
             nodes = "--standalone"
             if ranks > here:
-                yield f"# on {ranks // here} machines: run this file on each, and set RENDEZVOUS"
+                yield f"# on {ranks // here} machines: set RENDEZVOUS, and run this file on each"
                 nodes = (
                     f'--nnodes {ranks // here} --rdzv_backend c10d --rdzv_endpoint "$RENDEZVOUS"'
                 )
-            launch = f"python -m torchtitan.launch {nodes} --nproc_per_node {min(ranks, here)}"
+            launcher = f"python -m torchtitan.launch {nodes} --nproc_per_node {min(ranks, here)}"
+        settings = {"training.steps": leg.last_step, **_settings(leg, is_last=leg is legs[-1])}
         lines = [
-            f"{launch} -m torchtitan.train",
+            f"{launcher} -m torchtitan.train",
             f'--job.config_file "$here/start_{number}.toml"',
             '--job.dump_folder "$here/run"',
-            *(f"--{key} {shlex.quote(str(value))}" for key, value in options.items()),
+            *(f"--{key} {shlex.quote(str(value))}" for key, value in settings.items()),
         ]
         yield " \\\n    ".join(lines)
 
 
-def _changed(start: Row, *, last_step: int, exports: bool) -> dict[str, object]:
-    """Return what has to be set otherwise than at the start, to stop and go on where it did."""
-    config = Job.stored(start["config"], file=LEDGER).config
-    checkpoint, options = config.checkpoint, dict[str, object]()
-    if config.lr_scheduler.total_steps is None and config.training.steps != last_step:
-        options["lr_scheduler.total_steps"] = config.training.steps
+def _settings(leg: Leg, *, is_last: bool) -> dict[str, object]:
+    """Return the settings to change so that the next command can resume."""
+    config = leg.config
+    checkpoint, settings = config.checkpoint, dict[str, object]()
+    if config.lr_scheduler.total_steps is None and config.training.steps != leg.last_step:
+        settings["lr_scheduler.total_steps"] = config.training.steps
     if not checkpoint.enable:
-        options["checkpoint.enable"] = "true"
+        settings["checkpoint.enable"] = "true"
     if is_url(checkpoint.folder):
-        options["checkpoint.folder"] = checkpoint.staging_folder
-    if checkpoint.load_step != -1 and start["step"] > 0:
-        options["checkpoint.load_step"] = -1  # there are no later ones
-    if not exports:  # what is exported at the end belongs to the end
-        for key in ("checkpoint.last_save_in_hf", "checkpoint.last_save_model_only"):
-            if getattr(checkpoint, key.partition(".")[2]):
-                options[key] = "false"
-    return options
+        settings["checkpoint.folder"] = checkpoint.staging_folder
+    if checkpoint.load_step != -1 and leg.first_step > 1:
+        settings["checkpoint.load_step"] = -1  # the latest is the one to load
+    if not is_last:  # only the last command exports
+        for key in ("last_save_in_hf", "last_save_model_only"):
+            if getattr(checkpoint, key):
+                settings[f"checkpoint.{key}"] = "false"
+    return settings
 
 
-def _commits(stretches: Sequence[Stretch]) -> dict[str, str]:
-    """Name the commits of the first start, and say if later ones had others."""
-    states = [stretch.start["git"] for stretch in stretches]
+def _commits(starts: Sequence[Row]) -> dict[str, str]:
+    """Return the commits of the first start, and whether later starts had others."""
     found = {}
-    for name, state in states[0].items():
+    for name, state in starts[0]["git"].items():
         if state is not None:
-            changed = " with changes that are in no commit" if state["diff_sha256"] else ""
-            others = any(other.get(name) != state for other in states)
-            later = ", and another at a later start" if others else ""
-            found[f"code of {name}:"] = f"commit {state['commit'][:12]}{changed}{later}"
+            changes = " with uncommitted changes" if state["diff_sha256"] else ""
+            differs = any(start["git"].get(name) != state for start in starts)
+            later = ", other code at a later start" if differs else ""
+            found[f"code of {name}:"] = f"commit {state['commit'][:12]}{changes}{later}"
     return found

@@ -1,9 +1,9 @@
-"""Steps of a run trained once more, from the checkpoint before them, in a folder of their own.
+"""Train steps of a run again, from the checkpoint before them, in another folder.
 
 The run's folder is only read. Settings, layout and number of threads are those of the start that
-trained the steps; what watches (validation, callbacks, sinks, traces) is left out. On the same kind
-of hardware the same numbers come out, bit for bit. The trainer runs in the current folder, for the
-ledger may be a stranger's and a folder decides which modules are found.
+trained the steps; validation, callbacks, sinks and traces are left out. On the same hardware the
+results are bit-identical. The trainer runs in the current folder: the ledger may come from a
+stranger, and the folder decides which modules are found.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,16 +31,6 @@ NEVER = 10**9
 THREADS = re.compile(r"threads: (\d+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rerun:
-    """What came of it."""
-
-    folder: Path
-    """The dump_folder, with a checkpoint of the last step."""
-    rows: list[Row]
-    """The figures of each step."""
-
-
 def rerun(
     run: Path,
     stretch: Stretch,
@@ -51,68 +41,77 @@ def rerun(
     options: Sequence[str] = (),
     callbacks: tuple[str, ...] = (),
     environ: Mapping[str, str] = MappingProxyType({}),
-) -> Rerun:
-    """Train the steps of a stretch up to `last_step` again.
+) -> list[Row]:
+    """Train the steps of a stretch up to `last_step` again, and return the figures of each step.
 
-    `world_size` and `options`, words of the trainer's command line, ask for another layout.
+    The dump_folder is `out`/run; it has a checkpoint of the last step.
+
+    Args:
+        run: Folder of the run.
+        stretch: Steps with the same settings.
+        last_step: Last step to train.
+        out: Folder for the files.
+        world_size: Ranks of another layout.
+        options: Settings of another layout.
+        callbacks: Import paths of callbacks.
+        environ: Variables to add to the environment.
 
     Raises:
-        UserError: The steps cannot be trained again; with the last lines of what was said.
+        UserError: The steps cannot be trained again; with the last lines of the trainer's output.
     """
     assert stretch.first_step <= last_step <= stretch.last_step
     starts = read_starts(run)
-    if problem := why_not(starts, stretch):
-        raise DataError(f"steps {stretch.first_step} to {last_step} {problem}")
+    what = f"steps {stretch.first_step} to {last_step} cannot be trained again"
+    if has_several_starts(starts, stretch):
+        raise DataError(
+            f"{what}: several starts trained them, and the checkpoints between are deleted; choose "
+            f"a step after a checkpoint, and set checkpoint.keep_latest_k to keep more"
+        )
     settings = _settings(run, stretch, starts=starts, last_step=last_step, out=out)
-    for path, text in find_own(settings):  # to the trainer the file is the user's
-        check_trusted(text, key=".".join(path))
-    training = replace(settings.training, callbacks=callbacks)
+    check_own(settings)
+    settings = replace(settings, training=replace(settings.training, callbacks=callbacks))
     out.mkdir(parents=True, exist_ok=True)
     file = out / "job.toml"
-    file.write_text(to_toml(replace(settings, training=training)), encoding="utf-8")
+    file.write_text(to_toml(settings), encoding="utf-8")
     words = [f"--job.config_file={file.resolve()}", *options]
     if options:
-        load_config(words)  # a mistake in them is told here
-    ranks = world_size or stretch.dims.world_size
-    began = _start_of(starts, stretch)
-    what = f"steps {stretch.first_step} to {last_step} could not be trained again"
-    if began is not None and began["folder"] != os.getcwd():
-        what += f" (the run was started in {began['folder']!r}, and relative paths begin there)"
+        load_config(words)  # reports a mistake in them
+    start = next((row for row in starts[::-1] if row["step"] < stretch.first_step), None)
+    if start is not None:
+        if start["folder"] != os.getcwd():
+            what += f" (relative paths may start at {start['folder']!r}, where the run was started)"
+        # the number of threads changes the order of a CPU's sums
+        if threads := THREADS.search(start["hardware"]["device"]):
+            environ = {"OMP_NUM_THREADS": threads[1], **environ}
     train(
         words,
-        world_size=ranks,
+        world_size=world_size or stretch.dims.world_size,
         log=out / "rerun.log",
         what=what,
-        environ={**_threads(began), **environ},
+        environ=environ,
     )
-    return Rerun(folder=out / "run", rows=read_rows(out / "run" / f"{RECORD}.jsonl"))
+    return read_rows(out / "run" / f"{RECORD}.jsonl")
+
+
+def check_own(config: Config) -> None:
+    """Raise ConfigError if settings name code that is not trusted; the trainer would import it."""
+    for path, text in find_own(config):
+        check_trusted(text, key=".".join(path))
 
 
 def read_starts(run: Path) -> list[Row]:
-    """Return the starts of a run, as its ledger has them."""
+    """Return the starts in a run's ledger."""
     return [row for row in read_ledger(run) if row["event"] == "start"]
 
 
-def why_not(starts: Sequence[Row], stretch: Stretch) -> str:
-    """Say why steps cannot be trained again; nothing if they can."""
-    before = stretch.first_step - 1
-    inside = sorted({row["step"] for row in starts if before < row["step"] < stretch.last_step})
-    if inside or stretch.doubt:
-        others = f" at step {', '.join(map(str, inside))}" if inside else ""
-        return (
-            f"were trained by several starts{others}, and the checkpoints between them are gone; "
-            f"choose a step behind a checkpoint, and keep more by checkpoint.keep_latest_k"
-        )
-    return ""
+def has_several_starts(starts: Sequence[Row], stretch: Stretch) -> bool:
+    """Return whether a stretch cannot be trained again, because several starts trained it."""
+    inside = (stretch.first_step <= row["step"] < stretch.last_step for row in starts)
+    return any(inside) or bool(stretch.doubt)
 
 
 def _settings(
-    run: Path,
-    stretch: Stretch,
-    *,
-    starts: Sequence[Row],
-    last_step: int,
-    out: Path,
+    run: Path, stretch: Stretch, *, starts: Sequence[Row], last_step: int, out: Path
 ) -> Config:
     config = stretch.config
     saved, own = stretch.first_step - 1, config.checkpoint
@@ -123,13 +122,13 @@ def _settings(
         initial_load_path=str((run / own.local_folder).resolve()),
         initial_load_model_only=False,
         load_step=saved,
-        grow_vocab=own.grow_vocab,  # beside an adapter: which rows are trained
-        # what a start leaves out it leaves out once
+        grow_vocab=own.grow_vocab,  # with an adapter: the rows that are trained
+        # only the start at this step left them out
         exclude_from_loading=own.exclude_from_loading
         if own.mode != "finetune" and any(row["step"] == saved for row in starts)
         else (),
     )
-    if saved == 0:  # no checkpoint: it begins as the run did
+    if saved == 0:  # without a checkpoint, start like the run
         start = replace(
             own,
             enable=True,
@@ -153,7 +152,7 @@ def _settings(
         profiling=ProfilingConfig(),
         validation=ValidationConfig(holdout_fraction=config.validation.holdout_fraction),
         checkpoint=start,
-        lora=replace(config.lora, export_format="merged"),  # it exports nothing
+        lora=replace(config.lora, export_format="merged"),  # nothing is exported
         lr_scheduler=replace(config.lr_scheduler, total_steps=total),
         training=replace(
             config.training,
@@ -162,15 +161,3 @@ def _settings(
             callbacks=(),
         ),
     )
-
-
-def _start_of(starts: Sequence[Row], stretch: Stretch) -> Row | None:
-    """Return the start that trained a stretch; None: the run has no ledger."""
-    before = [row for row in starts if row["step"] < stretch.first_step]
-    return before[-1] if before else None
-
-
-def _threads(began: Row | None) -> dict[str, str]:
-    """Return what gives each rank the threads that it had: sums of a CPU depend on them."""
-    found = None if began is None else THREADS.search(began["hardware"]["device"])
-    return {} if found is None else {"OMP_NUM_THREADS": found[1]}

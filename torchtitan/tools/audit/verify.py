@@ -1,11 +1,6 @@
-"""Does training a run's steps again give what it logged?
+"""Check whether steps that are trained again give the logged figures.
 
-    python -m torchtitan audit verify RUN --steps 5
-
-First every file of every checkpoint is compared with its checksum, and each manifest with its hash
-in the ledger. Then steps drawn at random are trained again from the checkpoint before each of them,
-and all figures that were logged on the way are compared bit for bit. With --states each of these
-stretches is trained up to its next checkpoint, and that is compared too, tensor by tensor.
+`command.py` describes the verb.
 """
 
 from __future__ import annotations
@@ -17,8 +12,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from torchtitan.base.custom import add_trust_code, trusting_stored
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import DataError
 from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import CONFIG_FILE
@@ -26,54 +20,29 @@ from torchtitan.metrics.ledger import hash_manifest, read_ledger
 from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.resume_rules import Job
 from torchtitan.tools.audit.history import Stretch, read_history, stretch_of
-from torchtitan.tools.audit.rerun import read_starts, rerun, why_not
+from torchtitan.tools.audit.rerun import has_several_starts, read_starts, rerun
 from torchtitan.tools.compare.compare_runs import Comparison, compare_checkpoints, say
 
 
-def main(argv: Sequence[str]) -> int:
-    """Verify; return 0 if all is as it was, 1 if not; raise UserError for mistakes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan audit verify",
-        description="Tell whether a run's steps, trained again, give what it logged.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="steps to draw")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument(
-        "--states", action="store_true", help="train on to the next checkpoint and compare it"
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.0,
-        help="relative difference that counts as equal, for other hardware",
-    )
-    add_trust_code(parser)
-    arguments = parser.parse_args(argv)
-    if arguments.steps < 0:
-        raise ConfigError(f"--steps must be at least 0, got {arguments.steps}")
-    with trusting_stored(arguments.trust_code):
-        return _verify(arguments)
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    damaged = _changed_files(arguments.run)
+def main(options: argparse.Namespace) -> int:
+    """Verify a run, print the result and return the exit code."""
+    run: Path = options.run
+    damaged = _find_damaged(run)
     for step, mistakes in damaged.items():
         for mistake in mistakes:
             say(f"step-{step}: {mistake}")
     if not damaged:
-        say("all files are those that the manifests list")
-    wrong, rows = bool(damaged), read_rows(arguments.run / f"{RECORD}.jsonl")
-    # a damaged checkpoint is not loaded: what can be trained again still is
-    for stretch, last in _chosen(arguments, rows=rows, damaged=damaged):
-        wrong |= not _is_same(arguments, stretch, rows=rows, last=last)
-    say("different from what was logged" if wrong else "as it was logged")
-    return int(wrong)
+        say("the files of all checkpoints are unchanged")
+    is_equal, rows = not damaged, read_rows(run / f"{RECORD}.jsonl")
+    # what does not need a damaged checkpoint is still trained again
+    for stretch, last in _draw(run, options, rows=rows, damaged=damaged):
+        is_equal &= _is_equal(run, options, stretch, rows=rows, last=last)
+    say("equal to the log" if is_equal else "different from the log")
+    return int(not is_equal)
 
 
-def _changed_files(run: Path) -> dict[int, list[str]]:
-    """Return what is wrong with the files of checkpoints, by step."""
+def _find_damaged(run: Path) -> dict[int, list[str]]:
+    """Return the faults in the files of checkpoints, by step."""
     folder = run / Job.stored_in(run / CONFIG_FILE).config.checkpoint.local_folder
     hashes = {
         row["step"]: row["manifest_sha256"]
@@ -85,70 +54,61 @@ def _changed_files(run: Path) -> dict[int, list[str]]:
         checkpoint = folder / f"step-{step}"
         mistakes = verify(checkpoint, group=None)
         if step in hashes and hash_manifest(checkpoint) != hashes[step]:
-            mistakes.append("its manifest is not the one that the ledger knows")
+            mistakes.append("its manifest differs from the one in the ledger")
         if mistakes:
             found[step] = mistakes
     return found
 
 
-def _chosen(
-    arguments: argparse.Namespace, *, rows: Sequence[Row], damaged: Collection[int]
+def _draw(
+    run: Path, options: argparse.Namespace, *, rows: Sequence[Row], damaged: Collection[int]
 ) -> Iterator[tuple[Stretch, int]]:
-    """Draw the steps; yield each stretch that has some, and the last step to train of it."""
-    history, starts = read_history(arguments.run), read_starts(arguments.run)
-    whole = [
-        one for one in history if one.first_step - 1 not in damaged and not why_not(starts, one)
+    """Draw steps, and yield each stretch that has any, with the last step to train."""
+    history, starts = read_history(run), read_starts(run)
+    usable = [
+        each
+        for each in history
+        if each.first_step - 1 not in damaged and not has_several_starts(starts, each)
     ]
     logged = sorted({int(row["step"]) for row in rows})
-    could = [
-        step for step in logged if any(one.first_step <= step <= one.last_step for one in whole)
-    ]
-    if len(could) < arguments.steps:
+    steps = [n for n in logged if any(each.first_step <= n <= each.last_step for each in usable)]
+    if len(steps) < options.steps:
         raise DataError(
-            f"--steps must be at most the {len(could)} logged steps behind a whole checkpoint or "
-            f"the beginning, got {arguments.steps}"
+            f"--steps must be at most {len(steps)}, the number of logged steps that can be trained "
+            f"again from the initial weights or an undamaged checkpoint, got {options.steps}"
         )
-    drawn = sorted(random.Random(arguments.seed).sample(could, arguments.steps))
+    drawn = sorted(random.Random(options.seed).sample(steps, options.steps))
     say(f"steps drawn: {', '.join(map(str, drawn)) or 'none'}")
-    last_steps: dict[int, int] = {}
-    for step in drawn:
-        last_steps[history.index(stretch_of(history, step))] = step
+    last_steps = {history.index(stretch_of(history, step)): step for step in drawn}
     for number, last in last_steps.items():
         stretch = history[number]
-        yield stretch, stretch.last_step if arguments.states and _is_saved(stretch) else last
+        yield stretch, stretch.last_step if options.states and stretch.is_saved else last
 
 
-def _is_saved(stretch: Stretch) -> bool:
-    return stretch.fingerprint is not None
-
-
-def _is_same(
-    arguments: argparse.Namespace, stretch: Stretch, *, rows: Sequence[Row], last: int
+def _is_equal(
+    run: Path, options: argparse.Namespace, stretch: Stretch, *, rows: Sequence[Row], last: int
 ) -> bool:
-    """Train a stretch up to `last` again; compare, and say so."""
-    first, run = stretch.first_step, arguments.run
+    """Train a stretch up to `last` again, compare it, and print the result."""
+    first = stretch.first_step
     sys.stderr.write(f"training steps {first} to {last} again: {stretch.dims}\n")
-    found = Comparison(arguments.tolerance)
+    found = Comparison(options.tolerance)
     with tempfile.TemporaryDirectory() as temporary:
         again = rerun(run, stretch, last_step=last, out=Path(temporary))
-        repeated = {row["step"]: row for row in again.rows}
+        repeated = {row["step"]: row for row in again}
         logged = [row for row in rows if first <= row["step"] <= last]
+        # validation and callbacks are not repeated
+        pairs = [(row, repeated[row["step"]]) for row in logged]
         found.compare_rows(
-            [_shared(row, repeated[row["step"]]) for row in logged],
-            [_shared(repeated[row["step"]], row) for row in logged],
+            [{key: a[key] for key in a if key in b} for a, b in pairs],
+            [{key: b[key] for key in b if key in a} for a, b in pairs],
         )
-        name = f"step-{last}"
-        saved = run / stretch.config.checkpoint.local_folder / name
-        if arguments.states and _is_saved(stretch) and last == stretch.last_step:
-            compare_checkpoints(found, saved, again.folder / "checkpoint" / name, states=False)
-    figures = sum(compared for _, compared, _, _ in found.table)
+        if options.states and stretch.is_saved and last == stretch.last_step:
+            saved = run / stretch.config.checkpoint.local_folder / f"step-{last}"
+            ours = Path(temporary) / "run" / "checkpoint" / saved.name
+            compare_checkpoints(found, saved, ours, states=False)
     if found.differences:
         say(f"steps {first} to {last}: different; first: {found.differences[0]}")
         return False
-    say(f"steps {first} to {last}: {figures} figures and tensors equal")
+    compared = sum(number for _, number, _, _ in found.table)
+    say(f"steps {first} to {last}: {compared} figures and tensors equal")
     return True
-
-
-def _shared(row: Row, other: Row) -> Row:
-    """Return the figures that both rows have: validation and callbacks are not run again."""
-    return {key: value for key, value in row.items() if key in other}

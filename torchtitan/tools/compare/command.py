@@ -1,42 +1,180 @@
-"""Compare trainings: two runs that are there, or layouts of one job, trained here.
+"""Compare trainings: two runs that exist, or layouts of one job that are trained here.
 
     python -m torchtitan compare layouts my.toml single fsdp2 tp2
     python -m torchtitan compare runs outputs/a outputs/b
     python -m torchtitan compare --bisect my.toml single fsdp2,tp2
 
-Each is a module of this package with a `main(arguments)`, as the verbs are.
+This module has the options of all three, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from pathlib import Path
 
-from torchtitan.tools.verbs import Verbs, choose
+from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.urls import local_path
+from torchtitan.tools.compare.layouts.gaps import (
+    GRADIENTS_TOLERANCE,
+    MARGIN_TOLERANCE,
+    TOLERANCES,
+    WEIGHTS_TOLERANCE,
+)
+from torchtitan.tools.compare.layouts.words import option_key
+from torchtitan.tools.verbs import Verbs, build_parser, choose
 
-KINDS: Verbs = {
-    "layouts": (
-        "torchtitan.tools.compare.compare_layouts",
-        "train one job in several layouts, and say where they part",
-    ),
-    "runs": ("torchtitan.tools.compare.compare_runs", "two runs: all figures and all checkpoints"),
-    "--bisect": (
-        "torchtitan.tools.audit.bisect",
-        "name the first module in which two layouts of a job differ",
-    ),
+TOLERATED = {
+    "loss_tolerance": (TOLERANCES["loss"], "relative"),
+    "grad_norm_tolerance": (TOLERANCES["grad_norm"], "relative"),
+    "gradients_tolerance": (GRADIENTS_TOLERANCE, "relative to each tensor's norm"),
+    "weights_tolerance": (WEIGHTS_TOLERANCE, "relative to each tensor's movement"),
+    "margin_tolerance": (MARGIN_TOLERANCE, "of scores, for a changed choice of experts"),
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one kind of comparison; return 0, 1 where something differs that should not, or 2."""
-    kind = choose(
-        KINDS, argv, prog="python -m torchtitan compare", noun="kind", what="what to compare"
-    )
-    if kind is None:
-        return 0
-    module: Any = import_module(KINDS[kind][0])
-    if kind != "runs":  # which starts nothing
-        import_module("torchtitan.tools.compare.compare_layouts").end_ranks_on_signals()
-    code: int = module.main(argv[1:])
+    """Run a comparison; return 0 if it finds no difference, 1 if it finds one, 2 for a mistake."""
+    try:
+        kind = choose(
+            KINDS, argv, prog="python -m torchtitan compare", noun="kind", what="what to compare"
+        )
+        if kind is None:
+            return 0
+        options = PARSERS[kind](argv[1:])
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        code: int = import_module(KINDS[kind][0]).main(options)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
     return code
+
+
+def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
+    """Train one job in several layouts on this machine, and compare them with the first.
+
+    A layout is a list of axes with their number of ranks, joined by commas (fsdpN, ddpN, hsdpNxN,
+    tpN, ppN, cpN; single or 1 is one device), and options of the trainer for this layout, such as
+    "fsdp2 --compile.enable". epN adds no ranks: it distributes experts over the ranks of fsdp, cp
+    and tp. The first layout is the reference; a single layout is compared with one device. Each
+    layout is a real launch with the same global batch.
+
+    Initial weights must be bit-identical. Losses, gradient norms before clipping, the gradient of
+    every parameter in the first steps and final weights must agree within the tolerances; so must
+    max_loss, if the data-parallel ranks have the same samples as the reference's. Options of the
+    trainer outside quotes apply to all layouts.
+
+    A model with experts is compared twice: with the reference's choices of experts (replayed), and
+    with the choices of each layout (free), where two scores that nearly tie may be decided
+    differently. Such flips are counted, and must be near ties.
+
+    Exit code 0: the same training in all layouts. 1: a layout diverges or fails. 2: a mistake.
+    """
+    parser = _parser("layouts", parse_layouts)
+    parser.usage = "%(prog)s TOML LAYOUT [LAYOUT ...] [options] [--section.key=value ...]"
+    add = parser.add_argument
+    add("toml", type=Path, metavar="TOML", help="the job")
+    add("layouts", nargs="+", metavar="LAYOUT", help="the first is the reference")
+    add("--steps", type=int, default=10, metavar="N", help="steps of each training (10)")
+    add("--timeout", type=float, default=600, metavar="S", help="seconds per layout (600)")
+    add("--out", type=local_path, metavar="DIR", help="keep the runs here; default: delete them")
+    add("--json", type=local_path, metavar="FILE", help="write all figures")
+    add("--verbose", action="store_true", help="show every step")
+    text = "compare with max_norm = inf, then with the job's"
+    add("--both_clippings", action="store_true", help=text)
+    for name, (default, unit) in TOLERATED.items():
+        add(f"--{name}", type=float, default=default, metavar="X", help=f"{unit} ({default:g})")
+    text = "compare the gradients of the first N steps (3)"
+    add("--gradient_steps", type=int, default=3, metavar="N", help=text)
+    text = "train in float64, except operations without such a kernel (context parallelism)"
+    add("--float64", action="store_true", help=text)
+    text = "which of the two comparisons of a model with experts (both)"
+    add("--routing", choices=("both", "replayed", "free"), default="both", help=text)
+    options, settings = parser.parse_known_args(argv)
+    options.settings = settings
+    for word in options.settings:
+        if not (word.startswith("--") and "." in option_key(word)):
+            raise ConfigError(f"unknown option {word}; the trainer's are --section.key=value")
+        if option_key(word) in ("training.steps", "job.dump_folder", "job.config_file"):
+            raise ConfigError(f"set {option_key(word)} by --steps, --out or TOML")
+    if options.steps < 1 or options.timeout <= 0 or options.gradient_steps < 0:
+        raise ConfigError(
+            f"--steps and --timeout must be positive and --gradient_steps not negative, got "
+            f"{options.steps}, {options.timeout:g} and {options.gradient_steps}"
+        )
+    if options.out is not None and options.out.exists() and any(options.out.iterdir()):
+        raise ConfigError(f"--out must be a new or empty folder, got {options.out}")
+    return options
+
+
+def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
+    """Compare two runs: every logged figure, and every tensor of the checkpoints that both have.
+
+    Prints the first difference and a table. Equal means bit-identical, unless --tolerance allows a
+    relative difference. With a tolerance, random generators are left out, which each rank has for
+    itself. So is max_loss, the largest mean loss of a data-parallel rank, if these ranks had
+    different samples. It is comparable between layouts with the same number of data-parallel ranks
+    and local batch, or with one such rank each: single, tp2, pp2, cp2.
+
+    Exit code 0: equal. 1: different. 2: a mistake.
+    """
+    parser = _parser("runs", parse_runs)
+    add = parser.add_argument
+    add("a", type=Path, metavar="A", help="folder of a run")
+    add("b", type=Path, metavar="B", help="folder of another run")
+    add("--folder", default="checkpoint", help="checkpoint.folder of the runs")
+    text = "relative difference that counts as equal"
+    add("--tolerance", type=float, default=0.0, metavar="X", help=text)
+    return parser.parse_args(argv)
+
+
+def parse_bisect(argv: Sequence[str]) -> argparse.Namespace:
+    """Name the first module that differs between two layouts of a job.
+
+    Both train one step from the same initial weights on the same samples. Compared are, in this
+    order: samples, weights before the step, outputs of modules in forward order, gradients of
+    outputs backward, and gradients of weights backward.
+
+    Exit code 0: no difference. 1: a difference. 2: a mistake.
+    """
+    parser = _parser("--bisect", parse_bisect)
+    add = parser.add_argument
+    add("toml", type=Path, metavar="TOML", help="the job")
+    add("a", metavar="A", help="the layout that is correct, such as single")
+    add("b", metavar="B", help='the other layout, such as "fsdp2,tp2 --compile.enable"')
+    add("--step", type=int, default=1, metavar="N", help="the step to compare (1)")
+    text = "relative; default: 1e-4 in float32, otherwise 0.05"
+    add("--tolerance", type=float, metavar="X", help=text)
+    add("--python_b", default=sys.executable, metavar="PYTHON", help="interpreter for B")
+    options, settings = parser.parse_known_args(argv)
+    options.settings = settings
+    if options.step < 1:
+        raise ConfigError(f"--step must be at least 1, got {options.step}")
+    return options
+
+
+def _parser(kind: str, parse: Callable[..., object]) -> argparse.ArgumentParser:
+    parser = build_parser(f"compare {kind}", inspect.getdoc(parse))
+    parser.allow_abbrev = False
+    return parser
+
+
+PARSERS = {"layouts": parse_layouts, "runs": parse_runs, "--bisect": parse_bisect}
+KINDS: Verbs = {
+    "layouts": (
+        "torchtitan.tools.compare.compare_layouts",
+        "train one job in several layouts and compare them",
+    ),
+    "runs": (
+        "torchtitan.tools.compare.compare_runs",
+        "compare the figures and tensors of two runs",
+    ),
+    "--bisect": (
+        "torchtitan.tools.compare.bisect",
+        "name the first module that differs between two layouts",
+    ),
+}

@@ -1,43 +1,29 @@
-"""Train one job in several layouts on this machine, and say where they part.
+"""Train one job in several layouts on this machine, and compare them with the first.
 
-    python -m torchtitan compare layouts my.toml single fsdp2 hsdp2x2
-    python -m torchtitan compare layouts my.toml single "fsdp2 --compile.enable"
-
-A layout is words with numbers of ranks joined by commas (fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN; 1 or
-single is one device) and options of the trainer behind them; epN adds no ranks, but deals out
-experts among those of fsdp, cp and tp. Each is a real launch with the same global batch; the first
-one is the reference, and single goes before a layout that is given alone.
-Initial weights must be equal bit for bit; losses, gradient norms before clipping, the gradient of
-every parameter in the first steps and final weights within the tolerances; max_loss too, where the
-data-parallel ranks have the samples of the reference's. Options of the trainer outside quotes count
-for all layouts.
-
-A model with experts is compared twice: with its tokens sent where the reference sent them
-(replayed), and with each layout choosing by itself (free), where two scores that nearly tie may be
-decided otherwise. Such flips are counted, and must be near ties.
-
-Exit code 0 the same training in all of them, 1 a layout diverges or fails, 2 a mistake.
+`command.py` has the options, `layouts/` the parts: the notation (`words`), the launcher (`launch`)
+of ranks that save more (`rank`, `routing`), the comparison (`gaps`, `flips`) and the `report`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import signal
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.errors import ConfigError
+from torchtitan.base.log import plural
+from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import load_config
+from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.models.families import find_model
 from torchtitan.models.sizes import MoEConfig
-from torchtitan.tools.compare.compare_runs import MAX_LOSS, find_max_loss
-from torchtitan.tools.compare.layouts import report
-from torchtitan.tools.compare.layouts.flips import Flips, compare_choices
+from torchtitan.tools.compare.compare_runs import MAX_LOSS, StoredTensors, find_max_loss, say
+from torchtitan.tools.compare.layouts.flips import compare_choices
 from torchtitan.tools.compare.layouts.gaps import (
     TOLERANCES,
     compare_gradients,
@@ -46,308 +32,292 @@ from torchtitan.tools.compare.layouts.gaps import (
     first_unequal,
     largest_move,
 )
-from torchtitan.tools.compare.layouts.launch import Outcome, launch, settings_of_all
-from torchtitan.tools.compare.layouts.options import ROUTINGS, build_parser, check_options
+from torchtitan.tools.compare.layouts.launch import last_lines, run_ranks
+from torchtitan.tools.compare.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, REPLAYED
 from torchtitan.tools.compare.layouts.report import Verdict, show_steps, show_table, write_json
+from torchtitan.tools.compare.layouts.routing import CHOICES
 from torchtitan.tools.compare.layouts.words import Layout, fit_local_batch, option_key, parse_layout
 
-SET_HERE = ("training.steps", "training.max_norm", "training.global_batch_size")
-SET_HERE_SECTIONS = ("job.", "metrics.", "checkpoint.")
-PROG = "python -m torchtitan compare layouts"
+FIXED = ("training.steps", "training.max_norm", "training.global_batch_size")
+FIXED_SECTIONS = ("job.", "metrics.", "checkpoint.")
 LOCAL_BATCH = "training.local_batch_size"
+CHECKPOINTS = "checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One layout with the options it is launched with, or why it cannot be."""
+    """A layout with the trainer's options for it."""
 
     layout: Layout
     arguments: tuple[str, ...]
-    refusal: str
+    refusal: str = ""
+    """Why it cannot be trained."""
 
 
-def make_plan(layout: Layout, *, common: Sequence[str], global_batch_size: int) -> Plan:
-    """Check a layout's settings, and cut the global batch for it.
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of one training."""
+
+    folder: Path
+    seconds: float = 0.0
+    rows: list[Row]
+    problem: str
+    """Why it did not train to its end."""
+
+    def weights(self, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
+        """Return the initial weights with `min`, the final ones with `max`."""
+        folder = self.folder / CHECKPOINTS
+        return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
+
+    def gradients(self, step: int) -> StoredTensors:
+        """Return the gradients of one of the first steps."""
+        return StoredTensors(self.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
+
+
+def main(options: argparse.Namespace) -> int:
+    """Train and compare, print the result and return the exit code."""
+    file = f"--job.config_file={options.toml}"
+    common = (file, *options.settings, *settings_of_all(steps=options.steps))
+    plans = make_plans(options.layouts, common=common)
+    clippings = _find_clippings(options, common)
+    verdicts: dict[str, list[Verdict]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.out or Path(temporary)).resolve()
+        for name, max_norm in clippings.items():
+            if name:
+                say(f"{name}:")
+            comparison = LayoutComparison(
+                options, common=common, max_norm=max_norm, folder=folder / name
+            )
+            verdicts[name] = comparison.run(plans)
+    if options.json is not None:
+        write_json(options.json, verdicts, toml=options.toml)
+    return int(any(each.complaints for group in verdicts.values() for each in group))
+
+
+def settings_of_all(*, steps: int) -> tuple[str, ...]:
+    """Return the options of all layouts: log every step, save the initial and final weights."""
+    return (
+        f"--training.steps={steps}",
+        "--metrics.log_freq=1",
+        "--checkpoint.enable=true",
+        f"--checkpoint.folder={CHECKPOINTS}",
+        f"--checkpoint.interval={steps}",
+        "--checkpoint.keep_latest_k=0",
+        "--checkpoint.async_mode=disabled",
+        "--checkpoint.load_step=-1",
+        "--metrics.enable_tensorboard=false",
+        "--metrics.enable_wandb=false",
+    )
+
+
+def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
+    """Parse the layouts. The first is the reference, whose global batch all of them get.
 
     Raises:
-        ConfigError: It sets what must be equal in all layouts, or cannot share the global batch.
+        ConfigError: A layout makes no sense, or sets an option that all layouts must share.
     """
-    for option in layout.overrides:
-        key = option_key(option)
-        if key in SET_HERE or key.startswith(SET_HERE_SECTIONS):
+    layouts = [parse_layout(text) for text in texts]
+    if len(layouts) == 1:
+        layouts.insert(0, parse_layout("single"))
+    for option in common:
+        if option_key(option).removeprefix("parallelism.") in layouts[0].degrees:
+            raise ConfigError(f"write {option} as a word of each layout")
+    training = load_config(common).training
+    batch = training.global_batch_size
+    if batch == -1:
+        batch = training.local_batch_size * layouts[0].dp
+        note(f"training.global_batch_size is not set: using {batch}, as in {layouts[0].name}")
+    if {training.mixed_precision_param, training.dtype} != {"float32"}:
+        note("the tolerances are for float32, but this job may compute in bfloat16")
+    local = training.local_batch_size
+    return [_make_plan(each, common=common, batch=batch, local=local) for each in layouts]
+
+
+def _make_plan(layout: Layout, *, common: Sequence[str], batch: int, local: int) -> Plan:
+    keys = [option_key(option) for option in layout.overrides]
+    for key in keys:
+        if key in FIXED or key.startswith(FIXED_SECTIONS):
             raise ConfigError(
-                f"layout '{layout.name}': {key} is the same for all layouts; give it outside the "
-                "quotes, or as an option of this script (--help)"
+                f"layout '{layout.name}': {key} must be the same for all layouts; set it outside "
+                f"the quotes, or by an option of this command"
             )
-    arguments = (*common, *layout.arguments, f"--training.global_batch_size={global_batch_size}")
-    if any(option_key(option) == LOCAL_BATCH for option in layout.overrides):
-        return _checked(layout, arguments)
-    local = load_config(common).training.local_batch_size
-    fitting = fit_local_batch(local, global_batch_size=global_batch_size, layout=layout)
-    if fitting != local:
-        say(f"{layout.name}: {LOCAL_BATCH} {fitting}, not {local}, to share {global_batch_size}")
-    return _checked(layout, (*arguments, f"--{LOCAL_BATCH}={fitting}"))
-
-
-def _checked(layout: Layout, arguments: tuple[str, ...]) -> Plan:
+    arguments = (*common, *layout.arguments, f"--training.global_batch_size={batch}")
+    if LOCAL_BATCH not in keys:
+        fitting = fit_local_batch(local, global_batch_size=batch, layout=layout)
+        if fitting != local:
+            note(f"{layout.name}: {LOCAL_BATCH} is {fitting} instead of {local}")
+        arguments += (f"--{LOCAL_BATCH}={fitting}",)
     try:
         load_config(arguments)
     except ConfigError as error:
         return Plan(
             layout=layout, arguments=arguments, refusal=f"its settings are refused: {error}"
         )
-    return Plan(layout=layout, arguments=arguments, refusal="")
+    return Plan(layout=layout, arguments=arguments)
 
 
-def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
-    """Read the layouts; the first is the reference, whose global batch all of them take."""
-    layouts = [parse_layout(text) for text in texts]
-    if len(layouts) == 1:
-        layouts.insert(0, parse_layout("single"))
-    for option in common:
-        if option_key(option).removeprefix("parallelism.") in layouts[0].degrees:
-            raise ConfigError(f"{option} differs by layout: write it as a layout's word")
-    config = load_config(common)
-    whole = config.training.global_batch_size
-    if whole == -1:
-        whole = config.training.local_batch_size * layouts[0].dp
-        say(f"training.global_batch_size is not set: {whole}, as in {layouts[0].name}")
-    if {config.training.mixed_precision_param, config.training.dtype} != {"float32"}:
-        say(
-            "the job computes in bfloat16, or may; tolerances are for float32, see --help to "
-            "change either"
-        )
-    return [make_plan(each, common=common, global_batch_size=whole) for each in layouts]
-
-
-def run_plan(
-    plan: Plan, *, label: str, folder: Path, options: argparse.Namespace, replayed: Path | None
-) -> Outcome:
-    """Launch one layout, showing how far it is."""
-    ranks = plan.layout.world_size
-    head = f"{label}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    if plan.refusal:
-        return Outcome(folder=folder, seconds=0.0, rows=[], problem=plan.refusal)
-    outcome = launch(
-        plan.arguments,
-        world_size=ranks,
-        folder=folder,
-        timeout_s=options.timeout,
-        on_wait=progress(head, num_steps=options.steps),
-        gradient_steps=options.gradient_steps,
-        replayed=replayed,
-        float64=options.float64,
-    )
-    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-    say(f"{clear}{head}: {'failed' if outcome.problem else 'trained'}, {outcome.seconds:.0f} s")
-    return outcome
-
-
-def judge(
-    plan: Plan,
-    outcome: Outcome,
-    reference: Outcome,
-    *,
-    flips: Flips | None,
-    routing: str,
-    options: argparse.Namespace,
-) -> Verdict:
-    """Compare what a layout left with what the reference left, as long as that is one training:
-    up to the first step in which it chose other experts."""
-    verdict = Verdict(
-        layout=plan.layout.name,
-        world_size=plan.layout.world_size,
-        seconds=outcome.seconds,
-        is_reference=outcome is reference,
-        routing=routing,
-        problem=outcome.problem,
-        rows=outcome.rows,
-        flips=flips,
-    )
-    if outcome is reference or outcome.problem:
-        return verdict
-    parted = flips.first_step if flips is not None and routing == "free" else None
-    num_steps = options.steps if parted is None else parted - 1
-    verdict = replace(
-        verdict, unequal=first_unequal(reference.initial_weights(), outcome.initial_weights())
-    )
-    if not num_steps:
-        return verdict
-    tolerances = {
-        **TOLERANCES,
-        "loss": options.loss_tolerance,
-        "grad_norm": options.grad_norm_tolerance,
-    }
-    if find_max_loss(reference.folder, outcome.folder)(1):
-        tolerances[MAX_LOSS] = options.loss_tolerance
-    rows = [[row for row in x.rows if row["step"] <= num_steps] for x in (reference, outcome)]
-    verdict = replace(
-        verdict,
-        steps=compare_rows(*rows, tolerances=tolerances),
-        gradients=tuple(
-            compare_gradients(reference.gradients(step), outcome.gradients(step))
-            for step in range(1, min(options.gradient_steps, num_steps) + 1)
-        ),
-        gradients_tolerance=options.gradients_tolerance,
-    )
-    if parted is not None:
-        return verdict
-    weights = (reference.initial_weights(), reference.final_weights(), outcome.final_weights())
-    return replace(
-        verdict,
-        weights=compare_weights(*weights),
-        weights_tolerance=options.weights_tolerance,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How the experts of a model are chosen in a comparison."""
-
-    kinds: tuple[str, ...]
-    """Of the layouts, one training each; "" for a model without experts."""
-    groups: tuple[int, int]
-    """Of experts, and how many of them a token chooses from."""
-
-
-def find_routing(common: Sequence[str], options: argparse.Namespace) -> Routing:
-    """Look at the job's model."""
-    _, sizes = find_model(load_config(common).model)
-    if not isinstance(sizes, MoEConfig):
-        return Routing(kinds=("",), groups=(1, 1))
-    groups = sizes.num_expert_groups or 1
-    kinds = ROUTINGS if options.routing == "both" else (options.routing,)
-    return Routing(kinds=kinds, groups=(groups, sizes.num_limited_groups or groups))
-
-
-def compare(
-    plans: Sequence[Plan],
-    *,
-    max_norm: float,
-    folder: Path,
-    routing: Routing,
-    options: argparse.Namespace,
-) -> list[Verdict]:
-    """Launch all layouts, print how they compare, and return the verdicts.
-
-    Nothing more is launched once the reference has failed.
-    """
-    reference: Outcome | None = None
-    verdicts: list[Verdict] = []
-    for number, plan in enumerate(plans, start=1):
-        plan = replace(plan, arguments=(*plan.arguments, f"--training.max_norm={max_norm}"))
-        for kind in routing.kinds if reference is not None else ("",):
-            label = f"[{number}/{len(plans)}] {plan.layout.name}{f' ({kind})' if kind else ''}"
-            replayed = reference.choices if reference is not None and kind == "replayed" else None
-            into = folder / (f"{number}-{kind}" if kind else str(number))
-            outcome = run_plan(plan, label=label, folder=into, options=options, replayed=replayed)
-            flips = None
-            if reference is not None and kind and not outcome.problem:
-                flips = compare_choices(
-                    reference.choices,
-                    outcome.choices,
-                    num_steps=options.steps,
-                    replayed=kind == "replayed",
-                    groups=routing.groups,
-                    tolerance=options.margin_tolerance,
-                )
-            reference = reference or outcome
-            verdicts.append(
-                judge(plan, outcome, reference, flips=flips, routing=kind, options=options)
-            )
-            if options.verbose and outcome.rows:
-                show_steps(plan.layout.name, outcome.rows, reference_rows=reference.rows)
-        if reference is not None and reference.problem:
-            say("the reference failed: the other layouts are not trained")
-            break
-    if reference is not None and not reference.problem:
-        show_reference(reference, max_norm=max_norm)
-    show_table(verdicts)
-    return verdicts
-
-
-def show_reference(reference: Outcome, *, max_norm: float) -> None:
-    """Print what layouts are compared with: a training that moves nothing would prove little."""
-    moved = largest_move(reference.initial_weights(), reference.final_weights())
-    clipped = sum(row["grad_norm"] > max_norm for row in reference.rows)
-    first, last = (
-        "-" if row["loss"] is None else f"{row['loss']:.5f}"
-        for row in (reference.rows[0], reference.rows[-1])
-    )
-    report.say(
-        f"reference: loss {first} to {last}, weights moved by up to {moved:.2g}, "
-        f"{clipped} of {len(reference.rows)} steps clipped (max_norm {max_norm:g})"
-    )
-
-
-def say(text: str) -> None:
-    """Say what goes on, beside the results."""
-    sys.stderr.write(text + "\n")
-
-
-def progress(head: str, *, num_steps: int) -> Callable[[int, float], None]:
-    """Return what shows steps and seconds: on a terminal, in one line."""
-    terminal = sys.stderr.isatty()
-    if not terminal:
-        say(f"{head}: training")
-
-    def show(step: int, seconds: float) -> None:
-        if terminal:
-            sys.stderr.write(f"\r{head}: step {step}/{num_steps}, {seconds:.0f} s ")
-            sys.stderr.flush()
-
-    return show
-
-
-def find_clippings(options: argparse.Namespace, common: Sequence[str]) -> dict[str, float]:
-    """Return the norms to clip at, by what to call each.
-
-    Raises:
-        ConfigError: Both ways are asked for, but the job clips at no norm.
-    """
+def _find_clippings(options: argparse.Namespace, common: Sequence[str]) -> dict[str, float]:
+    """Return the norms to clip at, by name."""
     max_norm = load_config(common).training.max_norm
     if not options.both_clippings:
         return {"": max_norm}
     if math.isinf(max_norm):
         raise ConfigError(
-            "--both_clippings needs a training.max_norm to clip at, got inf; add "
-            "--training.max_norm=N with N below the gradient norms"
+            "--both_clippings needs a training.max_norm below the gradient norms, got inf"
         )
     return {"unclipped": math.inf, "clipped": max_norm}
 
 
-def end_ranks_on_signals() -> None:
-    """Make the signals that end this process an exception, on whose way the ranks are ended."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+class LayoutComparison:
+    """Trains layouts that clip at the same norm, and compares them with the first."""
+
+    def __init__(
+        self, options: argparse.Namespace, *, common: Sequence[str], max_norm: float, folder: Path
+    ) -> None:
+        self._options, self._max_norm, self._folder = options, max_norm, folder
+        self._routings: tuple[str, ...] = ("",)
+        self._groups = (1, 1)
+        _, sizes = find_model(load_config(common).model)
+        if isinstance(sizes, MoEConfig):
+            both = ("replayed", "free")
+            self._routings = both if options.routing == "both" else (options.routing,)
+            groups = sizes.num_expert_groups or 1
+            self._groups = (groups, sizes.num_limited_groups or groups)
+
+    def run(self, plans: Sequence[Plan]) -> list[Verdict]:
+        """Train all layouts, print their comparison, and return the verdicts.
+
+        If the reference fails, no other layout is trained.
+        """
+        reference = self._train(
+            plans[0], label=f"[1/{len(plans)}] {plans[0].layout.name}", name="1"
+        )
+        verdicts = [self._judge(plans[0], reference)]
+        if self._options.verbose and reference.rows:
+            show_steps(plans[0].layout.name, reference.rows, reference_rows=reference.rows)
+        if reference.problem:
+            note("the reference failed: the other layouts are not trained")
+            show_table(verdicts)
+            return verdicts
+        for number, plan in enumerate(plans[1:], start=2):
+            for routing in self._routings:
+                suffix = f" ({routing})" if routing else ""
+                label = f"[{number}/{len(plans)}] {plan.layout.name}{suffix}"
+                name = f"{number}-{routing}" if routing else str(number)
+                replayed = reference.folder / CHOICES if routing == "replayed" else None
+                outcome = self._train(plan, label=label, name=name, replayed=replayed)
+                verdicts.append(self._judge(plan, outcome, reference=reference, routing=routing))
+                if self._options.verbose and outcome.rows:
+                    show_steps(plan.layout.name, outcome.rows, reference_rows=reference.rows)
+        self._show_reference(reference)
+        show_table(verdicts)
+        return verdicts
+
+    def _train(self, plan: Plan, *, label: str, name: str, replayed: Path | None = None) -> Outcome:
+        folder, options = self._folder / name, self._options
+        run, label = folder / "run", f"{label}, {plural(plan.layout.world_size, 'rank')}"
+        if plan.refusal:
+            return Outcome(folder=run, rows=[], problem=plan.refusal)
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics, start = run / "metrics.jsonl", time.monotonic()
+        is_terminal = sys.stderr.isatty()
+        if not is_terminal:
+            note(f"{label}: training")
+
+        def show(seconds: float) -> None:
+            if is_terminal:
+                num = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+                sys.stderr.write(f"\r{label}: step {num}/{options.steps}, {seconds:.0f} s ")
+                sys.stderr.flush()
+
+        problem = run_ranks(
+            [*plan.arguments, f"--training.max_norm={self._max_norm}", f"--job.dump_folder={run}"],
+            world_size=plan.layout.world_size,
+            log=folder / "output.txt",
+            module="torchtitan.tools.compare.layouts.rank",
+            environ={
+                NUM_STEPS: str(options.gradient_steps),
+                REPLAYED: str(replayed or ""),
+                FLOAT64: "1" if options.float64 else "",
+            },
+            timeout_s=options.timeout,
+            on_wait=show,
+        )
+        rows = read_rows(metrics) if metrics.is_file() else []
+        if not problem and not rows:
+            problem = f"trained no step{last_lines(folder / 'output.txt')}"
+        seconds = time.monotonic() - start
+        clear = "\r\x1b[K" if is_terminal else ""
+        note(f"{clear}{label}: {'failed' if problem else 'trained'}, {seconds:.0f} s")
+        return Outcome(folder=run, seconds=seconds, rows=rows, problem=problem)
+
+    def _judge(
+        self, plan: Plan, outcome: Outcome, *, reference: Outcome | None = None, routing: str = ""
+    ) -> Verdict:
+        """Compare with the reference, up to the first step with a flip if routing is free."""
+        options = self._options
+        verdict = Verdict(
+            layout=plan.layout.name,
+            world_size=plan.layout.world_size,
+            seconds=outcome.seconds,
+            is_reference=reference is None,
+            routing=routing,
+            problem=outcome.problem,
+            rows=outcome.rows,
+            gradients_tolerance=options.gradients_tolerance,
+            weights_tolerance=options.weights_tolerance,
+        )
+        if reference is None or outcome.problem:
+            return verdict
+        flip = None
+        if routing:
+            verdict.flips = compare_choices(
+                reference.folder / CHOICES,
+                outcome.folder / CHOICES,
+                num_steps=options.steps,
+                replayed=routing == "replayed",
+                groups=self._groups,
+                tolerance=options.margin_tolerance,
+            )
+            flip = verdict.flips.first_step if routing == "free" else None
+        initial = reference.weights(min)
+        verdict.unequal = first_unequal(initial, outcome.weights(min))
+        num_steps = options.steps if flip is None else flip - 1
+        if not num_steps:
+            return verdict
+        tolerances = {
+            **TOLERANCES,
+            "loss": options.loss_tolerance,
+            "grad_norm": options.grad_norm_tolerance,
+        }
+        if find_max_loss(reference.folder, outcome.folder)(1):
+            tolerances[MAX_LOSS] = options.loss_tolerance
+        rows = [[row for row in x.rows if row["step"] <= num_steps] for x in (reference, outcome)]
+        verdict.steps = compare_rows(*rows, tolerances=tolerances)
+        verdict.gradients = [
+            compare_gradients(reference.gradients(step), outcome.gradients(step))
+            for step in range(1, min(options.gradient_steps, num_steps) + 1)
+        ]
+        if flip is None:
+            finals = (reference.weights(max), outcome.weights(max))
+            verdict.weights = compare_weights(initial, *finals)
+        return verdict
+
+    def _show_reference(self, reference: Outcome) -> None:
+        """Print how much the reference trained: without movement, agreement proves little."""
+        moved = largest_move(reference.weights(min), reference.weights(max))
+        rows, max_norm = reference.rows, self._max_norm
+        clipped = sum(row["grad_norm"] > max_norm for row in rows)
+        first, last = (
+            "-" if row["loss"] is None else f"{row['loss']:.5f}" for row in (rows[0], rows[-1])
+        )
+        say(
+            f"reference: loss {first} to {last}, weights moved by up to {moved:.2g}, "
+            f"{clipped} of {len(rows)} steps clipped (max_norm {max_norm:g})"
+        )
 
 
-def main(argv: Sequence[str], *, prog: str = PROG) -> int:
-    """Compare, print what was found, and return the exit code."""
-    options, extra = build_parser(__doc__ or "", prog=prog).parse_known_args(argv)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    verdicts: dict[str, list[Verdict]] = {}
-    try:
-        check_options(options, extra)
-        file = f"--job.config_file={options.toml}"
-        common = (file, *extra, *settings_of_all(steps=options.steps))
-        plans = make_plans(options.layouts, common=common)
-        clippings, routing = find_clippings(options, common), find_routing(common, options)
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = (options.out or Path(temporary)).resolve()
-            for name, max_norm in clippings.items():
-                if name:
-                    report.say(f"{name}:")
-                verdicts[name] = compare(
-                    plans,
-                    max_norm=max_norm,
-                    folder=folder / name,
-                    routing=routing,
-                    options=options,
-                )
-        if options.json is not None:
-            write_json(options.json, verdicts, toml=options.toml)
-    except UserError as error:
-        say(f"error: {error}")
-        return error.exit_code
-    return int(any(each.complaints for group in verdicts.values() for each in group))
+def note(text: str) -> None:
+    """Print progress to stderr, which keeps it out of the results."""
+    sys.stderr.write(text + "\n")

@@ -1,44 +1,45 @@
-"""How far two trainings of the same job are apart: by figures, by gradients and by weights.
+"""The comparer: how far two trainings of the same job are apart, in figures, gradients and weights.
 
-Layouts add in another order, so that digits differ, and in float32 about 1e-7 of a figure is one
-digit. Figures are compared by |a - b| / max(|a|, |b|). What was read from the data, or computed
-from the step alone, has no sum in it and must be equal: a difference there is no rounding.
+Layouts add in different orders, so their results differ by rounding. In float32 that is about 1e-7
+of a figure. Figures are compared by |a - b| / max(|a|, |b|). A figure that is read from the data or
+computed from the step contains no such sum, so it must be equal.
 
-Gradients say most, and are compared tensor by tensor in the first steps, by |a - b| / |a| in the
-2-norm. A factor of 1.001 in one tensor is 1e-3 there, where neither loss nor global norm shows it,
-and where Adam makes the same update of both. The first step starts from equal weights: what differs
-is the layout's own doing, by 3e-7. Later ones inherit what the optimizer made of it.
+Gradients are the most sensitive. Each tensor of the first steps is compared by |a - b| / |a| in the
+2-norm. A factor of 1.001 in one tensor gives 1e-3 there, but shows in neither the loss nor the
+global norm, and Adam makes the same update from it. The first step starts from equal weights, so
+its gradients differ by the rounding of the layout, about 3e-7. Later steps inherit what Adam
+amplified.
 
-Adam makes much of it. Its update of an element is lr u, u = m / (sqrt(v) + eps), where m and v
-average g and g^2 with weights a_i and b_i; by Cauchy and Schwarz |u| <= r = sqrt(sum a_i^2 / b_i),
-1 in the first step and about 1.2 later with betas 0.9 and 0.95, however small g is. So where |g| is
-below the error d of rounding, two right layouts may step in opposite directions, 2 r lr apart, and
-no bound for single elements is less than twice the path that they went: each pair of trainings
-would pass. But such elements are few. If rounding is a fraction t of the tensor's typical gradient,
-u changes by min(2, t/x) at an element x times the typical one; with a density of about 0.8 near
-x = 0 (that of |N(0, 1)|) its mean square is
+Adam updates an element by lr u, u = m / (sqrt(v) + eps), where m and v average g and g^2 with
+weights a_i and b_i. By Cauchy and Schwarz |u| <= r = sqrt(sum a_i^2 / b_i), which is 1 in the first
+step and about 1.2 later with betas 0.9 and 0.95, for any g. So where |g| is below the rounding
+error d, two correct layouts may step in opposite directions, 2 r lr apart. A bound on single
+elements would have to allow twice the distance they moved, and every pair of trainings would pass.
+But such elements are rare. If rounding is a fraction t of the tensor's typical gradient, u changes
+by min(2, t/x) at an element of x times the typical one. With a density of about 0.8 near x = 0
+(that of |N(0, 1)|), its mean square is
 
     0.8 (integral of 4 up to t/2, and of (t/x)^2 from there) = 0.8 (2t + 2t) = 3.2 t
 
-So over a whole tensor the updates differ by up to 1.8 sqrt(t) of themselves: 6e-4 for t = 1e-7 and
-1e-2 for t = 3e-5. (The first step is the worst, 1.1 sqrt(t); later v averages over several g.)
+So over a tensor the updates differ by up to 1.8 sqrt(t) of themselves: 6e-4 for t = 1e-7 and 1e-2
+for t = 3e-5. (The first step is the worst, 1.1 sqrt(t); later v averages over several g.)
 
-Weights are therefore compared by |a - b| / |a - start|, both in the 2-norm: how much of its way
-each tensor went differently. A rate, a decay or a parameter that is wrong changes that by more, and
-a parameter that must not move has no way, and may not differ in a bit.
+Weights are therefore compared by |a - b| / |a - start| in the 2-norm: the share of a tensor's
+movement that differs. A wrong learning rate, decay or parameter changes more. A parameter that must
+not move may not differ in any bit.
+
+This module imports torch only inside functions, because `--help` prints the tolerances.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from torchtitan.metrics.rows import Row
-from torchtitan.tools.compare.compare_runs import tensor_difference
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOLERANCES: Mapping[str, float] = {
     "loss": 1e-5,
@@ -47,73 +48,73 @@ TOLERANCES: Mapping[str, float] = {
     "num_tokens": 0.0,
     "valid_token_fraction": 0.0,
 }
-"""Relative difference of each figure that rounding in float32 explains."""
+"""Allowed relative difference of each figure, for float32."""
 GRADIENTS_TOLERANCE = 1e-4
 WEIGHTS_TOLERANCE = 1e-2
+MARGIN_TOLERANCE = 1e-5
+"""Allowed margin of a changed choice of experts. Scores are at most about 1."""
 LEAST_SHARE = 1e-5
-"""Of the global norm: a gradient smaller than that is compared as if it were so large, since where
-terms cancel to nothing only their rounding is left."""
+"""A gradient smaller than this share of the global norm is compared with this share instead: where
+terms cancel, only their rounding is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """One figure of two runs, over all steps."""
+    """The difference of one figure over all steps."""
 
     figure: str
     tolerance: float
     largest: float
     """Largest relative difference of any step."""
     beyond: tuple[tuple[int, float], ...]
-    """Step and difference, wherever it is larger than the tolerance."""
+    """(step, difference) of each step beyond the tolerance."""
 
     def __str__(self) -> str:
-        if not self.beyond:
-            return f"{self.figure} within {self.tolerance:g}, at most {self.largest:.2g}"
         step, size = self.beyond[0]
         return (
-            f"{self.figure} from step {step}, there by {size:.2g} (tolerance {self.tolerance:g}), "
-            f"at most by {self.largest:.2g}"
+            f"{self.figure} differs by {size:.2g} in step {step} and by at most {self.largest:.2g} "
+            f"(tolerance {self.tolerance:g})"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """How the steps of two runs differ."""
+    """The differences between the figures of two runs."""
 
     gaps: Mapping[str, Gap]
-    """By figure."""
     unmatched_steps: tuple[int, ...]
-    """Steps that only one of the runs has."""
+    """Steps that only one run has."""
 
     @property
     def is_found(self) -> bool:
-        """Whether the runs are apart by more than rounding."""
-        return bool(self.unmatched_steps) or self.first is not None
+        """Whether the runs differ by more than rounding."""
+        return bool(self.unmatched_steps or self._beyond)
 
     @property
     def first(self) -> Gap | None:
         """The figure that is first beyond its tolerance."""
-        apart = [gap for gap in self.gaps.values() if gap.beyond]
-        return min(apart, key=lambda gap: gap.beyond[0][0], default=None)
+        return next(iter(self._beyond), None)
+
+    @property
+    def _beyond(self) -> list[Gap]:
+        beyond = [gap for gap in self.gaps.values() if gap.beyond]
+        return sorted(beyond, key=lambda gap: gap.beyond[0][0])
 
     def __str__(self) -> str:
-        apart = sorted(
-            (gap for gap in self.gaps.values() if gap.beyond), key=lambda gap: gap.beyond[0][0]
-        )
-        missing = [f"only one of the runs has steps {list(self.unmatched_steps)}"]
-        return "; ".join([*missing[: len(self.unmatched_steps)], *map(str, apart)]) or "none"
+        unmatched = [f"only one run has steps {list(self.unmatched_steps)}"]
+        return "; ".join([*unmatched[: len(self.unmatched_steps)], *map(str, self._beyond)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorGap:
-    """The tensor by which two sets of tensors differ most."""
+    """The tensor with the largest difference."""
 
     largest: float
     name: str
 
 
 def relative(a: float | None, b: float | None) -> float:
-    """Return |a - b| / max(|a|, |b|), inf where one alone is None or one is not finite."""
+    """Return |a - b| / max(|a|, |b|), or inf if only one is None or one is not finite."""
     if a == b:
         return 0.0
     if a is None or b is None:
@@ -123,20 +124,19 @@ def relative(a: float | None, b: float | None) -> float:
 
 
 def compare_rows(
-    reference_rows: Sequence[Row],
-    rows: Sequence[Row],
+    reference_rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
     *,
     tolerances: Mapping[str, float] = TOLERANCES,
 ) -> Divergence:
-    """Compare the figures that `tolerances` names at every step of two runs."""
-    assert reference_rows, "a reference without a step agrees with everything"
-    theirs, ours = ({int(row["step"]): row for row in each} for each in (reference_rows, rows))
-    shared = sorted(theirs.keys() & ours.keys())
+    """Compare the figures in `tolerances` at every step of two runs."""
+    assert reference_rows, "a reference without steps would agree with every run"
+    a, b = ({int(row["step"]): row for row in each} for each in (reference_rows, rows))
     gaps = {}
     for figure, tolerance in tolerances.items():
         sizes = [
-            (step, relative(*(rows[step].get(figure, math.nan) for rows in (theirs, ours))))
-            for step in shared
+            (step, relative(a[step].get(figure, math.nan), b[step].get(figure, math.nan)))
+            for step in sorted(a.keys() & b.keys())
         ]
         gaps[figure] = Gap(
             figure=figure,
@@ -144,75 +144,76 @@ def compare_rows(
             largest=max((size for _, size in sizes), default=0.0),
             beyond=tuple((step, size) for step, size in sizes if size > tolerance),
         )
-    return Divergence(gaps=gaps, unmatched_steps=tuple(sorted(theirs.keys() ^ ours.keys())))
+    return Divergence(gaps=gaps, unmatched_steps=tuple(sorted(a.keys() ^ b.keys())))
 
 
 def compare_gradients(
     reference: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> TensorGap:
-    """Return the largest difference of any gradient, relative to its own norm.
+    """Return the largest difference of a gradient, relative to its norm.
 
-    A gradient that only one side has, or has in another shape, differs by inf.
+    A gradient that is missing on one side, or has another shape there, differs by inf.
     """
     least = LEAST_SHARE * math.hypot(*(_norm(reference[name]) for name in reference))
-    return _largest(
-        (name, _gap(a, b, size=max(_norm(a), least))) for name, a, b in _pairs(reference, gradients)
-    )
+    return _largest_gap(reference, gradients, size=lambda name, a: max(_norm(a), least))
 
 
 def compare_weights(
     start: Mapping[str, Tensor], reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> TensorGap:
-    """Return the largest difference of any tensor, relative to how far the reference's went from
-    `start`.
+    """Return the largest difference of a tensor, relative to the reference's distance from `start`.
 
-    A tensor that only one side has, or has in another shape, differs by inf.
+    A tensor that is missing on one side, or has another shape there, differs by inf.
     """
-    return _largest(
-        (name, _gap(a, b, size=_norm(a - start[name]) if name in start else 0.0))
-        for name, a, b in _pairs(reference, weights)
+    return _largest_gap(
+        reference, weights, size=lambda name, a: _norm(a - start[name]) if name in start else 0.0
     )
 
 
 def largest_move(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
-    """Return how far any weight moved, relative to the largest of its tensor."""
-    return max(
-        (end[name] - start[name]).abs().max().item() / (largest or 1.0)
-        for name in end
-        for largest in [torch.stack([start[name], end[name]]).abs().max().item()]
-    )
+    """Return the largest distance a weight moved, relative to the largest weight of its tensor."""
+    moves = []
+    for name in end:
+        a, b = start[name], end[name]
+        largest = max(a.abs().max().item(), b.abs().max().item())
+        moves.append((b - a).abs().max().item() / (largest or 1.0))
+    return max(moves)
 
 
-def _pairs(
-    reference: Mapping[str, Tensor], others: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield tensors of one name, one pair at a time; for one that is missing, an empty one."""
-    nothing = torch.empty(0)
-    for name in sorted({*reference, *others}):
-        yield name, reference.get(name, nothing), others.get(name, nothing)
-
-
-def _largest(sizes: Iterator[tuple[str, float]]) -> TensorGap:
-    gaps = [TensorGap(name=name, largest=size) for name, size in sizes]
-    assert gaps, "no tensors agree with everything"
+def _largest_gap(
+    reference: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    *,
+    size: Callable[[str, Tensor], float],
+) -> TensorGap:
+    """Compare tensor by tensor. `size` returns the size that a difference is divided by."""
+    gaps = []
+    for name in sorted({*reference, *tensors}):
+        gap = math.inf
+        if name in reference and name in tensors:
+            a, b = reference[name], tensors[name]
+            if a.shape == b.shape and a.dtype == b.dtype:
+                gap = _relative_norm(a, b, size=size(name, a))
+        gaps.append(TensorGap(name=name, largest=gap))
+    assert gaps, "empty mappings would agree with every layout"
     return max(gaps, key=lambda gap: gap.largest)
 
 
-def _gap(a: Tensor, b: Tensor, *, size: float) -> float:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return math.inf
-    if torch.equal(a, b):
+def _relative_norm(a: Tensor, b: Tensor, *, size: float) -> float:
+    if a.equal(b):
         return 0.0
     gap = _norm(a - b) / size if size else math.inf
     return gap if math.isfinite(gap) else math.inf
 
 
 def _norm(tensor: Tensor) -> float:
+    import torch
+
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
 def first_unequal(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
-    """Say which tensor is the first not to be equal bit for bit; "" if all are."""
+    """Describe the first tensor that is not bit-identical. Return "" if all are."""
     for name in sorted({*reference, *weights}):
         if name not in reference or name not in weights:
             return f"{name}: only in {'the reference' if name in reference else 'this layout'}"
@@ -220,3 +221,32 @@ def first_unequal(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]
         if text:
             return f"{name}: {text}"
     return ""
+
+
+def tensor_difference(a: Tensor, b: Tensor, *, tolerance: float) -> tuple[float, str]:
+    """Return the largest difference and a description, which is "" if the tensors are equal.
+
+    `tolerance` is relative to the largest element, whose rounding a sum in another order changes.
+    """
+    import torch
+
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return 0.0, f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+    flat_a, flat_b = (t.contiguous().reshape(-1) for t in (a, b))
+    if torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8)):
+        return 0.0, ""
+    wide_a, wide_b = flat_a.double(), flat_b.double()
+    gap = (wide_a - wide_b).abs()
+    same = (wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())
+    gap[same] = 0.0
+    allowed = tolerance * max(wide_a.abs().max().item(), wide_b.abs().max().item())
+    outside = ~same & ~(gap <= allowed)
+    if not outside.any():
+        return 0.0, "" if tolerance else "equal numbers with different bits (-0.0 or nan)"
+    first = int(outside.nonzero()[0])
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)]
+    size = float(gap.nan_to_num(nan=float("inf")).max())
+    return size, (
+        f"{int(outside.sum())} of {a.numel()} elements, first {index}: {flat_a[first].item()!r} "
+        f"and {flat_b[first].item()!r}, by at most {size:.3g}"
+    )

@@ -1,15 +1,15 @@
-"""What is said of layouts that were compared: a verdict each, a table of them, every step."""
+"""The verdict on each layout, and the tables that show them."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torchtitan.metrics.rows import Row
+from torchtitan.tools.compare.compare_runs import say
 from torchtitan.tools.compare.layouts.flips import Flips
 from torchtitan.tools.compare.layouts.gaps import (
     GRADIENTS_TOLERANCE,
@@ -21,83 +21,75 @@ from torchtitan.tools.compare.layouts.gaps import (
 
 EXPLANATION = (
     "Largest relative differences: loss and grad_norm (before clipping) of any step, gradient of "
-    "any tensor in the first steps, final weights of any tensor against how far it moved."
+    "any tensor in the first steps, final weights of any tensor relative to its movement."
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Verdict:
-    """How one layout compares with the reference, or that it is the reference."""
+    """The comparison of a layout with the reference."""
 
     layout: str
     world_size: int
     seconds: float
     is_reference: bool = False
     routing: str = ""
-    """replayed or free, of a model with experts."""
+    """replayed or free, for a model with experts."""
     problem: str = ""
-    """Why there is nothing to compare."""
+    """Why the layout failed."""
     unequal: str = ""
-    """The first initial weight that is not equal bit for bit."""
+    """The first initial weight that is not bit-identical."""
     steps: Divergence | None = None
-    gradients: tuple[TensorGap, ...] = ()
-    """Of the first steps, one after the other."""
+    gradients: list[TensorGap] = field(default_factory=list)
+    """One for each of the first steps."""
     gradients_tolerance: float = GRADIENTS_TOLERANCE
     weights: TensorGap | None = None
     weights_tolerance: float = WEIGHTS_TOLERANCE
     flips: Flips | None = None
-    """Where tokens were sent to other experts than in the reference."""
     rows: list[Row] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """The layout, and how its experts were chosen."""
+        """The layout with its routing."""
         return f"{self.layout} ({self.routing})" if self.routing else self.layout
 
     @property
     def complaints(self) -> list[str]:
-        """Say all that is wrong; empty where it is the same training."""
-        found = [self.problem] if self.problem else []
-        if self.unequal:
-            found.append(f"initial weights: {self.unequal}")
-        if self.flips is not None and self.flips.complaint:
-            found.append(self.flips.complaint)
-        if (apart := self._first_gradient) is not None:
-            step, gap = apart
+        """All differences beyond the tolerances; empty for the same training."""
+        found = [self.problem, f"initial weights: {self.unequal}" if self.unequal else ""]
+        found.append(self.flips.complaint if self.flips is not None else "")
+        if (beyond := self._first_gradient) is not None:
+            step, gap = beyond
             found.append(
-                f"gradients from step {step}, most of all {gap.name}, there by {gap.largest:.2g} "
+                f"gradients from step {step}, the largest of {gap.name}: {gap.largest:.2g} "
                 f"(tolerance {self.gradients_tolerance:g})"
             )
         if self.steps is not None and self.steps.is_found:
             found.append(str(self.steps))
         if self.weights is not None and self.weights.largest > self.weights_tolerance:
             found.append(
-                f"final weights, most of all {self.weights.name}, by {self.weights.largest:.2g} of "
-                f"how far it moved (tolerance {self.weights_tolerance:g})"
+                f"final weights, the largest of {self.weights.name}: {self.weights.largest:.2g} "
+                f"of its movement (tolerance {self.weights_tolerance:g})"
             )
-        return found
+        return [each for each in found if each]
 
     @property
     def _first_gradient(self) -> tuple[int, TensorGap] | None:
-        apart = [
-            (step, gap)
-            for step, gap in enumerate(self.gradients, start=1)
-            if gap.largest > self.gradients_tolerance
-        ]
-        return apart[0] if apart else None
+        steps = enumerate(self.gradients, start=1)
+        return next((x for x in steps if x[1].largest > self.gradients_tolerance), None)
 
     @property
     def summary(self) -> str:
-        """Say it in a few words."""
+        """The verdict in a few words."""
         if self.problem:
             return "FAILED"
         if self.is_reference:
             return "reference"
-        first = self.steps.first if self.steps is not None else None
         if self.unequal:
             return "DIVERGES at the initial weights"
+        first = self.steps.first if self.steps is not None else None
         gradient = self._first_gradient
-        # an unequal figure of the same step, as the loss, comes before it in the step
+        # within a step, figures such as the loss come before the gradients
         if gradient is not None and (first is None or gradient[0] < first.beyond[0][0]):
             step, gap = gradient
             return f"DIVERGES at step {step}: gradient of {gap.name} by {gap.largest:.2g}"
@@ -106,34 +98,29 @@ class Verdict:
             return f"DIVERGES at step {step}: {first.figure} by {size:.2g}"
         if self.complaints:
             return "DIVERGES, see below"
-        parted = self.routing == "free" and self.flips is not None and self.flips.first_step
-        return f"same up to a near tie in step {parted}" if parted else "same"
-
-
-def say(text: str) -> None:
-    """Say a result."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+        flip = self.routing == "free" and self.flips is not None and self.flips.first_step
+        return f"same up to a near tie in step {flip}" if flip else "same"
 
 
 def show_table(verdicts: Sequence[Verdict]) -> None:
-    """Print a line for each layout, and below what is wrong with it."""
+    """Print a line for each layout, then the complaints."""
     width = max(len("layout"), *(len(each.name) for each in verdicts))
-    head = (
-        f"{'ranks':>7}{'seconds':>9}{'loss':>10}{'grad_norm':>11}{'gradients':>11}{'weights':>10}"
-    )
-    say(f"{'layout':<{width}}{head}  verdict")
+    columns = (7, 9, 10, 11, 11, 10)
+    heads = ("ranks", "seconds", "loss", "grad_norm", "gradients", "weights")
+    rows = [("layout", heads, "verdict")]
     for each in verdicts:
-        loss = norm = gradients = weights = "-"
+        cells = ["-"] * 4
         if each.steps is not None:
-            loss, norm = (f"{each.steps.gaps[key].largest:.1e}" for key in ("loss", "grad_norm"))
+            cells[:2] = (f"{each.steps.gaps[key].largest:.1e}" for key in ("loss", "grad_norm"))
         if each.gradients:
-            gradients = f"{max(gap.largest for gap in each.gradients):.1e}"
+            cells[2] = f"{max(gap.largest for gap in each.gradients):.1e}"
         if each.weights is not None:
-            weights = f"{each.weights.largest:.1e}"
-        figures = f"{loss:>10}{norm:>11}{gradients:>11}{weights:>10}"
-        cells = f"{each.world_size:>7}{each.seconds:>9.0f}{figures}"
-        say(f"{each.name:<{width}}{cells}  {each.summary}")
+            cells[3] = f"{each.weights.largest:.1e}"
+        facts = (str(each.world_size), f"{each.seconds:.0f}")
+        rows.append((each.name, (*facts, *cells), each.summary))  # type: ignore[arg-type]
+    for name, texts, verdict in rows:
+        shown = "".join(f"{text:>{n}}" for text, n in zip(texts, columns, strict=True))
+        say(f"{name:<{width}}{shown}  {verdict}")
     say(EXPLANATION)
     for each in verdicts:
         if each.flips is not None:
@@ -144,14 +131,13 @@ def show_table(verdicts: Sequence[Verdict]) -> None:
 
 
 def show_steps(name: str, rows: Sequence[Row], *, reference_rows: Sequence[Row]) -> None:
-    """Print loss and gradient norm of every step, each with its difference from the reference."""
-    theirs = {int(row["step"]): row for row in reference_rows}
+    """Print loss and gradient norm of every step, with the difference from the reference."""
+    reference = {int(row["step"]): row for row in reference_rows}
     say(f"{name}\n{'step':>6}{'loss':>18}{'relative':>10}{'grad_norm':>18}{'relative':>10}")
     for row in rows:
-        step = int(row["step"])
-        cells = f"{step:>6}"
+        cells = f"{row['step']:>6}"
         for figure in ("loss", "grad_norm"):
-            gap = relative(theirs.get(step, {}).get(figure, math.nan), row[figure])
+            gap = relative(reference.get(row["step"], {}).get(figure, math.nan), row[figure])
             shown = "-" if row[figure] is None else f"{row[figure]:.10g}"
             cells += f"{shown:>18}{gap:>10.1e}"
         say(cells)

@@ -1,13 +1,12 @@
-"""Which experts a rank's tokens are sent to: written down, and decided by another run's record.
+"""Record which experts a rank's tokens are sent to, and replay the record of another run.
 
-Tokens are dealt out differently in every layout, so each gets a name that does not depend on it: a
-hash of its whole sample, and its place there. Names are made before a sample is cut for context
-parallelism, and cut in the same way; each tensor-parallel rank routes its contiguous part. A layer
-routes the rows of a step in their order, in as many microbatches as there may be.
+Layouts distribute tokens differently, so each token gets a name that does not depend on the layout:
+a hash of its full sample, and its place there. Names are made before context parallelism cuts a
+sample, and are cut in the same way. Each tensor-parallel rank routes its contiguous part. A layer
+routes the rows of a step in order, in any number of microbatches.
 
-A record has for each layer the scores of all tokens and the experts chosen from them. With a
-reference a token is sent where the reference sent it, and what it would have chosen by itself is
-still written down.
+The record of a layer has the scores of all tokens and the chosen experts. With a reference, tokens
+are sent to the reference's experts, and the choices they would have made are recorded.
 """
 
 from __future__ import annotations
@@ -26,111 +25,123 @@ from torch import Tensor
 from torchtitan.models.interface import RouterModule
 
 if TYPE_CHECKING:
-    from torchtitan.parallel.execution import Batch
+    from torchtitan.parallel.execution import Batch, Execution
     from torchtitan.trainer import Run
 
 Choose = Callable[[Tensor, Tensor | None], Tensor]
 CHOICES = "choices"
-PLACES = 2**20
-"""A name's last 20 bits: places of a sample."""
+MAX_PLACES = 2**20
+"""The last 20 bits of a name are the place in the sample."""
 Record = dict[str, dict[str, Tensor]]
 """By layer: `names` (T), `scores` (T, E) with the bias, and the chosen `ids` (T, K)."""
 
 
+class ObservedExecution:
+    """An execution that calls `before(batches)` and `after()` around each step."""
+
+    def __init__(
+        self,
+        execution: Execution,
+        *,
+        before: Callable[[Sequence[Batch]], None] = lambda batches: None,
+        after: Callable[[], None],
+    ) -> None:
+        self.owns_loss, self.evaluate = execution.owns_loss, execution.evaluate
+        self.after_update = execution.after_update
+        self._run, self._before, self._after = execution.forward_backward, before, after
+
+    def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
+        """Run the batches of a step."""
+        self._before(batches)
+        loss_sum = self._run(batches, divisor=divisor)
+        self._after()
+        return loss_sum
+
+
 def name_tokens(samples: Mapping[str, Tensor]) -> Tensor:
-    """Return a number for each token of whole samples, int64 (B, S); alike for equal samples."""
+    """Return a name for each token of full samples, int64 (B, S). Equal samples get equal names."""
     tokens_BS, labels_BS = samples["tokens"], samples["labels"]
-    assert tokens_BS.shape[1] <= PLACES, "so many places have no names"
+    assert tokens_BS.shape[1] <= MAX_PLACES, "a name has 20 bits for the place"
     hashes = [
         int.from_bytes(blake2b(torch.cat(pair).numpy().tobytes(), digest_size=5).digest(), "little")
         for pair in zip(tokens_BS.cpu(), labels_BS.cpu(), strict=True)
     ]
-    return torch.tensor(hashes)[:, None] * PLACES + torch.arange(tokens_BS.shape[1])
+    return torch.tensor(hashes)[:, None] * MAX_PLACES + torch.arange(tokens_BS.shape[1])
 
 
-def join(records: Sequence[Record]) -> Record:
-    """Put the records of all ranks together, sorted by name."""
+def read_choices(folder: Path, step: int) -> Record:
+    """Read the records of all ranks in a step, sorted by name."""
+    records = [torch.load(file) for file in sorted((folder / f"step-{step}").iterdir())]
     found: Record = {}
     for layer in sorted({layer for record in records for layer in record}, key=int):
         parts = [record[layer] for record in records if layer in record]
         order_T = torch.cat([part["names"] for part in parts]).sort(stable=True).indices
-        found[layer] = {key: torch.cat([part[key] for part in parts])[order_T] for key in parts[0]}
+        found[layer] = {key: x[order_T] for key, x in _join(parts).items()}
     return found
 
 
-def read_choices(folder: Path, step: int) -> Record:
-    """Read what all ranks wrote of a step."""
-    return join([torch.load(file) for file in sorted((folder / f"step-{step}").iterdir())])
+def _join(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
 def watch_routing(run: Run, *, folder: Path, rank: int, replayed: Path | None) -> Run:
-    """Return the run, which writes the choices of each step to `folder`/step-N, and takes them from
-    `replayed`, if given. Where this rank holds no experts it is returned as it is."""
-    routing = _Routing(run, replayed=replayed)
+    """Return a run that records the choices of each step in `folder`/step-N.
+
+    With `replayed`, the folder of another run, tokens go to the experts of that run. A rank without
+    experts gets its run back.
+    """
+    routing = _Routing(run, folder=folder, rank=rank, replayed=replayed)
     if not routing.attach():
         return run
-    plain = run.execution
-
-    class Watched:
-        owns_loss, evaluate = plain.owns_loss, plain.evaluate
-        after_update = plain.after_update
-
-        def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
-            routing.begin(num_batches=len(batches))
-            loss_sum = plain.forward_backward(batches, divisor=divisor)
-            routing.write(folder / f"step-{run.progress.step}" / f"rank-{rank}.pt")
-            return loss_sum
-
-    return replace(run, execution=Watched(), sequence_shard=routing)  # type: ignore[arg-type]
+    observed = ObservedExecution(run.execution, before=routing.start, after=routing.write)
+    return replace(run, execution=observed, sequence_shard=routing)  # type: ignore[arg-type]
 
 
 class _Routing:
-    """Stands between a run's routers and their choices, and for the run's `sequence_shard`."""
+    """Wraps the `choose` of a run's routers and its `sequence_shard`."""
 
-    def __init__(self, run: Run, *, replayed: Path | None) -> None:
+    def __init__(self, run: Run, *, folder: Path, rank: int, replayed: Path | None) -> None:
         self._run, self._shard, self._replayed = run, run.sequence_shard, replayed
+        self._folder, self._file = folder, f"rank-{rank}.pt"
         self._tp, self._tp_rank = run.mesh.dims.tp, run.mesh.data.get_local_rank("tp")
         self._taken: list[Tensor] = []
         self._rows: list[Tensor] = []
         self._reference: Record = {}
-        self._made: dict[str, list[dict[str, Tensor]]] = defaultdict(list)
-        self._num_rows: dict[str, int] = {}
+        self._choices: dict[str, list[dict[str, Tensor]]] = defaultdict(list)
+        self._num_rows: dict[str, int] = defaultdict(int)
 
     def take(self, samples: Mapping[str, Tensor]) -> Batch:
-        """Cut samples as the run does, and the names of their tokens in the same way."""
+        """Cut samples like the run does, and the names of their tokens in the same way."""
         named = {**samples, "tokens": name_tokens(samples)}
         self._taken.append(self._shard.take(named).tokens)
         return self._shard.take(samples)
 
     def attach(self) -> bool:
-        """Put `_decide` in the place of each router's choice; tell whether there is any."""
+        """Wrap the choice of each router, and return whether the rank has any."""
         found = False
         for part in self._run.model:
             for layer, block in part.layers.items():
                 for module in block.modules():
                     if isinstance(module, RouterModule):
-                        decide = partial(self._decide, layer, module)
-                        module.choose = _beneath(module.choose, decide)
+                        module.choose = _wrap(module.choose, partial(self._decide, layer, module))
                         found = True
         return found
 
-    def begin(self, *, num_batches: int) -> None:
+    def start(self, batches: Sequence[Batch]) -> None:
         """Start a step on the batches that were taken last."""
-        self._rows = [row for batch in self._taken[-num_batches:] for row in batch]
+        self._rows = [row for names_BS in self._taken[-len(batches) :] for row in names_BS]
         self._taken.clear()
-        self._made.clear()
+        self._choices.clear()
         self._num_rows.clear()
         if self._replayed is not None:
             self._reference = read_choices(self._replayed, self._run.progress.step)
 
-    def write(self, file: Path) -> None:
-        """Write down what was chosen in this step."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        made = {
-            layer: {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-            for layer, parts in self._made.items()
-        }
-        torch.save(made, file)
+    def write(self) -> None:
+        """Write the choices of this step."""
+        folder = self._folder / f"step-{self._run.progress.step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {layer: _join(parts) for layer, parts in self._choices.items()}
+        torch.save(record, folder / self._file)
 
     def _decide(
         self,
@@ -140,42 +151,45 @@ class _Routing:
         scores_BSE: Tensor,
         bias_E: Tensor | None,
     ) -> Tensor:
-        """Choose in the place of `choose`; `on_choice` hears of the choices that are used."""
+        """Call `choose`, record its choice, and return that or the reference's.
+
+        The router's `on_choice` is called with the returned choice.
+        """
         on_choice, router.on_choice = router.on_choice, None
-        own_BSK = choose(scores_BSE, bias_E)
+        ids_BSK = choose(scores_BSE, bias_E)
         router.on_choice = on_choice
-        if not torch.is_grad_enabled():  # an evaluation
-            return own_BSK
-        compared_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E
+        if not torch.is_grad_enabled():  # validation
+            return ids_BSK
+        biased_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E
         names_BS = self._names(layer, num_rows=len(scores_BSE))
-        assert names_BS.shape == scores_BSE.shape[:2], "a router meets other tokens than it should"
-        part = {"names": names_BS, "scores": compared_BSE, "ids": own_BSK}
-        flat = {key: x.detach().cpu().flatten(0, 1) for key, x in part.items()}
-        self._made[layer].append(flat)
+        assert names_BS.shape == scores_BSE.shape[:2], "a router must get this rank's tokens"
+        choices = {"names": names_BS, "scores": biased_BSE, "ids": ids_BSK}
+        flat = {key: x.detach().cpu().flatten(0, 1) for key, x in choices.items()}
+        self._choices[layer].append(flat)
         if self._replayed is not None:
-            own_BSK = self._look_up(layer, flat["names"]).to(own_BSK.device).view_as(own_BSK)
+            ids_BSK = self._look_up(layer, flat["names"]).to(ids_BSK.device).view_as(ids_BSK)
         if on_choice is not None:
-            on_choice(scores_BSE, own_BSK)
-        return own_BSK
+            on_choice(scores_BSE, ids_BSK)
+        return ids_BSK
 
     def _look_up(self, layer: str, names_T: Tensor) -> Tensor:
-        theirs = self._reference[layer]
-        place_T = torch.searchsorted(theirs["names"], names_T)
-        place_T = place_T.clamp(max=len(theirs["names"]) - 1)
-        assert theirs["names"][place_T].equal(names_T), "the reference lacks a token"
-        return theirs["ids"][place_T]
+        reference = self._reference[layer]
+        index_T = torch.searchsorted(reference["names"], names_T)
+        index_T = index_T.clamp(max=len(reference["names"]) - 1)
+        assert reference["names"][index_T].equal(names_T), "the reference must have each token"
+        return reference["ids"][index_T]
 
     def _names(self, layer: str, *, num_rows: int) -> Tensor:
-        """Return the names of the next rows' tokens that this rank routes."""
-        start = self._num_rows.get(layer, 0)
-        self._num_rows[layer] = start + num_rows
+        """Return the names of the tokens that this rank routes in the next rows."""
+        start = self._num_rows[layer]
+        self._num_rows[layer] += num_rows
         rows_BS = torch.stack(self._rows[start : start + num_rows])
-        parts = rows_BS.chunk(self._tp, dim=1)  # there may be fewer than ranks
+        parts = rows_BS.chunk(self._tp, dim=1)  # possibly fewer than ranks
         return parts[self._tp_rank] if self._tp_rank < len(parts) else rows_BS[:, :0]
 
 
-def _beneath(choose: Choose, decide: Callable[[Choose, Tensor, Tensor | None], Tensor]) -> Choose:
-    """Return `choose` with `decide` around it, but inside of what keeps it for recomputation."""
+def _wrap(choose: Choose, decide: Callable[[Choose, Tensor, Tensor | None], Tensor]) -> Choose:
+    """Return `choose` wrapped by `decide`, inside the function that keeps it for recomputation."""
     if isinstance(choose, partial) and choose.args:
         inner, *others = choose.args
         return partial(choose.func, partial(decide, inner), *others, **choose.keywords)
