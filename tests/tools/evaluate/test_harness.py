@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tests.tools.evaluate.helpers import numbers_of, write_model, write_tasks
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.tools.evaluate import harness
+from torchtitan.tools.evaluate.evaluation import open_subject
 from torchtitan.tools.evaluate.harness import Adapter, find_tasks, run_tasks
-from torchtitan.tools.evaluate.subject import open_subject
 
 NAMES = ("choose", "roll", "write")
 
