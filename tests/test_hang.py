@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.jobs import write_job
 from torchtitan.base.errors import DataError
-from torchtitan.tools.hang import Call, Group, describe, find_blocked, read_calls
+from torchtitan.tools.hang import Call, Group, describe, find_blocked, find_unlike, read_calls
 
 ROOT = Path(__file__).parent.parent
 WORLD, LEFT, RIGHT = ("default_pg", (0, 1, 2, 3)), ("mesh_tp", (0, 1)), ("mesh_tp", (2, 3))
@@ -104,6 +104,11 @@ def test_ranks_that_call_different_things(tmp_path: Path) -> None:
     text = describe(calls, late=50, logs=tmp_path)
     assert "Ranks called different collectives" in text
     assert "  rank 1: all_gather of 4, number 1 of tp" in text
+    # only the root of a scatter has inputs, as in each save of a checkpoint
+    save = ("undefined", (0, 1))
+    for rank, sizes in ((0, "9 9"), (1, "nothing")):
+        calls[rank] = [call(save, 1, what=f"scatter of {sizes}")]
+    assert not find_unlike(calls)
 
 
 def test_nccl_s_own_file_is_read_and_runs_nothing(tmp_path: Path) -> None:

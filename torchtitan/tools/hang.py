@@ -30,6 +30,8 @@ from torchtitan.tools.verbs import build_parser, report_errors
 
 LAST_LINES = 3
 """Printed lines of an awaited rank's log."""
+UNEVEN = ("scatter", "alltoall", "all_to_all")
+"""Operators whose input sizes differ between ranks: only the root of a scatter has inputs."""
 Group = tuple[str, tuple[int, ...]]
 """Description of a process group, and its ranks."""
 
@@ -50,7 +52,7 @@ class Call:
     is_completed: bool = False
 
     def __str__(self) -> str:
-        axis = self.group[0].removeprefix("mesh_")
+        axis = self.group[0].removeprefix("mesh_").replace("undefined", "an unnamed group")
         return f"{self.what}, number {self.number} of {axis}, at {_time(self.at)} from {self.where}"
 
 
@@ -201,14 +203,20 @@ def find_unlike(calls: Mapping[int, Sequence[Call]]) -> list[str]:
     for rank, each in calls.items():
         for call in each:
             made[call.group, call.number][rank] = call
-    said: dict[Group, str] = {}
+    found: dict[Group, str] = {}
     for (group, _), by_rank in sorted(made.items(), key=lambda item: item[0][1]):
-        if group not in said and len({call.what for call in by_rank.values()}) > 1:
+        if group not in found and len({_comparable(call) for call in by_rank.values()}) > 1:
             lines = [f"  rank {rank}: {call}" for rank, call in by_rank.items()]
-            said[group] = "\n".join(
+            found[group] = "\n".join(
                 ["Ranks called different collectives with the same number:", *lines]
             )
-    return [*said.values()]
+    return [*found.values()]
+
+
+def _comparable(call: Call) -> str:
+    """Return the part of a call that is equal on all ranks of its group."""
+    operator = call.what.partition(" of ")[0]
+    return operator if operator.startswith(UNEVEN) else call.what
 
 
 def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) -> str:
