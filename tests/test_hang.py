@@ -48,11 +48,11 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     told = hang(tmp_path / "run")
     assert told.returncode == 0, told.stderr
     assert "rank 0 waits for rank 1 in all_reduce" in told.stdout
-    assert "It began with rank 1" in told.stdout
+    assert "It started with rank 1" in told.stdout
     assert "rank 1 waits" not in told.stdout
     (tmp_path / "run" / "comm_traces" / "rank_1.json").unlink()
     told = hang(tmp_path / "run")
-    assert "It began with rank 1: other ranks wait for it, and it left no record" in told.stdout
+    assert "It started with rank 1: other ranks wait for it, and it left no record" in told.stdout
 
 
 def hang(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -86,8 +86,8 @@ def test_a_chain_leads_to_where_it_began(tmp_path: Path) -> None:
     waits = {rank: one.waits_for for rank, one in blocked.items()}
     assert waits == {0: (2, 3), 1: (2, 3), 2: (3,)}
     text = describe(calls, late=50, logs=tmp_path)
-    assert text.count("It began with") == 1
-    assert "It began with rank 3" in text
+    assert text.count("It started with") == 1
+    assert "It started with rank 3" in text
     # it comes at last, when the others have given up
     calls[3] = [call(WORLD, 2), call(RIGHT, 5, at=151.0)]
     assert 3 not in find_blocked(calls, late=50)

@@ -32,7 +32,7 @@ VERBS: Verbs = {
     "compare": ("torchtitan.tools.compare.command", "compare runs, or layouts of a job"),
     "audit": ("torchtitan.tools.audit.command", "explain, verify or reproduce what a run did"),
     "report": ("torchtitan.tools.report.command", "write a page about runs"),
-    "hang": ("torchtitan.tools.hang", "name the rank that the others waited for"),
+    "hang": ("torchtitan.tools.hang", "name the rank that other ranks waited for"),
 }
 
 

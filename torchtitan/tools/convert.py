@@ -68,7 +68,7 @@ def to_hf(
     Args:
         checkpoint: Folder of a run or a step.
         out: Folder or URL to create.
-        dtype: Of the weights. None: as they are stored.
+        dtype: Dtype of the weights. None: as they are stored.
         tokenizer: None: model.tokenizer_path.
         lora: None: lora.export_format.
         verify: Compare the step's checksums.

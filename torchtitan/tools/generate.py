@@ -11,7 +11,7 @@ damaged step is an error if it was named, else the newest undamaged step is used
 settings, so it can be copied anywhere; a tokenizer file must still be at model.tokenizer_path.
 
 Several prompts are continued together, with the same results as one by one. An empty prompt starts
-a new document. Special tokens in a prompt are plain text, unless --special is given; no begin token
+a new document. Special tokens in a prompt are plain text, unless --special is given; no BOS token
 is added. With --chat, each prompt is a user's message, rendered by the chat template, and only the
 answer is printed. Without a prompt, the chat runs in the terminal or on the lines of standard
 input; /help lists its commands. A text ends at the tokenizer's end token or one in

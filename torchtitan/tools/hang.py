@@ -66,7 +66,7 @@ class Blocked:
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Print which rank waited for which and return 0; return 2 without records."""
+    """Print the ranks that waited, and for whom, and return 0; return 2 without records."""
     parser = build_parser("hang", __doc__)
     parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
     run: Path = parser.parse_args(argv).run
@@ -220,7 +220,7 @@ def _comparable(call: Call) -> str:
 
 
 def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) -> str:
-    """Return which rank waited for which, and the last call and log lines of the origins."""
+    """Return the ranks that waited, and for whom, with the last call and log of each origin."""
     world = sorted({rank for made in calls.values() for call in made for rank in call.group[1]})
     silent = [rank for rank in world if rank not in calls]
     blocked = find_blocked(calls, late=late)
@@ -234,13 +234,13 @@ def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) ->
         lines.append("")
         if rank in silent:
             lines.append(
-                f"It began with rank {rank}: other ranks wait for it, and it left no record, so it "
+                f"It started with rank {rank}: other ranks wait for it, and it left no record, so it "
                 "was killed, or hangs outside of a collective"
             )
         else:
             made = calls[rank]
             last = f"its last call was {made[-1]}" if made else "it made no call"
-            lines.append(f"It began with rank {rank}: other ranks wait for it; {last}")
+            lines.append(f"It started with rank {rank}: other ranks wait for it; {last}")
         lines += _last_lines(logs / f"rank_{rank}.log")
     lines += ["", *find_unlike(calls)]
     if not blocked:

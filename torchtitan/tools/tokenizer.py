@@ -3,7 +3,7 @@
     python -m torchtitan tokenizer my.tiktoken --vocab_size 32000 'corpus/**/*.txt'
 
 Without files it trains on the Python standard library, as for the built-in `bpe_2048`. Two ids of
-the vocabulary are the begin and end tokens that `TiktokenTokenizer` adds to each file. The package
+the vocabulary are the BOS and EOS tokens that `TiktokenTokenizer` adds to each file. The package
 `tokenizers` (the `hf` extra) does the training, with the split pattern of Llama 3.
 """
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("output", type=local_path, help="file to write")
     parser.add_argument("files", nargs="*", help="files or globs, as in training.dataset_path")
     parser.add_argument(
-        "--vocab_size", type=int, default=2048, help="ids, including begin and end (2048)"
+        "--vocab_size", type=int, default=2048, help="ids, including BOS and EOS (2048)"
     )
     parser.add_argument("--text_key", default="text", help="as training.dataset_text_key")
     args = parser.parse_intermixed_args(argv)

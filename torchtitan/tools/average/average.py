@@ -142,7 +142,7 @@ def average(steps: Sequence[Path], target: Path, *, kind: Kind, decay: float) ->
         steps: Folders of the checkpoints, the oldest first.
         target: Folder to create.
         kind: See `command`.
-        decay: Of the EMA, per checkpoint.
+        decay: Decay of the EMA, per checkpoint.
 
     Raises:
         CheckpointError: The tensors differ, or a file is damaged; nothing is at `target`.
@@ -231,7 +231,7 @@ def find_steps(path: Path, *, steps: Sequence[int] | None, checksums: bool) -> d
     Raises:
         CheckpointError: There are fewer than two, or a named step is missing or damaged.
     """
-    # all checkpoints are in the folder of the newest, wherever the run keeps them
+    # a run may keep its checkpoints in another folder, where the newest one is
     folder = path if list_steps(path) else find_run_step(path, verify=False).parent
     is_complete = dict(list_steps(folder))
     found = {}

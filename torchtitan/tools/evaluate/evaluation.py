@@ -1,8 +1,8 @@
 """Evaluate the model of a run or of a Hugging Face folder.
 
 A run's step stores how its training cut text. A Hugging Face folder has the model's number of
-positions and its begin token. A model trained by torchtitan on text has seen the end token of the
-previous document before a text, and no begin token.
+positions and its BOS token. A model trained by torchtitan on text has only seen the end token of
+the previous document before a text.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def open_subject(
 
 
 def _begin_token(tokenizer_path: str, generator: Generator) -> int:
-    """Return the begin token, or the end token if the tokenizer has none."""
+    """Return the BOS token, or the end token if the tokenizer has none."""
     file, tokenizer = tokenizer_file(tokenizer_path), generator.tokenizer
     config = {} if file is None else read_tokenizer_config(file.with_name("tokenizer_config.json"))
     named = special_token(config, "bos_token") or ""

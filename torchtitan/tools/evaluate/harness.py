@@ -151,7 +151,7 @@ class Adapter(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Return the ids of a text, after the begin token if the tokenizer adds one.
+        """Return the ids of a text, after the BOS token if the tokenizer adds one.
 
         In a chat the template wrote the text, so names of special tokens are these tokens.
         """
@@ -184,7 +184,7 @@ class Adapter(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = True
     ) -> list[float]:
-        """Return the log-likelihood of each text, in windows of which only the last overlaps."""
+        """Return the log-likelihood of each text, in windows; only the last one overlaps."""
         windows: list[tuple[int, list[int], list[int]]] = []
         for number, request in enumerate(requests):
             cut = get_rolling_token_windows(

@@ -71,7 +71,7 @@ def open_domain(
     """Tokenize the text of a domain, unless it is in the cache.
 
     Args:
-        name: Of the domain.
+        name: Name of the domain.
         files: Entries of `training.dataset_path`.
         cut: How the text is cut into sequences.
         tokenizer: The tokenizer of the model.

@@ -19,7 +19,7 @@ from torchtitan.tools.report.read import PANELS, RunRecord, curve, events
 
 HERE = Path(__file__).parent
 MOST_CHARACTERS = 80
-"""Of the names of data files."""
+"""Shown of the names of data files."""
 
 
 def build_page(runs: Sequence[RunRecord]) -> str:
