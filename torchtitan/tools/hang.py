@@ -234,8 +234,8 @@ def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) ->
         lines.append("")
         if rank in silent:
             lines.append(
-                f"It started with rank {rank}: other ranks wait for it, and it left no record, so it "
-                "was killed, or hangs outside of a collective"
+                f"It started with rank {rank}: other ranks wait for it, and it left no record, so "
+                "it was killed, or hangs outside of a collective"
             )
         else:
             made = calls[rank]

@@ -62,7 +62,14 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
     Raises:
         UserError: The data are not examples, or the training would refuse them.
     """
-    from torchtitan.finetune import data
+    from torchtitan.finetune.data import (
+        FileExamples,
+        build_encoder,
+        fate_of,
+        find_examples,
+        label_all,
+        warn_of_encoded,
+    )
     from torchtitan.resume_rules import resolve_model
 
     config = resolve_model(config)
@@ -74,19 +81,19 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
             f"is a label",
         )
     tokenizer = build_tokenizer(path)
-    encoder = data.build_encoder(training, tokenizer=tokenizer, tokenizer_path=path)
-    source = data.find_examples(training)
+    encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=path)
+    source = find_examples(training)
     parts = [source]
-    if isinstance(source, data.FileExamples):
-        parts = [data.FileExamples((file,)) for file in source.files]
+    if isinstance(source, FileExamples):
+        parts = [FileExamples((file,)) for file in source.files]
     color = use_color(sys.stdout, disabled=config.metrics.disable_color_printing)
     total: Counter[Fate] = Counter()
     all_lengths: list[int] = []
     for part in parts:
         counts: Counter[Fate] = Counter()
         lengths: list[int] = []
-        for example, row in data.label_all(part, encoder):
-            fate = data.fate_of(row, training)
+        for example, row in label_all(part, encoder):
+            fate = fate_of(row, training)
             if len(lengths) < num_rows:
                 _print(f"{example.where}: {len(row)} tokens, {fate}")
                 for label, text in runs(row, tokenizer, training, with_ids=with_ids):
@@ -97,7 +104,7 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
         total, all_lengths = total + counts, all_lengths + lengths
     if len(parts) > 1:
         _print(*summary(source.name, total, all_lengths, training))
-    data.warn_of_encoded(source.name, encoder.num_without_end, encoder.unread_keys)
+    warn_of_encoded(source.name, encoder.num_without_end, encoder.unread_keys)
 
 
 def runs(
