@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from argparse import Namespace
 from pathlib import Path
 
+import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from torchtitan.job import Config, load_config
-from torchtitan.launch import describe_failure
+from torchtitan.launch import _find_job, describe_failure
 
 
 def failed(codes: dict[int, int], job: Config | None) -> str:
@@ -43,3 +45,16 @@ def test_what_the_ranks_have_printed_is_not_repeated() -> None:
     assert "rank 1" in said
     assert "SIGSEGV" in said
     assert "resume" not in said
+
+
+@pytest.mark.parametrize("program", [["torchtitan.train"], ["torchtitan", "train"]])
+def test_the_job_is_found_without_its_modules(program: list[str]) -> None:
+    words = [*program, "--job.dump_folder=here", "--training.callbacks=no_such_module:C"]
+    job = _find_job(Namespace(training_script=words[0], training_script_args=words[1:]))
+    assert job is not None
+    assert job.job.dump_folder == "here"
+
+
+def test_other_programs_have_no_job() -> None:
+    words = Namespace(training_script="torchtitan", training_script_args=["check"])
+    assert _find_job(words) is None

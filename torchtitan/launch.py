@@ -103,7 +103,8 @@ def _exit_code(error: ChildFailedError) -> int:
 
 def _find_job(arguments: argparse.Namespace) -> Config | None:
     """Return the settings of the training that failed, or None if the ranks ran something else."""
-    from torchtitan.job import load_config
+    from torchtitan.config.load import load
+    from torchtitan.job import Config, foreign_names
 
     program = [arguments.training_script, *arguments.training_script_args]
     if program[:2] == ["torchtitan", "train"]:
@@ -111,8 +112,8 @@ def _find_job(arguments: argparse.Namespace) -> Config | None:
     if program[0] not in ("torchtitan.train", "train"):
         return None
     logging.disable()  # the ranks have logged its warnings
-    try:
-        return load_config(program[1:])
+    try:  # without `extend`, which would import custom modules
+        return load(Config, program[1:], foreign=foreign_names()).config
     except UserError:
         return None
 
@@ -132,7 +133,7 @@ def describe_failure(error: ChildFailedError, *, job: Config | None) -> str:
         if first.exitcode < 0:
             cause = f"by {signal.Signals(-first.exitcode).name}"
             cause += ", perhaps of the OOM killer" if first.exitcode == -signal.SIGKILL else ""
-        lines.append(f"rank {rank} on {socket.gethostname()} ended first, {cause}")
+        lines.append(f"rank {rank} was the first to end on {socket.gethostname()}, {cause}")
         if len(codes) > 1:
             lines.append(f"  codes: {', '.join(f'rank {n}: {code}' for n, code in codes.items())}")
         if folder is not None and (log := folder / "logs" / f"rank_{rank}.log").is_file():
@@ -143,7 +144,7 @@ def describe_failure(error: ChildFailedError, *, job: Config | None) -> str:
     if job is not None and folder is not None and _has_files(folder / job.comm.save_traces_folder):
         hang = f"python -m torchtitan hang {shlex.quote(str(folder))}"
         lines.append(f"  to name a rank that other ranks waited for: {hang}")
-    return "".join(f"{line}\n" for line in lines)
+    return "\n".join(lines).strip() + "\n" * bool(lines)
 
 
 def _has_files(folder: Path) -> bool:

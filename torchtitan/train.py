@@ -263,11 +263,8 @@ def main_and_exit(argv: Sequence[str]) -> None:
         leave(main(argv, undo=ExitStack()))
     except (Exception, CheckpointException) as error:
         if is_communication_error(error):  # another rank failed; this traceback is in the log
-            _say(
-                f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}".splitlines()[
-                    0
-                ]
-            )
+            text = f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
+            _say(text.splitlines()[0])
         else:
             traceback.print_exc()
         leave(exit_code_of(error))
