@@ -27,6 +27,6 @@ def main(argv: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") != "0":
         logging.disable()
     config = load_config(settings)
-    from torchtitan.tools.check.ranks import check_job
+    from torchtitan.tools.check.job import check_job
 
     return check_job(config, json_file=arguments.json)
