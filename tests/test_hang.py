@@ -97,9 +97,7 @@ def test_a_chain_leads_to_where_it_began(tmp_path: Path) -> None:
 
 def test_ranks_that_call_different_things(tmp_path: Path) -> None:
     calls = {rank: [call(LEFT, 1), call(LEFT, 2)] for rank in (0, 1)}
-    assert describe(calls, late=50, logs=tmp_path).startswith(
-        "2 ranks, records of 2\n\nNo rank waits"
-    )
+    assert "No rank waits" in describe(calls, late=50, logs=tmp_path)
     calls[1][0] = call(LEFT, 1, what="all_gather of 4")
     text = describe(calls, late=50, logs=tmp_path)
     assert "Ranks called different collectives" in text
