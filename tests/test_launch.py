@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from torchtitan.job import Config, load_config
+from torchtitan.job import load_config, write_config
 from torchtitan.launch import _find_job, describe_failure
+from torchtitan.resume_rules import Job
 
 
-def failed(codes: dict[int, int], job: Config | None) -> str:
+def failed(codes: dict[int, int], job: Job | None) -> str:
     failures = {
         rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
         for rank, code in codes.items()
@@ -22,7 +23,7 @@ def failed(codes: dict[int, int], job: Config | None) -> str:
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
-    job = load_config([f"--job.dump_folder={tmp_path}/a run", "--checkpoint.enable"])
+    job = Job(load_config([f"--job.dump_folder={tmp_path}/a run", "--checkpoint.enable"]))
     log = tmp_path / "a run" / "logs" / "rank_2.log"
     log.parent.mkdir(parents=True)
     log.touch()
@@ -48,13 +49,20 @@ def test_what_the_ranks_have_printed_is_not_repeated() -> None:
 
 
 @pytest.mark.parametrize("program", [["torchtitan.train"], ["torchtitan", "train"]])
-def test_the_job_is_found_without_its_modules(program: list[str]) -> None:
-    words = [*program, "--job.dump_folder=here", "--training.callbacks=no_such_module:C"]
-    job = _find_job(Namespace(training_script=words[0], training_script_args=words[1:]))
-    assert job is not None
-    assert job.job.dump_folder == "here"
+def test_the_settings_are_found_in_the_folder(program: list[str], tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "job.toml"
+    file.write_text(f'[job]\ndump_folder = "{folder}"\n')
 
+    def find(*words: str) -> Job | None:
+        _, *rest = words = (*program, *words)
+        return _find_job(Namespace(training_script=words[0], training_script_args=rest))
 
-def test_other_programs_have_no_job() -> None:
-    words = Namespace(training_script="torchtitan", training_script_args=["check"])
+    assert find("--job.config_file", str(file)) is None
+    config = load_config([f"--job.dump_folder={folder}"])
+    write_config(config)
+    for words in (["--job.config_file", str(file)], [f"--job.dump_folder={folder}"]):
+        job = find(*words)
+        assert job is not None
+        assert job.config.job.dump_folder == str(folder)
+    words = Namespace(training_script="other", training_script_args=[f"--job.dump_folder={folder}"])
     assert _find_job(words) is None

@@ -45,7 +45,7 @@ from torchtitan.mesh.dims import FULL_WORLD_SIZE
 from torchtitan.mesh.stop import STARTED
 
 if TYPE_CHECKING:
-    from torchtitan.job import Config
+    from torchtitan.resume_rules import Job
 
 SHUTDOWN_SECONDS = 3600
 """Default of `--shutdown_timeout`: as long as a save may take. Who sent the signal often kills the
@@ -101,24 +101,27 @@ def _exit_code(error: ChildFailedError) -> int:
     return max(first.exitcode, 1)  # negative: a signal
 
 
-def _find_job(arguments: argparse.Namespace) -> Config | None:
-    """Return the settings of the training that failed, or None if the ranks ran something else."""
-    from torchtitan.config.load import load
-    from torchtitan.job import Config, foreign_names
+def _find_job(arguments: argparse.Namespace) -> Job | None:
+    """Return the settings that the failed training stored in its folder, None if it stored none."""
+    from torchtitan.config.sources import COMMAND_LINE, CONFIG_FILE, Setting, read_layers
+    from torchtitan.job import CONFIG_FILE as STORED
+    from torchtitan.resume_rules import Job
 
-    program = [arguments.training_script, *arguments.training_script_args]
-    if program[:2] == ["torchtitan", "train"]:
-        program = program[1:]
-    if program[0] not in ("torchtitan.train", "train"):
+    words = [arguments.training_script, *arguments.training_script_args]
+    if words[:2] != ["torchtitan", "train"] and words[0] != "torchtitan.train":
         return None
-    logging.disable()  # the ranks have logged its warnings
-    try:  # without `extend`, which would import custom modules
-        return load(Config, program[1:], foreign=foreign_names()).config
+    file, folder = (find_option(words, f"--job.{key}") for key in ("config_file", "dump_folder"))
+    try:
+        if file is not None and folder is None:
+            for layer in read_layers(Setting(file, COMMAND_LINE, CONFIG_FILE, file)):
+                if (found := layer.get(("job", "dump_folder"))) is not None:
+                    folder = str(found.value)
+        return Job.stored_in(Path(folder or "outputs").expanduser() / STORED)
     except UserError:
         return None
 
 
-def describe_failure(error: ChildFailedError, *, job: Config | None) -> str:
+def describe_failure(error: ChildFailedError, *, job: Job | None) -> str:
     """Return the last paragraph of a failed job's output: which rank ended first and why, its log,
     and the commands that resume the job and find a hanging rank.
 
@@ -126,7 +129,7 @@ def describe_failure(error: ChildFailedError, *, job: Config | None) -> str:
     """
     rank, first = error.get_first_failure()
     codes = {number: each.exitcode for number, each in error.failures.items()}
-    folder = None if job is None else Path(job.job.dump_folder)
+    folder = Path() if job is None else Path(job.config.job.dump_folder)
     lines = []
     if not {*codes.values()} & {*REPORTED} and first.exitcode not in KILLED_IN_SETUP:
         cause = f"with exit code {first.exitcode}"
@@ -136,19 +139,15 @@ def describe_failure(error: ChildFailedError, *, job: Config | None) -> str:
         lines.append(f"rank {rank} was the first to end on {socket.gethostname()}, {cause}")
         if len(codes) > 1:
             lines.append(f"  codes: {', '.join(f'rank {n}: {code}' for n, code in codes.items())}")
-        if folder is not None and (log := folder / "logs" / f"rank_{rank}.log").is_file():
+        if job is not None and (log := folder / "logs" / f"rank_{rank}.log").is_file():
             lines.append(f"  log: {log}")
-        if job is not None and job.checkpoint.enable:
+        if job is not None and job.config.checkpoint.enable:
             lines.append("  run the same command to resume from the last checkpoint")
     # each rank removes its records at its start
-    if job is not None and folder is not None and _has_files(folder / job.comm.save_traces_folder):
+    if job is not None and any((folder / job.config.comm.save_traces_folder).glob("*")):
         hang = f"python -m torchtitan hang {shlex.quote(str(folder))}"
         lines.append(f"  to name a rank that other ranks waited for: {hang}")
     return "\n".join(lines).strip() + "\n" * bool(lines)
-
-
-def _has_files(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
 
 
 if __name__ == "__main__":
