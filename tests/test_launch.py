@@ -23,7 +23,7 @@ def failed(codes: dict[int, int], job: Job | None) -> str:
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
-    job = Job(load_config([f"--job.dump_folder={tmp_path}/a run", "--checkpoint.enable"]))
+    job = Job(config=load_config([f"--job.dump_folder={tmp_path}/a run", "--checkpoint.enable"]))
     log = tmp_path / "a run" / "logs" / "rank_2.log"
     log.parent.mkdir(parents=True)
     log.touch()
