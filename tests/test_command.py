@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from torchtitan.__main__ import VERBS, main
+from torchtitan.__main__ import VERBS
+from torchtitan.base.errors import StoppedError
+from torchtitan.tools import verbs
 
 ROOT = Path(__file__).parent.parent
 NO_TORCH = "import sys; sys.modules['torch'] = None; from torchtitan.__main__ import run; "
@@ -43,15 +46,35 @@ def test_a_mistake_is_one_message_with_code_2(arguments: list[str], said: str) -
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("verb", [*VERBS])
+def test_help_needs_no_torch(verb: str) -> None:
+    done = run(verb, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"torchtitan {verb}" in done.stdout or f"torchtitan.{verb}" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["convert", "to-hf"], ["convert", "from-hf"]], ids=" ".join)
+def test_help_of_a_subcommand_needs_no_torch(words: list[str]) -> None:
+    done = run(*words, "--help")
+    assert done.returncode == 0, done.stderr
+    assert " ".join(words) in done.stdout
+
+
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "train"])
-def test_a_verb_takes_arguments_and_tells_about_itself(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verb_takes_arguments(verb: str) -> None:
     [parameter] = inspect.signature(import_module(VERBS[verb][0]).main).parameters.values()
     assert parameter.name in ("argv", "arguments")
-    try:
-        code = main([verb, "--help"])
-    except SystemExit as end:  # argparse
-        code = end.code
-    assert code in (0, None)
-    assert f"torchtitan {verb}" in capsys.readouterr().out
+
+
+def test_dtypes_are_those_of_the_generator() -> None:
+    assert verbs.DTYPES == import_module("torchtitan.generate.generator").DTYPES
+
+
+@verbs.report_errors
+def fail(argv: Sequence[str]) -> int:
+    raise StoppedError("stopped") if argv else OSError("full")
+
+
+def test_an_error_is_printed_and_gives_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (fail([]), fail(["x"])) == (2, 4)
+    assert capsys.readouterr().err == "error: full\nerror: stopped\n"

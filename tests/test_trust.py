@@ -29,9 +29,10 @@ from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.metrics.ledger import LEDGER, hash_manifest
 from torchtitan.models.decoder import Decoder
 from torchtitan.resume_rules import Job
-from torchtitan.tools import average, generate, hang
 from torchtitan.tools import convert as convert_hf
+from torchtitan.tools import generate, hang
 from torchtitan.tools.audit import command as audit
+from torchtitan.tools.average import command as average
 from torchtitan.tools.compare import command as compare
 from torchtitan.tools.compare.layouts import launch
 from torchtitan.tools.evaluate import command as evaluate

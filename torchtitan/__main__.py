@@ -1,7 +1,7 @@
-"""The one command: `torchtitan VERB ...`, or `python -m torchtitan VERB ...`.
+"""The command `torchtitan VERB ...`, or `python -m torchtitan VERB ...`.
 
-Each verb is a module with a `main(arguments)` that returns the exit code. It is imported when it is
-asked for, so that the list of verbs needs no torch. `torchtitan VERB --help` tells about one.
+Each verb is a module with a `main(arguments)` that returns the exit code. Only the module of the
+given verb is imported, so `torchtitan --help` needs no torch.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ TRAIN = "torchtitan.train"
 VERBS: Verbs = {
     "train": (TRAIN, "train a job; this process is one of its ranks"),
     "config": ("torchtitan.tools.config", "check a job's settings and print them all"),
-    "plan": ("torchtitan.tools.plan.command", "tell a job's memory, traffic, layout and step time"),
+    "plan": ("torchtitan.tools.plan.command", "plan a job's memory, traffic, layout and step time"),
     "check": ("torchtitan.tools.check.command", "check the machines of a job before it starts"),
-    "preview": ("torchtitan.tools.preview", "show what a job learns of its examples"),
+    "preview": ("torchtitan.tools.preview", "show the tokens and labels of a job's examples"),
     "generate": ("torchtitan.tools.generate", "continue texts, or chat, with a trained model"),
     "evaluate": ("torchtitan.tools.evaluate.command", "measure perplexity, and tasks"),
     "prepare": ("torchtitan.tools.prepare", "tokenize files once, to train from on any machine"),
     "tokenizer": ("torchtitan.tools.tokenizer", "train a byte-pair tokenizer"),
     "convert": ("torchtitan.tools.convert", "convert weights to and from Hugging Face"),
-    "average": ("torchtitan.tools.average", "average the weights of a run's checkpoints"),
+    "average": ("torchtitan.tools.average.command", "average the weights of a run's checkpoints"),
     "compare": ("torchtitan.tools.compare.command", "compare runs, or layouts of a job"),
     "audit": ("torchtitan.tools.audit.command", "explain, verify or reproduce what a run did"),
     "report": ("torchtitan.tools.report.command", "write a page about runs"),
-    "hang": ("torchtitan.tools.hang", "name the rank that the others waited for"),
+    "hang": ("torchtitan.tools.hang", "name the rank that other ranks waited for"),
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a verb and return its exit code; a mistake of the user is printed, with code 2."""
+    """Run a verb and return its exit code. Print a user's mistake and return 2."""
     try:
         verb = choose(VERBS, argv, prog="torchtitan", noun="verb", what="the verb")
         if verb is None:
@@ -53,11 +53,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(arguments: Sequence[str]) -> NoReturn:
+    from torchtitan.job import load_job
+
     if not arguments:
         raise ConfigError(
-            "train needs a job: give --job.config_file FILE, for example "
+            "train needs a job: give --job.config_file FILE, such as "
             "train_configs/debug_model.toml, or single settings"
         )
+    if {"-h", "--help"} & {*arguments}:
+        load_job(arguments)  # prints the settings and exits; the trainer would import torch
     sys.argv = ["torchtitan train", *arguments]
     runpy.run_module(TRAIN, run_name="__main__", alter_sys=True)
     raise AssertionError("the trainer ends the process")

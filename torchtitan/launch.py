@@ -20,11 +20,16 @@ if __name__ == "__main__":
     num_ranks = find_option(sys.argv, "--nproc_per_node", "--nproc-per-node") or "1"
     begin_process(sys.argv[1:], num_ranks=num_ranks, are_here=True)
 
+import argparse
 import logging
 import os
+import shlex
 import signal
+import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,6 +43,9 @@ from torch.distributed.run import (
 from torchtitan.base.errors import NonFiniteError, StoppedError, UserError
 from torchtitan.mesh.dims import FULL_WORLD_SIZE
 from torchtitan.mesh.stop import STARTED
+
+if TYPE_CHECKING:
+    from torchtitan.resume_rules import Job
 
 SHUTDOWN_SECONDS = 3600
 """Default of `--shutdown_timeout`: as long as a save may take. Who sent the signal often kills the
@@ -77,20 +85,69 @@ def main(argv: Sequence[str]) -> int:
     except SignalException:
         return StoppedError.exit_code
     except ChildFailedError as error:
-        return _exit_code(error)
+        code = _exit_code(error)
+        sys.stderr.write(describe_failure(error, job=_find_job(arguments)))
+        return code
     return 0
 
 
 def _exit_code(error: ChildFailedError) -> int:
-    rank, first = error.get_first_failure()
+    _, first = error.get_first_failure()
     for failure in (first, *error.failures.values()):
         if failure.exitcode in REPORTED:
             return failure.exitcode
     if first.exitcode in KILLED_IN_SETUP:
         return StoppedError.exit_code
-    codes = ", ".join(f"rank {number}: {each.exitcode}" for number, each in error.failures.items())
-    sys.stderr.write(f"rank {rank} ended first; codes: {codes}; see the logs above\n")
     return max(first.exitcode, 1)  # negative: a signal
+
+
+def _find_job(arguments: argparse.Namespace) -> Job | None:
+    """Return the settings that the failed training stored in its folder, None if it stored none."""
+    from torchtitan.config.sources import COMMAND_LINE, CONFIG_FILE, Setting, read_layers
+    from torchtitan.job import CONFIG_FILE as STORED
+    from torchtitan.resume_rules import Job
+
+    words = [arguments.training_script, *arguments.training_script_args]
+    if words[:2] != ["torchtitan", "train"] and words[0] != "torchtitan.train":
+        return None
+    file, folder = (find_option(words, f"--job.{key}") for key in ("config_file", "dump_folder"))
+    try:
+        if file is not None and folder is None:
+            for layer in read_layers(Setting(file, COMMAND_LINE, CONFIG_FILE, file)):
+                if (found := layer.get(("job", "dump_folder"))) is not None:
+                    folder = str(found.value)
+        return Job.stored_in(Path(folder or "outputs").expanduser() / STORED)
+    except UserError:
+        return None
+
+
+def describe_failure(error: ChildFailedError, *, job: Job | None) -> str:
+    """Return the last paragraph of a failed job's output: which rank ended first and why, its log,
+    and the commands that resume the job and find a hanging rank.
+
+    It is empty if the ranks have printed everything.
+    """
+    rank, first = error.get_first_failure()
+    codes = {number: each.exitcode for number, each in error.failures.items()}
+    folder = Path() if job is None else Path(job.config.job.dump_folder)
+    lines = []
+    if not {*codes.values()} & {*REPORTED} and first.exitcode not in KILLED_IN_SETUP:
+        cause = f"with exit code {first.exitcode}"
+        if first.exitcode < 0:
+            cause = f"by {signal.Signals(-first.exitcode).name}"
+            cause += ", perhaps of the OOM killer" if first.exitcode == -signal.SIGKILL else ""
+        lines.append(f"rank {rank} was the first to end on {socket.gethostname()}, {cause}")
+        if len(codes) > 1:
+            lines.append(f"  codes: {', '.join(f'rank {n}: {code}' for n, code in codes.items())}")
+        if job is not None and (log := folder / "logs" / f"rank_{rank}.log").is_file():
+            lines.append(f"  log: {log}")
+        if job is not None and job.config.checkpoint.enable:
+            lines.append("  run the same command to resume from the last checkpoint")
+    # each rank removes its records at its start
+    if job is not None and any((folder / job.config.comm.save_traces_folder).glob("*")):
+        hang = f"python -m torchtitan hang {shlex.quote(str(folder))}"
+        lines.append(f"  to name a rank that other ranks waited for: {hang}")
+    return "\n".join(lines).strip() + "\n" * bool(lines)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ if __name__ == "__main__":
     is_told = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("RANK", "0") != "0"
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     begin_process(sys.argv[1:], num_ranks=None if is_told else num_ranks, are_here=num_ranks == "1")
-    # until `main_and_exit`: imports create half a million objects and no garbage; scanning them
-    # repeatedly would take a tenth of the time to the first step
+    # until `main_and_exit`: imports create half a million objects and no garbage
     gc.disable()
 
 import logging
@@ -48,6 +47,7 @@ from torchtitan.job import Config, load_job
 from torchtitan.mesh.faults import (
     dump_stacks_on_stall,
     exit_code_of,
+    is_communication_error,
     refuse_exits,
     refused_exit,
     write_collectives,
@@ -75,8 +75,7 @@ def train(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
     Args:
         argv: Command line without the program.
         stop: Requests to stop.
-        undo: Receives callbacks that restore the process (group, logging, random generators,
-            environment) and release the folder's lock.
+        undo: Receives callbacks that restore the process and release the folder's lock.
 
     Raises:
         UserError: The user must fix something, or the run was stopped.
@@ -266,7 +265,11 @@ def main_and_exit(argv: Sequence[str]) -> None:
     try:
         leave(main(argv, undo=ExitStack()))
     except (Exception, CheckpointException) as error:
-        traceback.print_exc()
+        if is_communication_error(error):  # another rank failed; this traceback is in the log
+            text = f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
+            _say(text.splitlines()[0])
+        else:
+            traceback.print_exc()
         leave(exit_code_of(error))
         raise  # unreachable
 
@@ -274,8 +277,7 @@ def main_and_exit(argv: Sequence[str]) -> None:
 def _report(error: UserError) -> None:
     """Print an error once per job."""
     note_in_file(str(error))
-    is_on_all_ranks = isinstance(error, StoppedError | NonFiniteError)
-    if is_on_all_ranks and os.environ.get("RANK", "0") != "0":
+    if isinstance(error, StoppedError | NonFiniteError) and os.environ.get("RANK", "0") != "0":
         return
     let_rank_0_report()
     _say(error)

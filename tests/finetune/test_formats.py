@@ -188,3 +188,9 @@ def test_examples_of_any_format(tmp_path: Path) -> None:
     assert [*read_examples(tmp_path / "a.csv")] == [
         Conversation(ASK, None, f"{tmp_path / 'a.csv'} line 2")
     ]
+
+
+def test_preference_data_are_named() -> None:
+    row = {"prompt": "ask", "chosen": "answer", "rejected": "no"}
+    with pytest.raises(DataError, match="preference data"):
+        parse_example(row, where="a.jsonl line 1")

@@ -64,8 +64,8 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
         (prepare_data, ["s.bin", "pyproject.toml", "--tokenizer", "byte"], "without .bin and"),
         (prepare_data, ["tests", "pyproject.toml", "--tokenizer", "byte"], "no folder, got 'tests"),
         (prepare_data, ["new/", "pyproject.toml", "--tokenizer", "byte"], "no folder, got 'new/'"),
-        (train_tokenizer, ["tests", "pyproject.toml"], "output must be a file in a folder"),
-        (train_tokenizer, ["new/out", "pyproject.toml"], "a folder that exists, got new/out"),
+        (train_tokenizer, ["tests", "pyproject.toml"], "output must be a file"),
+        (train_tokenizer, ["new/out", "pyproject.toml"], "got new/out"),
         (
             prepare_data,
             ["out", "a.jsonl", "--tokenizer", "byte"],
@@ -82,7 +82,7 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
         (train_tokenizer, ["out", "none.txt"], "error: files: no file matches"),
         (train_tokenizer, ["out", "a.jsonl"], "error: --text_key: .* under the key"),
         (train_tokenizer, ["out", "empty.txt"], "error: files: .* must not be empty"),
-        (train_tokenizer, ["out", "s"], "a token store, not text"),
+        (train_tokenizer, ["out", "s"], "is a token store"),
     ],
 )
 def test_mistakes(  # type: ignore[no-untyped-def]
@@ -95,9 +95,11 @@ def test_mistakes(  # type: ignore[no-untyped-def]
     (tmp_path / "tests").mkdir()
     before = sorted(tmp_path.iterdir())
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        script.main(args)
-    assert caught.value.code == 2
+    try:
+        code = script.main(args)
+    except SystemExit as end:  # argparse
+        code = end.code
+    assert code == 2
     error = capsys.readouterr().err
     assert re.search(said, error), error
     assert not re.search(r"training\.|model\.", error)

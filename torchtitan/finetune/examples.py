@@ -82,6 +82,11 @@ def parse_example(row: object, *, where: str) -> Example:
     # a column of a table without a value in this row is null
     keys = {k for k, v in row.items() if v is not None} if isinstance(row, dict) else set()
     found = [format for format in FORMATS if format.keys <= keys]
+    if not found and {"chosen", "rejected"} <= keys:
+        raise DataError(
+            f"{where} must be one example, got preference data (keys 'chosen', 'rejected'); write "
+            f"the chosen answer as a completion or a chat"
+        )
     # without one, a lone prompt or completion selects the format that reports the missing key
     found = found or [format for format in FORMATS[:2] if format.keys & keys]
     if not isinstance(row, dict) or not found:

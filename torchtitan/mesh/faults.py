@@ -11,8 +11,7 @@ interpreter, writes the stacks of all threads to this rank's log.
 
 torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of this rank in memory.
 NCCL writes its collectives to a file when one times out. Each rank that ends with a fault writes
-those of gloo. `python -m torchtitan hang` reads the files of all ranks. Sends and
-receives of gloo are not recorded.
+those of gloo, without sends and receives. `python -m torchtitan hang` reads the files of all ranks.
 """
 
 from __future__ import annotations
@@ -44,27 +43,27 @@ PART_OF_TIMEOUT = 0.9
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code for an error: that of a UserError, 4 if a collective timed out because
-    another rank hangs, else 1."""
+    """Return the exit code of an error: a UserError's, 4 for a collective's timeout, else 1."""
     if isinstance(error, UserError):
         return error.exit_code
     return StoppedError.exit_code if is_timeout(error) else 1
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether `error` is the timeout of a collective.
-
-    torch has no class for it, so the messages of gloo, NCCL's watchdog and the store are matched.
-    """
+    """Return whether `error` is a collective's timeout, by the messages of gloo, NCCL and store."""
     words = "timed out waiting|collective operation timeout|wait timeout"
     is_known = re.search(words, str(error), re.IGNORECASE) is not None
     return is_known and isinstance(error, RuntimeError) and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def is_communication_error(error: BaseException) -> bool:
+    """Return whether a collective failed, usually because another rank ended or hangs."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error) or is_timeout(error)
+
+
 @contextmanager
 def refuse_exits() -> Iterator[None]:
-    """Turn a SystemExit of custom code into an error: it would end the process silently, with the
-    exit code of a finished run.
+    """Turn a SystemExit of custom code, which would look like a finished run, into an error.
 
     KeyboardInterrupt passes, since signals in a session raise it.
 
@@ -164,8 +163,7 @@ def write_collectives() -> Path | None:
     prefix = os.environ.get(PREFIX)
     if not prefix or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    dump = torch._C._distributed_c10d._dump_fr_trace
-    known: dict[str, Any] = pickle.loads(dump())  # from this process
+    known: dict[str, Any] = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
     known["entries"] = known["entries"][-NEWEST:]
     rank, groups = dist.get_rank(), {}
     for group, ranks in _world.pg_group_ranks.items():

@@ -1,10 +1,10 @@
-"""Check a job and print it resolved: `python -m torchtitan config --job.config_file F`.
+"""Check a job and print its resolved settings.
 
-It builds no process group and needs no GPU, so a job can be checked on the laptop where it is
-written. What the settings alone can tell comes first, and needs no torch; then what the model's
-sizes and the number of ranks can: `--world_size N`, else the fewest ranks that the degrees allow.
-What only the machines of the job can tell, as whether their GPUs have float8, is no mistake here
-but a remark. This file alone of its folder stands above `build.py`: it is a command.
+    python -m torchtitan config --job.config_file F [--world_size N] [--section.key VALUE ...]
+
+The check needs no process group and no GPU, so a job can be checked on a laptop. Rules of the
+settings are checked first, without torch, then those of the model's sizes and of the number of
+ranks. A rule of the job's machines, such as whether their GPUs support float8, gives a warning.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from torchtitan.mesh.settings import ParallelismConfig
 logger = logging.getLogger(__name__)
 HELP = (
     "python -m torchtitan config [--world_size N] [--section.key VALUE ...] checks a job and "
-    "prints it; --world_size is the number of ranks it is for.\n\n"
+    "prints it; --world_size is its number of ranks (default: the fewest that the degrees "
+    "allow).\n\n"
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the job as TOML and return 0, or one line for each mistake and return 2."""
+    """Print the job as TOML and return 0, or print one line per mistake and return 2."""
     words, given = _split(argv)
     if {"-h", "--help"} & {*words}:
         sys.stdout.write(HELP)
@@ -40,26 +41,29 @@ def main(argv: Sequence[str]) -> int:
         mistakes.report()
         assert job is not None
         with job.wording():
-            config = check_job(job.config, world_size=world_size)
+            config, num_parameters = check_job(job.config, world_size=world_size)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(to_toml(config))
+    sys.stdout.write(f"{to_toml(config)}\n# the model has {num_parameters:,} parameters\n")
     return 0
 
 
-def check_job(config: Config, *, world_size: int | None) -> Config:
-    """Check what the start of a job would, but for files and devices; log what is worth a remark.
+def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
+    """Check what the trainer checks at its start, except files and devices.
 
-    Returns the settings with the model that they mean.
+    Args:
+        config: The job.
+        world_size: Number of ranks. None: the fewest that the degrees allow; every other possible
+            number passes the same checks.
 
-    `world_size`: None stands for the fewest ranks that the degrees allow. What holds for these
-    holds for every number of ranks with which the job would start.
+    Returns:
+        The settings with the resolved model, and its number of parameters.
 
     Raises:
-        UserError: Says all that does not fit together, or that a tokenizer is damaged.
+        UserError: Lists all conflicting settings, or the tokenizer is damaged.
     """
-    # here: mistakes in the settings alone are told without the seconds that torch takes
+    # not at the top: mistakes in the settings are reported before torch is imported
     from torchtitan.base.device import device_type
     from torchtitan.checkpoint.partial import warn_of_unmatched
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
@@ -93,16 +97,16 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
         check_device(config.compile, float8=layout.float8, device_type=device_type())
     except ConfigError as error:
         for mistake in error.mistakes:
-            logger.warning("On this machine the job would not start: %s", mistake)
-    return config
+            logger.warning("The job cannot start on this machine: %s", mistake)
+    return config, layout.counts.num_parameters
 
 
 def fewest_ranks(settings: ParallelismConfig) -> int:
-    """Return the smallest number of ranks that the degrees allow. Others are multiples of it."""
+    """Return the smallest number of ranks that the degrees allow. It divides all possible ones."""
     cp, dp_shard = settings.context_parallel_degree, settings.data_parallel_shard_degree
     if dp_shard == -1:
         asked = settings.fsdp_reshard_after_forward
-        # groups of this many ranks gather weights, so it divides the ranks that share them
+        # groups of this size gather weights, so it divides the number of ranks that share them
         together = int(asked) if asked.isdecimal() and int(asked) else 1
         dp_shard = together // gcd(together, cp)
         inner = cp * settings.tensor_parallel_degree
@@ -118,7 +122,7 @@ def fewest_ranks(settings: ParallelismConfig) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take the one option out that is no setting."""
+    """Return the settings, and the value of --world_size, which is none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world_size", nargs="?", const="")
     found, words = parser.parse_known_args(list(argv))
@@ -131,7 +135,6 @@ def _read_world_size(given: str | None) -> int | None:
     if not (given.isascii() and given.isdecimal() and 0 < len(given.lstrip("0")) < 10):
         raise ConfigError(
             f"command line: --world_size must be the number of ranks, 1 or more, got "
-            f"'{given[:60]}'; "
-            "leave it out to check for the fewest that the degrees allow"
+            f"'{given[:60]}'; without it the fewest that the degrees allow are checked"
         )
     return int(given)

@@ -1,14 +1,14 @@
-"""Convert weights between this library's checkpoints and folders of Hugging Face.
+"""Convert weights between torchtitan's checkpoints and Hugging Face folders.
 
     python -m torchtitan convert to-hf outputs model --dtype bfloat16
     python -m torchtitan convert from-hf model weights
 
-`to-hf` reads a run's folder or its checkpoint folder (the newest step is taken), or one step's
-folder. It is what checkpoint.last_save_in_hf does at the end of a run, and reads one tensor at a
-time; to a URL it uploads a folder that it makes on this disk first. `from-hf` writes a torch DCP
-folder of the weights alone, which checkpoint.initial_load_path takes, and holds the whole model in
-memory meanwhile; a run reads such a folder of Hugging Face without it, by
-checkpoint.initial_load_in_hf. What is there already is never written over.
+`to-hf` reads the newest step of a run's folder or checkpoint folder, or the folder of one step. It
+does the same as checkpoint.last_save_in_hf at the end of a run, and reads one tensor at a time. For
+a URL it writes the folder to the local disk and uploads it. `from-hf` writes a torch DCP folder of
+the weights, for checkpoint.initial_load_path, and holds the full model in memory. A run can also
+read a Hugging Face folder itself, with checkpoint.initial_load_in_hf. Existing files are never
+overwritten.
 """
 
 from __future__ import annotations
@@ -23,24 +23,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from torchtitan.base.custom import add_trust_code, trusting_stored
-from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
+from torchtitan.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan.base.urls import is_plain_url, is_url, local_path
-from torchtitan.build import describe_export
-from torchtitan.checkpoint.objects import ObjectStore
-from torchtitan.checkpoint.remote import WHOLE_EXPORT
 from torchtitan.config.schema import literal, values_of
-from torchtitan.generate.generator import DTYPES
-from torchtitan.hf.export import export
-from torchtitan.hf.folder import to_dcp
-from torchtitan.models.families import MODELS, to_settings
 from torchtitan.models.settings import ModelSection
-from torchtitan.resume_rules import find_run_step, read_settings
-from torchtitan.tools.verbs import build_parser
+from torchtitan.tools.verbs import DTYPES, build_parser, report_errors
 
-SECONDS_OF_PATIENCE = 600
+PATIENCE_SECONDS = 600
+
+
+@report_errors
+def main(argv: Sequence[str]) -> int:
+    """Convert and return 0; return 2 for a user's mistake."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    if args.direction == "to-hf":
+        with trusting_stored(args.trust_code):
+            line = to_hf(
+                args.checkpoint,
+                args.out,
+                dtype=args.dtype,
+                tokenizer=args.tokenizer,
+                lora=args.lora,
+                verify=not args.skip_verify,
+            )
+    else:
+        line = from_hf(args.folder, args.out, dtype=args.dtype)
+    sys.stdout.write(f"{line}\n")
+    return 0
 
 
 def to_hf(
@@ -52,7 +63,25 @@ def to_hf(
     lora: Literal["merged", "adapter"] | None = None,
     verify: bool = True,
 ) -> str:
-    """Write a step's weights as a folder of Hugging Face; return a line about it."""
+    """Write a step's weights as a Hugging Face folder; return a line about it.
+
+    Args:
+        checkpoint: Folder of a run or a step.
+        out: Folder or URL to create.
+        dtype: Dtype of the weights. None: as they are stored.
+        tokenizer: None: model.tokenizer_path.
+        lora: None: lora.export_format.
+        verify: Compare the step's checksums.
+
+    Raises:
+        UserError: `out` exists, or the step is damaged or has no Hugging Face form.
+    """
+    import torch
+
+    from torchtitan.build import describe_export
+    from torchtitan.hf.export import export
+    from torchtitan.resume_rules import find_run_step, read_settings
+
     if is_url(str(out)):
         return _to_url(
             checkpoint, str(out), dtype=dtype, tokenizer=tokenizer, lora=lora, verify=verify
@@ -65,11 +94,10 @@ def to_hf(
         config = replace(config, model=replace(config.model, tokenizer_path=tokenizer))
     if lora is not None:
         if not config.lora.rank:
-            raise CheckpointError(f"{step} holds no LoRA adapter: remove --lora")
+            raise CheckpointError(f"{step} has no LoRA adapter: remove --lora")
         config = replace(config, lora=replace(config.lora, export_format=lora))
-    stored_as = None if dtype is None else getattr(torch, dtype)
     try:
-        settings = describe_export(config, dtype=stored_as)
+        settings = describe_export(config, dtype=None if dtype is None else getattr(torch, dtype))
     except DataError as error:
         if error.key != "model.tokenizer_path":
             raise
@@ -82,28 +110,35 @@ def to_hf(
     return f"{out}: the weights of {step}, merged with its LoRA adapter"
 
 
-def _to_url(checkpoint: Path, url: str, **how: Any) -> str:
-    """Write the folder to this disk, and upload it; `how`: as for `to_hf`."""
+def _to_url(checkpoint: Path, url: str, **options: Any) -> str:
+    """Write the folder to the local disk and upload it; `options`: as for `to_hf`."""
+    from torchtitan.checkpoint.objects import ObjectStore
+    from torchtitan.checkpoint.remote import WHOLE_EXPORT
+
     if not is_plain_url(url):
         raise ConfigError(
-            "OUT must be a URL of a folder without credentials or options; give these to the "
-            "store's client, by its environment variables or its own files"
+            "OUT must be the URL of a folder without credentials or options; give these to the "
+            "store's client, in its environment variables or its own files"
         )
-    store = ObjectStore(url, key="OUT", patience_seconds=SECONDS_OF_PATIENCE, check="checksum")
+    store = ObjectStore(url, key="OUT", patience_seconds=PATIENCE_SECONDS, check="checksum")
     if any(store.size(name) is not None for name in WHOLE_EXPORT):
-        raise CheckpointError(f"{url} is there already; name a folder that is not")
+        raise _exists(url)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "folder"
-        said = to_hf(checkpoint, folder, **how)
+        line = to_hf(checkpoint, folder, **options)
         store.put_folder(folder, "", last=WHOLE_EXPORT)
-        return said.replace(str(folder), url)
+        return line.replace(str(folder), url)
 
 
 def from_hf(folder: Path, out: Path, *, dtype: str) -> str:
-    """Write the weights of a folder of Hugging Face as a DCP folder; return a line about it."""
+    """Write the weights of a Hugging Face folder as a DCP folder; return the job's settings."""
+    import torch
+
+    from torchtitan.hf.folder import to_dcp
+    from torchtitan.models.families import MODELS, to_settings
+
     _check_absent(out)
     with warnings.catch_warnings():
-        # one process is what is meant here
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         spec, architecture = to_dcp(folder, out, dtype=getattr(torch, dtype), models=MODELS)
     default, model = values_of(ModelSection()), values_of(to_settings(spec, architecture))
@@ -114,55 +149,36 @@ def from_hf(folder: Path, out: Path, *, dtype: str) -> str:
 
 def _check_absent(out: Path) -> None:
     if out.exists():
-        raise CheckpointError(f"{out} is there already; name a folder that is not")
+        raise _exists(out)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Read the command line and convert; 2 with one message for what the user can mend."""
-    args = _parser().parse_args(argv)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        if args.direction == "to-hf":
-            with trusting_stored(args.trust_code):
-                line = to_hf(
-                    args.checkpoint,
-                    args.out,
-                    dtype=args.dtype,
-                    tokenizer=args.tokenizer,
-                    lora=args.lora,
-                    verify=not args.skip_verify,
-                )
-        else:
-            line = from_hf(args.folder, args.out, dtype=args.dtype)
-    except (UserError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return UserError.exit_code
-    sys.stdout.write(f"{line}\n")
-    return 0
+def _exists(out: Path | str) -> CheckpointError:
+    return CheckpointError(f"{out} exists; name a new folder")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser("convert", __doc__)
-    ways = parser.add_subparsers(dest="direction", required=True)
-    to = ways.add_parser("to-hf", help="from a checkpoint to a folder of Hugging Face")
+    directions = parser.add_subparsers(dest="direction", required=True)
+    to = directions.add_parser("to-hf", help="from a checkpoint to a Hugging Face folder")
     to.add_argument("checkpoint", type=Path, help="folder of a run or a step")
-    to.add_argument("out", help="folder to make, or a URL, as s3://bucket/model")
-    to.add_argument("--dtype", choices=DTYPES, help="type of the weights; as stored if not given")
-    to.add_argument("--tokenizer", metavar="PATH", help="in place of model.tokenizer_path")
+    to.add_argument("out", help="folder to create, or a URL such as s3://bucket/model")
+    to.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as stored")
+    to.add_argument("--tokenizer", metavar="PATH", help="instead of model.tokenizer_path")
     to.add_argument(
         "--lora",
         choices=("merged", "adapter"),
-        help="add the LoRA adapter to the weights, or write it alone (default: lora.export_format)",
+        help="merge the LoRA adapter into the weights, or write only the adapter (default: "
+        "lora.export_format)",
     )
     to.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
     add_trust_code(to)
-    back = ways.add_parser("from-hf", help="from a folder of Hugging Face to a DCP folder")
+    back = directions.add_parser("from-hf", help="from a Hugging Face folder to a DCP folder")
     back.add_argument("folder", type=Path, help="with config.json and safetensors files")
-    back.add_argument("out", type=local_path, help="folder to make")
+    back.add_argument("out", type=local_path, help="folder to create")
     back.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="the training.dtype of the job to come",
+        help="the training.dtype of the job that reads it",
     )
     return parser

@@ -1,14 +1,16 @@
-"""Which rank held the others up: `python -m torchtitan hang outputs/run`.
+"""Name the rank that the other ranks of a run waited for.
 
-When a rank hangs, all others fail, each with an error of its own, and none knows why. But each has
-remembered which collectives it called (`mesh/faults.py`). All ranks of a group call the same ones
-in the same order, so whoever has not called what others wait in is the one they wait for; and who
-waits for nobody is where it began. A rank that left no record was killed, or still hangs.
+    python -m torchtitan hang outputs/run
+
+When a rank hangs, all other ranks fail with timeouts, which do not name it. But each rank records
+its collectives (`mesh/faults.py`). All ranks of a group call the same collectives in the same
+order, so a rank that has not made a call that other ranks of the group wait in is awaited by them.
+An awaited rank that waits for no other rank is the origin. A rank without a record was killed, or
+still hangs.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import pickle
@@ -21,69 +23,70 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan.base.errors import DataError, UserError, printable
+from torchtitan.base.errors import DataError, printable
 from torchtitan.base.files import check_is_file
 from torchtitan.base.log import plural
+from torchtitan.tools.verbs import build_parser, report_errors
 
 LAST_LINES = 3
-"""Of the log of a rank that others waited for."""
+"""Printed lines of an awaited rank's log."""
+UNEVEN = ("scatter", "alltoall", "all_to_all")
+"""Operators whose input sizes differ between ranks: only the root of a scatter has inputs."""
 Group = tuple[str, tuple[int, ...]]
-"""What a group is for, and its ranks."""
+"""Description of a process group, and its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A collective that a rank has called."""
+    """A collective that a rank called."""
 
     group: Group
     number: int
-    """Which of the group's it is, from 1."""
+    """Sequence number within the group, from 1."""
     what: str
-    """Operator, and the sizes of what it was given."""
+    """Operator and input sizes."""
     at: float
-    """When it was called, in seconds since 1970."""
+    """Time of the call, in seconds since 1970."""
     where: str
-    """The innermost line of the package, or of the program."""
+    """Innermost line outside of libraries."""
+    is_completed: bool = False
 
     def __str__(self) -> str:
-        axis = self.group[0].removeprefix("mesh_")
+        axis = self.group[0].removeprefix("mesh_").replace("undefined", "an unnamed group")
         return f"{self.what}, number {self.number} of {axis}, at {_time(self.at)} from {self.where}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocked:
-    """A rank that waits in a call for others."""
+    """A rank that waits in a call for other ranks."""
 
     call: Call
     waits_for: tuple[int, ...]
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
-    """Print who waited for whom and return 0, or print what is missing and return 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan hang",
-        description="Tell which rank held the others up when a run has ended in a time-out.",
-        allow_abbrev=False,
-    )
+    """Print the ranks that waited, and for whom, and return 0; return 2 without records."""
+    parser = build_parser("hang", __doc__)
     parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
     run: Path = parser.parse_args(argv).run
-    try:
-        from torchtitan.job import CONFIG_FILE
-        from torchtitan.resume_rules import Job
+    from torchtitan.job import CONFIG_FILE
+    from torchtitan.resume_rules import Job
 
-        comm = Job.stored_in(run / CONFIG_FILE).config.comm
-        folder, prefix = run / comm.save_traces_folder, comm.save_traces_file_prefix
-        calls = read_calls(folder, prefix=prefix)
-        late = comm.train_timeout_seconds / 2
-        sys.stdout.write(printable(describe(calls, late=late, logs=run / "logs")))
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    comm = Job.stored_in(run / CONFIG_FILE).config.comm
+    folder, prefix = run / comm.save_traces_folder, comm.save_traces_file_prefix
+    calls = read_calls(folder, prefix=prefix)
+    late = comm.train_timeout_seconds / 2
+    sys.stdout.write(printable(describe(calls, late=late, logs=run / "logs")))
     return 0
 
 
 def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
-    """Return what each rank has called, by its rank and in its order.
+    """Return the calls of each rank, in order.
+
+    Args:
+        folder: comm.save_traces_folder of the run.
+        prefix: comm.save_traces_file_prefix.
 
     Raises:
         DataError: There are no records, or one cannot be read.
@@ -93,8 +96,8 @@ def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
     found = {int(m[1]): file for file in files if (m := pattern.fullmatch(file.name))}
     if not found:
         raise DataError(
-            f"{folder} must hold the records of ranks, and there are none; they are written when "
-            "ranks fail on each other, unless comm.trace_buf_size is 0"
+            f"{folder} has no records of ranks; they are written when a collective fails, unless "
+            "comm.trace_buf_size is 0"
         )
     return {rank: _read(file) for rank, file in sorted(found.items())}
 
@@ -116,14 +119,16 @@ def _read(file: Path) -> list[Call]:
         ]
     except Exception as error:  # damaged bytes can make a pickle fail in any way
         raise DataError(
-            f"{file} must be a record of torch's flight recorder, it cannot be read: {error!r}; "
-            "remove it, the records of other ranks may be enough"
+            f"{file} must be a record of torch's flight recorder, and cannot be read: {error!r}; "
+            "without it, the records of the other ranks may be enough"
         ) from error
 
 
 class _Plain(pickle._Unpickler):
-    """Reads numbers, texts, lists and dictionaries, and calls nothing; Python's reader in C grows
-    its memo to any index that it reads."""
+    """Unpickles only numbers, strings, lists and dictionaries.
+
+    Python's unpickler in C could be made to allocate any amount of memory.
+    """
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -137,6 +142,7 @@ def _call(entry: Mapping[str, Any], *, groups: Mapping[str, Group]) -> Call:
         what=f"{entry['profiling_name'].split(':')[-1].lstrip('_')} of {sizes or 'nothing'}",
         at=_whole(entry["time_created_ns"]) / 1e9,
         where=_where(entry.get("frames", ())),
+        is_completed=entry.get("state") == "completed",
     )
 
 
@@ -147,26 +153,28 @@ def _where(frames: Sequence[Mapping[str, Any]]) -> str:
         path = Path(frame["filename"])
         name = "/".join(path.parts[-2:])
         return f"{name}:{_whole(frame['line'])} ({_text(frame['name'])})"
-    return "a place that is not recorded"
+    return "an unknown line"
 
 
 def _whole(value: object) -> int:
-    """Return a value that fits into 64 bits; raise TypeError for any other: it may be nested, and
-    endless where it is printed."""
+    """Return an integer of 64 bits. Raise TypeError for other values, such as nested lists."""
     if type(value) is not int or not -(2**63) <= value < 2**63:
-        raise TypeError(f"a whole number is due, not a {type(value).__name__}")
+        raise TypeError(f"expected an integer, got a {type(value).__name__}")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a text is due, not a {type(value).__name__}")
+        raise TypeError(f"expected a string, got a {type(value).__name__}")
     return value
 
 
 def find_blocked(calls: Mapping[int, Sequence[Call]], *, late: float) -> dict[int, Blocked]:
-    """Return the ranks whose last call others of its group have not made, by rank, or have made
-    more than `late` seconds after it: when its time was over."""
+    """Return the ranks that wait in their last call, by rank.
+
+    A rank waits for the ranks of the group that have not made the call, or made it more than `late`
+    seconds later, after its timeout.
+    """
     last: defaultdict[Group, dict[int, Call]] = defaultdict(dict)
     for rank, made in calls.items():
         for call in made:
@@ -179,7 +187,7 @@ def find_blocked(calls: Mapping[int, Sequence[Call]], *, late: float) -> dict[in
 
     found = {}
     for rank, made in calls.items():
-        if not made:
+        if not made or made[-1].is_completed:
             continue
         call = made[-1]
         of_group = last[call.group]
@@ -190,21 +198,29 @@ def find_blocked(calls: Mapping[int, Sequence[Call]], *, late: float) -> dict[in
 
 
 def find_unlike(calls: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return calls of one number that were not the same on all ranks, the first of each group."""
+    """Describe the first call of each group that differs between its ranks."""
     made: defaultdict[tuple[Group, int], dict[int, Call]] = defaultdict(dict)
     for rank, each in calls.items():
         for call in each:
             made[call.group, call.number][rank] = call
-    said: dict[Group, str] = {}
+    found: dict[Group, str] = {}
     for (group, _), by_rank in sorted(made.items(), key=lambda item: item[0][1]):
-        if group not in said and len({call.what for call in by_rank.values()}) > 1:
+        if group not in found and len({_comparable(call) for call in by_rank.values()}) > 1:
             lines = [f"  rank {rank}: {call}" for rank, call in by_rank.items()]
-            said[group] = "\n".join(["Ranks called different things in the same place:", *lines])
-    return [*said.values()]
+            found[group] = "\n".join(
+                ["Ranks called different collectives with the same number:", *lines]
+            )
+    return [*found.values()]
+
+
+def _comparable(call: Call) -> str:
+    """Return the part of a call that is equal on all ranks of its group."""
+    operator = call.what.partition(" of ")[0]
+    return operator if operator.startswith(UNEVEN) else call.what
 
 
 def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) -> str:
-    """Return who waited for whom, and what is known of those that waited for nobody."""
+    """Return the ranks that waited, and for whom, with the last call and log of each origin."""
     world = sorted({rank for made in calls.values() for call in made for rank in call.group[1]})
     silent = [rank for rank in world if rank not in calls]
     blocked = find_blocked(calls, late=late)
@@ -218,23 +234,23 @@ def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) ->
         lines.append("")
         if rank in silent:
             lines.append(
-                f"It began with rank {rank}: others wait for it, and it has left no record, so it "
-                "was killed, or hangs outside of any collective"
+                f"It started with rank {rank}: other ranks wait for it, and it left no record, so "
+                "it was killed, or hangs outside of a collective"
             )
         else:
             made = calls[rank]
-            said = f"its last call was {made[-1]}" if made else "it had called nothing"
-            lines.append(f"It began with rank {rank}: others wait, it does not; {said}")
+            last = f"its last call was {made[-1]}" if made else "it made no call"
+            lines.append(f"It started with rank {rank}: other ranks wait for it; {last}")
         lines += _last_lines(logs / f"rank_{rank}.log")
     lines += ["", *find_unlike(calls)]
     if not blocked:
-        lines.append("No rank waits for another in what was recorded.")
+        lines.append("No rank waits for another in the recorded collectives.")
     return "\n".join(lines).strip() + "\n"
 
 
 def _last_lines(log: Path) -> list[str]:
     if not log.is_file():
-        return [f"  and there is no {log}"]
+        return [f"  {log} does not exist"]
     ends = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
     return [f"  {log} ends with:", *(f"    {line}" for line in ends)]
 

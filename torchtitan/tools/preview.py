@@ -1,65 +1,59 @@
-"""Show what a job learns of its examples: `python -m torchtitan preview --job.config_file F`.
+"""Show the tokens and labels of a job's examples.
+
+    python -m torchtitan preview --job.config_file F [--section.key VALUE ...]
 
 Prints the first rows of each file, every token with its label, then how many rows of the file are
-kept, cut and dropped, and the seq_len that would cut none. Tokens and labels are those of the
-training, made by the same code. It needs no GPU and writes nothing. All rows are tokenized, to be
-counted. A line has a run of tokens with the same label:
+kept, cut and dropped, and the seq_len that cuts none. The training's own code makes tokens and
+labels. The command needs no GPU and writes nothing, and tokenizes all rows to count them. A line
+has a run of tokens with the same label:
 
     loss   the token is a label: the model learns to write it
     -100   the token is read, and is no label
-    cut    the token lies beyond seq_len and is not read
+    cut    the token is beyond seq_len and is not read
+
+All other options are settings of the job, such as --training.seq_len 4096.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import Style, paint, plural, use_color
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.finetune.data import Fate, build_encoder, fate_of, warn_of_encoded
-from torchtitan.finetune.encoder import Numbers
-from torchtitan.finetune.sources import FileExamples, find_examples, label_all
 from torchtitan.job import Config, load_job
-from torchtitan.resume_rules import resolve_model
+from torchtitan.tools.verbs import build_parser, report_errors
+
+if TYPE_CHECKING:
+    from torchtitan.finetune.data import Fate
+    from torchtitan.finetune.encoder import Numbers
 
 STYLES: dict[str, Style] = {"loss": "green", "-100": "dim", "cut": "red"}
 DROPPED: tuple[Fate, ...] = ("without an answer", "without one within seq_len", "too long")
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Print rows and counts of each file; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan preview",
-        description=__doc__,
-        epilog="All other options are settings of the job, as --training.seq_len 4096.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = build_parser("preview", __doc__)
     parser.add_argument("--rows", type=int, default=3, help="rows to show of each file (3)")
     parser.add_argument("--ids", action="store_true", help="show the id of each token")
     arguments, settings = parser.parse_known_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        job = load_job(settings)
-        with job.wording():
-            preview(resolve_model(job.config), num_rows=arguments.rows, with_ids=arguments.ids)
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    job = load_job(settings)
+    with job.wording():
+        preview(job.config, num_rows=arguments.rows, with_ids=arguments.ids)
     return 0
 
 
 def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
-    """Print rows and counts of each file that the training reads.
+    """Print rows and counts of each file of the training data.
 
     Args:
         config: The job.
@@ -67,14 +61,19 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
         with_ids: Whether to print the id of each token.
 
     Raises:
-        UserError: The data are no examples, or the training would refuse them.
+        UserError: The data are not examples, or the training would refuse them.
     """
+    from torchtitan.finetune.data import build_encoder, fate_of, warn_of_encoded
+    from torchtitan.finetune.sources import FileExamples, find_examples, label_all
+    from torchtitan.resume_rules import resolve_model
+
+    config = resolve_model(config)
     training, path = config.training, config.model.tokenizer_path
     if training.dataset not in SUPERVISED:
         raise ConfigError.at(
             "training.dataset",
-            f'must be "examples" to preview its labels, got "{training.dataset}"; of text, every '
-            f"token is learnt",
+            f'must be "examples" to preview labels, got "{training.dataset}"; in text every token '
+            f"is a label",
         )
     tokenizer = build_tokenizer(path)
     encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=path)
@@ -83,20 +82,23 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
     if isinstance(source, FileExamples):
         parts = [FileExamples((file,)) for file in source.files]
     color = use_color(sys.stdout, disabled=config.metrics.disable_color_printing)
-    total, all_lengths = Counter[Fate](), list[int]()
+    total: Counter[Fate] = Counter()
+    all_lengths: list[int] = []
     for part in parts:
-        counts, lengths = Counter[Fate](), list[int]()
+        counts: Counter[Fate] = Counter()
+        lengths: list[int] = []
         for example, row in label_all(part, encoder):
+            fate = fate_of(row, training)
             if len(lengths) < num_rows:
-                _say(f"{example.where}: {len(row)} tokens, {fate_of(row, training)}")
+                _print(f"{example.where}: {len(row)} tokens, {fate}")
                 for label, text in runs(row, tokenizer, training, with_ids=with_ids):
-                    _say(paint(f"  {label:<5} {text}", STYLES[label], color=color))
-            counts[fate_of(row, training)] += 1
+                    _print(paint(f"  {label:<5} {text}", STYLES[label], color=color))
+            counts[fate] += 1
             lengths.append(len(row))
-        _say(*summary(part.name, counts, lengths, training))
+        _print(*summary(part.name, counts, lengths, training))
         total, all_lengths = total + counts, all_lengths + lengths
     if len(parts) > 1:
-        _say(*summary(source.name, total, all_lengths, training))
+        _print(*summary(source.name, total, all_lengths, training))
     warn_of_encoded(source.name, encoder.num_without_end, encoder.unread_keys)
 
 
@@ -125,7 +127,7 @@ def _shown(i: int, tokenizer: Tokenizer, *, with_ids: bool) -> str:
 def summary(
     name: str, counts: Counter[Fate], lengths: Sequence[int], training: TrainingConfig
 ) -> Iterator[str]:
-    """Yield the lines about all rows of a file, whose lengths are numbers of tokens."""
+    """Yield the lines about all rows of a file, given their numbers of tokens."""
     is_default = training.seq_len == TrainingConfig().seq_len
     dropped = {fate: counts[fate] for fate in DROPPED if counts[fate]}
     why = ", ".join(f"{number} {fate}" for fate, number in dropped.items())
@@ -136,11 +138,12 @@ def summary(
     )
     if lengths:
         # the last token of a row is only a label
-        most, longest = (int(np.quantile(lengths, q, method="higher")) - 1 for q in (0.99, 1))
+        longest = max(lengths) - 1
+        most = sorted(lengths)[-1 - (len(lengths) - 1) // 100] - 1
         rest = f", seq_len = {most} at most 1 % of them" if most < longest else ""
         yield f"  seq_len = {longest} cuts no row{rest}\n"
 
 
-def _say(*lines: str) -> None:
+def _print(*lines: str) -> None:
     for line in lines:
         sys.stdout.write(f"{line}\n")

@@ -2,9 +2,9 @@
 
     python -m torchtitan tokenizer my.tiktoken --vocab_size 32000 'corpus/**/*.txt'
 
-Without files it learns from the Python standard library: so the built-in `bpe_2048` was made. Two
-ids of the vocabulary go to the begin and end tokens that `TiktokenTokenizer` adds to any such
-file. Training is the `tokenizers` library's (the `hf` extra), with Llama 3's split pattern.
+Without files it trains on the Python standard library, as for the built-in `bpe_2048`. Two ids of
+the vocabulary are the BOS and EOS tokens that `TiktokenTokenizer` adds to each file. The package
+`tokenizers` (the `hf` extra) does the training, with the split pattern of Llama 3.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.base.errors import DataError, UserError
+from torchtitan.base.errors import DataError
 from torchtitan.base.urls import local_path
-from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus
-from torchtitan.data.files import divide, find_files
+from torchtitan.data.corpus import Corpus, StdlibCorpus
 from torchtitan.data.tiktoken_tokenizer import LLAMA3_PATTERN
-from torchtitan.tools.verbs import build_parser
+from torchtitan.tools.prepare import find_corpus
+from torchtitan.tools.verbs import build_parser, report_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,13 +29,13 @@ NUM_SPECIAL = 2
 
 
 def train(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
-    """Return a byte-level tokenizer of `vocab_size` ids, less those of the special tokens."""
+    """Return a byte-level tokenizer of `vocab_size` ids minus the special tokens."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
         raise DataError(
-            "training a tokenizer needs the package 'tokenizers'; "
-            "install it, in the repository, with: pip install -e '.[hf]'"
+            "training a tokenizer needs the package 'tokenizers'; install it, in the repository, "
+            "with: pip install -e '.[hf]'"
         ) from error
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
@@ -55,7 +55,7 @@ def train(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
 
 
 def tokens_by_rank(tokenizer: Tokenizer) -> list[bytes]:
-    """Return the tokens in order of merging, the 256 single bytes first."""
+    """Return the tokens in merge order, after the 256 single bytes."""
     byte_of = byte_letters()
     ids: dict[str, int] = tokenizer.get_vocab()
     return [
@@ -64,10 +64,10 @@ def tokens_by_rank(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte that each letter stands for in a byte-level vocabulary.
+    """Return the byte of each letter in a byte-level vocabulary.
 
-    GPT-2's convention: a byte that is a printable Latin-1 character stands for itself, the others
-    are the letters from U+0100 on.
+    In GPT-2's convention, the letter of a byte is its Latin-1 character if that is printable. Other
+    bytes have the letters from U+0100.
     """
     printable = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace()]
     others = [b for b in range(256) if b not in printable]
@@ -78,38 +78,33 @@ def byte_letters() -> dict[str, int]:
 
 
 def write_tiktoken(file: Path, tokens: Sequence[bytes]) -> None:
-    """Write tokens in tiktoken's format, or leave an existing file as it was."""
+    """Write tokens in tiktoken's format. An existing file is replaced at the end, atomically."""
     temporary = file.with_name(file.name + ".tmp")
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
     temporary.write_bytes(b"".join(lines))
     temporary.replace(file)
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
-    """Train, write the file and return 0; a mistake ends the process with 2."""
+    """Train, write the file and return 0; return 2 for a user's mistake."""
     parser = build_parser("tokenizer", __doc__)
     parser.add_argument("output", type=local_path, help="file to write")
-    parser.add_argument("files", nargs="*", help="files or globs, as training.dataset_path")
-    parser.add_argument("--vocab_size", type=int, default=2048, help="ids, with begin and end")
+    parser.add_argument("files", nargs="*", help="files or globs, as in training.dataset_path")
+    parser.add_argument(
+        "--vocab_size", type=int, default=2048, help="ids, including BOS and EOS (2048)"
+    )
     parser.add_argument("--text_key", default="text", help="as training.dataset_text_key")
     args = parser.parse_intermixed_args(argv)
     if args.vocab_size < 256 + NUM_SPECIAL:
         parser.error(f"--vocab_size must be at least {256 + NUM_SPECIAL}, got {args.vocab_size}")
-    # before the long work
     if args.output.is_dir() or not args.output.absolute().parent.is_dir():
-        parser.error(f"output must be a file in a folder that exists, got {args.output}")
-    try:
-        corpus: Corpus = StdlibCorpus()
-        if args.files:
-            found = (f for pattern in args.files for f in find_files(pattern, key="files"))
-            files, stores = divide(found)
-            if stores:
-                raise DataError(f"{stores[0]} is a token store, not text; name text files")
-            corpus = FileCorpus(files, args.text_key, settings=("--text_key", ""))
-        texts = (piece.text for piece in corpus.pieces(lambda num_bytes: None))
-        tokens = tokens_by_rank(train(texts, vocab_size=args.vocab_size))
-        write_tiktoken(args.output, tokens)
-    except (UserError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+        parser.error(f"output must be a file in an existing folder, got {args.output}")
+    corpus: Corpus = StdlibCorpus()
+    if args.files:
+        corpus = find_corpus(args.files, text_key=args.text_key, options=("--text_key", ""))
+    texts = (piece.text for piece in corpus.pieces(lambda num_bytes: None))
+    tokens = tokens_by_rank(train(texts, vocab_size=args.vocab_size))
+    write_tiktoken(args.output, tokens)
     sys.stdout.write(f"{args.output}: {len(tokens)} tokens and {NUM_SPECIAL} special ones\n")
     return 0

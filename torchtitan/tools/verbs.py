@@ -1,22 +1,33 @@
-"""What commands share: choosing one of several verbs, and a parser with a docstring as its help."""
+"""Shared parts of the commands: the choice of a verb, parsers, and the report of an error.
+
+A verb is a module with a `main(arguments)` that returns the exit code. It imports torch only after
+its command line is parsed, so that `--help` and a wrong option take no seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
 
-from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.base.custom import add_trust_code
+from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 Verbs = Mapping[str, tuple[str, str]]
-"""The module of each verb, and what it does. The module has a `main(arguments)`."""
+"""The module of each verb, and its line in the list of verbs."""
+Main = Callable[[Sequence[str]], int]
+DTYPES = ("float32", "bfloat16", "float16")
+"""`generate.generator.DTYPES`, which cannot be imported without torch."""
 
 
 def choose(verbs: Verbs, argv: Sequence[str], *, prog: str, noun: str, what: str) -> str | None:
-    """Return the verb that `argv` starts with, or print all of them and return None for --help.
+    """Return the verb at the start of `argv`. Print all verbs and return None for --help.
 
     Raises:
-        ConfigError: There is no such verb. `what` names it in the message.
+        ConfigError: The verb is unknown. `what` names it in the message.
     """
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help"):
@@ -40,4 +51,37 @@ def build_parser(verb: str, doc: str | None) -> argparse.ArgumentParser:
         description=summary,
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a verb that opens a model with `api.open_generator`."""
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="of a run or Hugging Face")
+    add("--tokenizer", metavar="PATH", help="instead of the checkpoint's")
+    add("--chat_template", metavar="FILE", help="instead of the tokenizer's or the run's")
+    add("--dtype", choices=DTYPES, help="of the computation; default: that of the weights")
+    add("--skip_verify", action="store_true", help="do not verify checksums")
+    add_trust_code(parser)
+
+
+def report_errors(main: Main) -> Main:
+    """Make `main` print a UserError or OSError and return 2 (or the error's exit code).
+
+    If all ranks of a job have the same error, only rank 0 prints it.
+    """
+
+    @wraps(main)
+    def run(argv: Sequence[str]) -> int:
+        try:
+            return main(argv)
+        except (UserError, OSError) as error:
+            if os.environ.get("RANK", "0") != "0":
+                from torchtitan.mesh.ranks import let_rank_0_report
+
+                let_rank_0_report()
+            sys.stderr.write(f"error: {error}\n")
+            return error.exit_code if isinstance(error, UserError) else UserError.exit_code
+
+    return run

@@ -3,7 +3,6 @@ harness that read a local file."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.models.families import MODELS
-from torchtitan.tools.evaluate import command as command
+from torchtitan.tools.evaluate import command, evaluation
 
 METRICS = {
     "multiple_choice": ("acc", "acc_norm"),
@@ -96,8 +95,10 @@ def write_tasks(folder: Path) -> Path:
     return folder
 
 
-def arguments(*words: object) -> argparse.Namespace:
-    return command._parser().parse_args([*map(str, words)])
+def evaluate(*words: object) -> dict[str, Any]:
+    """Return the report of a command line."""
+    args = command._parser().parse_args([*map(str, words)])
+    return evaluation.evaluate(args, command.check(args))
 
 
 def numbers_of(task: Mapping[str, Any]) -> dict[str, float]:

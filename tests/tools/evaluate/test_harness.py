@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tests.tools.evaluate.helpers import numbers_of, write_model, write_tasks
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.tools.evaluate import harness
+from torchtitan.tools.evaluate.evaluation import open_subject
 from torchtitan.tools.evaluate.harness import Adapter, find_tasks, run_tasks
-from torchtitan.tools.evaluate.subject import open_subject
 
 NAMES = ("choose", "roll", "write")
 
@@ -156,8 +156,8 @@ def test_draws_differ_where_a_request_is_repeated(model):
             ("a", {"max_gen_toks": 4, "do_sample": True, "top_p": 0.5}),
             ("top_p", "remove it"),
         ),
-        ("loglikelihood", ("a", "b" * 100), ("1 to 64 tokens", "raise --seq_len")),
-        ("loglikelihood", ("a", ""), ("got 0", "mend the task")),
+        ("loglikelihood", ("a", "b" * 100), ("1 to 64 tokens", "--seq_len")),
+        ("loglikelihood", ("a", ""), ("1 to 64 tokens", "got 0")),
     ],
 )
 def test_what_cannot_be_asked_is_refused(model, method, args, words):

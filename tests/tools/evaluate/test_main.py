@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import write_tokenizer
 from tests.tools.evaluate.helpers import (
-    arguments,
+    evaluate,
     numbers_of,
     stay_offline,
     write_model,
     write_tasks,
     write_texts,
 )
-from torchtitan.tools.evaluate import command as command
+from torchtitan.tools.evaluate import command, evaluation
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def on_ranks(words: list[str], cache: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         stay_offline(patch, cache=cache / str(dist.get_rank()))
         patch.setenv("LOCAL_RANK", "0")  # by which the harness decides who gets its figures
-        patch.setattr(command, "join_tensor_parallel", lambda: (torch.device("cpu"), mesh))
-        return command.evaluate(arguments(*words))
+        patch.setattr(evaluation, "join_tensor_parallel", lambda: (torch.device("cpu"), mesh))
+        return evaluate(*words)
 
 
 @pytest.mark.long
@@ -84,7 +84,7 @@ def test_two_ranks_that_share_a_model_find_what_one_finds(
     folder: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     given = words(folder, *EVERYTHING)
-    alone = command.evaluate(arguments(*given))
+    alone = evaluate(*given)
     found = ranks.run(on_ranks, given, tmp_path, world=2)
     for report in found:
         assert report["settings"]["num_ranks"] == 2
@@ -110,7 +110,7 @@ TASKS = "--tasks choose --include_path {}/tasks"
         (("--perplexity web={}/none.txt",), ("--perplexity web", "no file matches")),
         (("--perplexity web={}/empty.txt",), ("--perplexity web", "empty", "remove it")),
         ((PERPLEXITY, "--seq_len 64 --perplexity b={}/b.pdf"), ("--perplexity b", "no file")),
-        ((PERPLEXITY, "--seq_len 65"), ("--seq_len", "at most 64", "lower it")),
+        ((PERPLEXITY, "--seq_len 65"), ("--seq_len", "at most 64")),
         ((PERPLEXITY, "--dataset_text_key words"), ("words", "dataset_text_key")),
         ((PERPLEXITY, "--dataset_text_template {words"), ("dataset_text_template", "braces")),
         (("--perplexity a={}/tasks/rows.json --dataset_text_key answer",), ("answer",)),
@@ -119,10 +119,10 @@ TASKS = "--tasks choose --include_path {}/tasks"
         ((PERPLEXITY, "--checkpoint {}/none"), ("none, which does not exist",)),
         ((PERPLEXITY, "--batch_size 0"), ("--batch_size", "at least 1, got 0")),
         ((PERPLEXITY, "--seq_len 0"), ("--seq_len", "at least 1, got 0")),
-        ((PERPLEXITY, "--output {}"), ("--output", "make the folder")),
-        ((PERPLEXITY, "--output {}/none/r.json"), ("--output", "make the folder")),
-        ((PERPLEXITY, "--limit 3"), ("--limit", "is for --tasks")),
-        ((TASKS, "--dataset_text_key x"), ("--dataset_text_key", "is for --perplexity")),
+        ((PERPLEXITY, "--output {}"), ("--output", "existing folder")),
+        ((PERPLEXITY, "--output {}/none/r.json"), ("--output", "existing folder")),
+        ((PERPLEXITY, "--limit 3"), ("--limit", "needs --tasks")),
+        ((TASKS, "--dataset_text_key x"), ("--dataset_text_key", "needs --perplexity")),
         ((TASKS, "--limit 2.5"), ("--limit", "got 2.5")),
         ((TASKS, "--limit 0"), ("--limit", "got 0")),
         ((TASKS, "--num_fewshot -1"), ("--num_fewshot", "at least 0, got -1")),

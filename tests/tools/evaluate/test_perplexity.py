@@ -12,10 +12,9 @@ import torch
 from tests.distributed import jobs
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
-from tests.tools.evaluate.helpers import arguments, write_model, write_texts
+from tests.tools.evaluate.helpers import evaluate, write_model, write_texts
 from torchtitan.base.errors import UserError
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.tools.evaluate.command import evaluate
 
 pytestmark = pytest.mark.long
 
@@ -38,7 +37,7 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
     loss /= num_samples * SEQ_LEN
     words = ["--checkpoint", tmp_path / "model", "--perplexity", f"a={tmp_path / 'a.jsonl'}"]
     words += ["--seq_len", SEQ_LEN, "--dataset_cache", tmp_path / "cache", "--batch_size", 3]
-    report = evaluate(arguments(*words))
+    report = evaluate(*words)
     figures = report["perplexity"]["a"]
     num_bytes = sum(len(text.encode()) for text in texts)
     assert figures == {
@@ -65,7 +64,7 @@ def test_the_loss_is_that_of_the_trainers_validation(
     trained = ranks.run(jobs.train, job, world=2)[0]
     words = ["--checkpoint", tmp_path / "run", "--perplexity", f"a={tmp_path / 'a.jsonl'}"]
     words += ["--dataset_cache", tmp_path / "cache"]
-    report = evaluate(arguments(*words))
+    report = evaluate(*words)
     expected = trained.rows[-1]["validation_loss"]
     assert report["perplexity"]["a"]["loss"] == pytest.approx(expected, rel=1e-6)
     assert (report["step"], report["settings"]["attn_mask_type"]) == (2, attention)
@@ -76,11 +75,11 @@ def test_a_token_store_gives_the_figures_of_its_text(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_texts(tmp_path / "a.jsonl")
     words = ["--checkpoint", tmp_path / "model", "--dataset_cache", tmp_path / "cache"]
-    text = evaluate(arguments(*words, "--perplexity", f"a={tmp_path / 'a.jsonl'}"))
+    text = evaluate(*words, "--perplexity", f"a={tmp_path / 'a.jsonl'}")
     [tokens] = (tmp_path / "cache").glob("*/tokens.bin")
     for file in (tokens, tokens.with_suffix(".idx")):
         file.rename(tmp_path / f"store{file.suffix}")
-    store = evaluate(arguments(*words, "--perplexity", f"a={tmp_path / 'store'}"))
+    store = evaluate(*words, "--perplexity", f"a={tmp_path / 'store'}")
     assert store["perplexity"] == text["perplexity"]
 
 
@@ -91,7 +90,7 @@ def test_a_run_may_be_measured_on_longer_sequences_than_its_own(
     ranks.run(jobs.train, [*jobs.write_job(tmp_path), "--training.steps=1"], world=1)
     words = ["--checkpoint", tmp_path / "run", "--perplexity", f"a={tmp_path / 'a.jsonl'}"]
     words += ["--dataset_cache", tmp_path / "cache", "--seq_len", 96]
-    assert evaluate(arguments(*words))["settings"]["seq_len"] == 96
+    assert evaluate(*words)["settings"]["seq_len"] == 96
     assert "longer than the 32 tokens of the training" in caplog.text
 
 
@@ -116,7 +115,7 @@ def test_a_callback_finds_in_any_layout_what_the_command_finds(
     job += ["--optimizer.lr=0.1"]
     trained = ranks.run(jobs.train, job, world=2)[0]
     words = ["--checkpoint", tmp_path / "run", "--perplexity", *domains]
-    found = evaluate(arguments(*words, "--dataset_cache", tmp_path / "cache"))["perplexity"]
+    found = evaluate(*words, "--dataset_cache", tmp_path / "cache")["perplexity"]
     for name, figures in found.items():
         assert trained.rows[-1][f"loss_{name}"] == pytest.approx(figures["loss"], rel=1e-6)
         assert trained.rows[-1][f"perplexity_{name}"] == pytest.approx(figures["perplexity"])
@@ -129,7 +128,7 @@ def test_a_callback_finds_in_any_layout_what_the_command_finds(
         (('--evaluation.domains=["a.txt"]',), ("evaluation", "NAME=FILES")),
         (('--evaluation.domains=["a=none.txt"]',), ("domains a", "no file matches")),
         (('--evaluation.domains=["a=a.txt"]', BPE), ("tokenizer_path", "model.tokenizer_path")),
-        (('--evaluation.domains=["a=a.txt"]', OFF), ("validation", "enable", "remove")),
+        (('--evaluation.domains=["a=a.txt"]', OFF), ("validation", "enable", "Perplexity")),
     ],
 )
 def test_mistakes_of_the_callback_end_the_run(

@@ -1,4 +1,4 @@
-"""What a machine reads and writes: the folder of the checkpoints, and the data."""
+"""Check the checkpoint folder and the data on each machine."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from torchtitan.tools.check.ranks import Checked, Failed, Finding, Ranks, attemp
 from torchtitan.validate import validation_source
 
 BLOCK, WRITTEN = 2**20, 64 * 2**20
-"""Bytes written at a time, and in all."""
+"""Bytes per write, and in total."""
 HEAD = 2**16
-"""Bytes at each end of a data file that are compared, beside its size."""
+"""Bytes at each end of a data file that are compared, with its size."""
 SLOW = 0.1
-"""Of the usual rate to write, what counts as slow: disks have caches, and neighbours."""
+"""Part of the usual write rate below which a disk is slow; caches make rates vary."""
 SECONDS_TO_SEE = 5.0
-"""How long a shared folder may take to show a new file: NFS asks again after a few seconds."""
-OF_A_PARAMETER = 12
-"""Bytes of a checkpoint: the weight and two moments in float32."""
+"""Longest time until a shared folder shows a new file; NFS caches for a few seconds."""
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: the weight and two moments in float32."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """What a folder offers one machine."""
+    """A folder, as one machine sees it."""
 
     free: int
     """Bytes."""
     rate: float
-    """Bytes/s written, synchronised."""
+    """Bytes written per second, with fsync."""
     is_shared: bool
-    """Whether rank 0's file is seen there."""
+    """Whether rank 0's file is visible."""
 
 
 def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> Checked:
-    """Write to the folder of the checkpoints from all machines at once."""
+    """Write to the checkpoint folder from all machines at once."""
     folder = Path(config.job.dump_folder)
     if config.checkpoint.enable:
         folder /= config.checkpoint.local_folder
     seen = folder / f".check-{os.getpid()}"
     names = [str(seen)]
     if ranks.launch.rank == 0:
-        attempt(lambda: _touch(seen))  # whether it can is found below
+        attempt(lambda: _touch(seen))  # a failure is reported below
     dist.broadcast_object_list(names)
     answer = attempt(lambda: _try(folder, Path(names[0]))) if ranks.is_first else None
     answers = ranks.gather_first(answer)
-    attempt(lambda: seen.unlink(missing_ok=True))  # which failed already, if it fails
-    needed = OF_A_PARAMETER * num_parameters if config.checkpoint.enable else 0
+    attempt(lambda: seen.unlink(missing_ok=True))
+    needed = BYTES_PER_PARAMETER * num_parameters if config.checkpoint.enable else 0
     findings, disks = [], {}
     for machine, disk in answers.items():
         if isinstance(disk, Disk):
@@ -67,15 +67,15 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
         assert isinstance(disk, Failed)
         findings.append(
             Finding(
-                what=f"every machine must be able to write to {folder}, {machine} cannot: "
-                f"{disk.why}",
-                remedy="give a job.dump_folder on storage that all machines share and may write to",
+                f"every machine must be able to write to {folder}, {machine} cannot: {disk.why}",
+                "choose a job.dump_folder on storage that all machines can write to",
             )
         )
     if disks:
-        may_part = is_url(config.checkpoint.folder)  # each machine uploads from its own disk
-        findings += _compare(disks, folder=folder, needed=needed, must_share=not may_part)
-    summary = f"{folder}: nowhere written"
+        # for an object store, each machine uploads from its own disk
+        must_share = not is_url(config.checkpoint.folder)
+        findings += _compare(disks, folder=folder, needed=needed, must_share=must_share)
+    summary = f"{folder}: not writable"
     if disks:
         free, rate = (min(getattr(d, name) for d in disks.values()) for name in ("free", "rate"))
         summary = f"{folder}: {free / GIB:.1f} GiB free, written at {rate / 1e6:.0f} MB/s"
@@ -91,27 +91,26 @@ def _compare(
         if disk.free < needed:
             findings.append(
                 Finding(
-                    what=f"a checkpoint of this job takes about {needed / GIB:.1f} GiB, and "
+                    f"a checkpoint of this job takes about {needed / GIB:.1f} GiB, and "
                     f"{disk.free / GIB:.1f} GiB are free in {folder} on {machine}",
-                    remedy="free some space, or give another job.dump_folder; "
-                    "checkpoint.keep_latest_k tells how many are kept",
+                    "free some space, or choose another job.dump_folder; checkpoint.keep_latest_k "
+                    "limits the number of checkpoints",
                 )
             )
         if must_share and not disk.is_shared:
             findings.append(
                 Finding(
-                    what=f"{folder} must be one folder for all machines, {machine} does not see "
-                    "what rank 0 has written there",
-                    remedy="mount the same storage everywhere, and give a folder on it as "
-                    "job.dump_folder",
+                    f"{folder} must be one folder for all machines, {machine} does not see the "
+                    "file of rank 0",
+                    "choose a job.dump_folder on storage that is mounted on all machines",
                 )
             )
         if disk.rate < SLOW * most:
             findings.append(
                 Finding(
-                    what=f"{machine} writes to {folder} at {disk.rate / 1e6:.0f} MB/s, "
+                    f"{machine} writes to {folder} at {disk.rate / 1e6:.0f} MB/s, "
                     f"{most / 1e6:.0f} MB/s are usual",
-                    remedy="look at its mount and its network; each save waits for the slowest",
+                    "check its mount and its network; each save waits for the slowest machine",
                 )
             )
     return findings
@@ -123,9 +122,9 @@ def _touch(file: Path) -> None:
 
 
 def _try(folder: Path, seen: Path) -> Disk:
-    """Write a file in `folder`, which is removed again."""
+    """Write a temporary file in `folder`, and wait until `seen` is visible."""
     folder.mkdir(parents=True, exist_ok=True)
-    block = os.urandom(BLOCK)  # a file system that compresses gains nothing
+    block = os.urandom(BLOCK)  # cannot be compressed
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
         started = time.perf_counter()
         for _ in range(WRITTEN // BLOCK):
@@ -140,7 +139,7 @@ def _try(folder: Path, seen: Path) -> Disk:
 
 
 def check_data(ranks: Ranks, config: Config) -> Checked:
-    """Compare the data files, and the tokenizer, as each machine sees them: sizes and ends."""
+    """Compare the tokenizer, and size and ends of the data files, between machines."""
     found = attempt(lambda: list_data(config)) if ranks.is_first else None
     told = [found]
     dist.broadcast_object_list(told)
@@ -156,17 +155,17 @@ def check_data(ranks: Ranks, config: Config) -> Checked:
         if isinstance(differing, Failed):
             findings.append(
                 Finding(
-                    what=f"every machine must be able to read the data, {machine} cannot: "
+                    f"every machine must be able to read the data, {machine} cannot: "
                     f"{differing.why}",
-                    remedy="copy or mount the same files there, under the same path",
+                    "copy or mount the same files there, under the same path",
                 )
             )
         elif differing:
             findings.append(
                 Finding(
-                    what=f"all machines must read the same data, {machine} sees "
+                    f"all machines must read the same data, {machine} sees "
                     f"{plural(len(differing), 'file')} otherwise than rank 0, first {differing[0]}",
-                    remedy="copy the files again, or mount one storage everywhere",
+                    "copy the files again, or mount one storage on all machines",
                 )
             )
     num = len(told[0]) - 1 if isinstance(told[0], dict) else 0
@@ -175,7 +174,7 @@ def check_data(ranks: Ranks, config: Config) -> Checked:
 
 
 def list_data(config: Config) -> dict[str, str]:
-    """Return the data files of the job with a hash of each, and of the tokenizer."""
+    """Return the hash of each data file of the job, and of the tokenizer."""
     found = {"the tokenizer": build_tokenizer(config.model.tokenizer_path).fingerprint}
     sources = {"training": config.training}
     if config.validation.enable and config.validation.holdout_fraction is None:
@@ -189,7 +188,7 @@ def list_data(config: Config) -> dict[str, str]:
 
 
 def _hash(file: Path) -> str:
-    """Return a hash of the size and both ends of a file; of a token store, of its tokens' too."""
+    """Return a hash of a file's size and ends; for the index of a token store, also its tokens'."""
     files = [file, file.with_suffix(".bin")] if file.suffix == ".idx" else [file]
     found = hashlib.sha256()
     for one in files:

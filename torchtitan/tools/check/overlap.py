@@ -1,10 +1,10 @@
-"""Find validation data that are also trained on, by looking at a part of both.
+"""Find validation data that are also training data, in samples of both.
 
-A loss on documents that were trained on says nothing about others, and nobody notices, because it
-is merely good. Files that both sides read are found by their place on disk, under any name. Copies
-are found by content: up to `NUM_DOCUMENTS` documents of each side, spread evenly, are compared by
-their lengths and their first and last tokens. So the work is bounded whatever the size of the data,
-once they are tokenized, which the first rank does here as the job would.
+A validation loss on training documents is low, and does not measure generalization. Common files
+are found by device and inode, under any name. Copies are found by content: up to `NUM_DOCUMENTS`
+evenly spread documents of each side are compared by length and their first and last tokens. So the
+work does not grow with the data, except for tokenizing them, which the first rank does as in the
+job.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ NUM_NAMED, NUM_CHARACTERS = 2, 40
 
 
 def check_overlap(ranks: Ranks, config: Config) -> Iterator[Checked]:
-    """Look for validation data of a job that it trains on; of a split there are none."""
+    """Look for validation data that are also training data, unless they are held out of these."""
     if not config.validation.enable or config.validation.holdout_fraction is not None:
         return
     found = attempt(lambda: find_overlap(config)) if ranks.launch.rank == 0 else []
     findings = []
     if isinstance(found, Failed):
-        findings = [Finding(what=found.why, remedy="correct the settings of the data")]
+        findings = [Finding(found.why, "correct the settings of the data")]
     elif found:
         findings = [
             Finding(
-                what=f"validation reads {', and '.join(found)}",
-                remedy="name another validation.dataset_path, or, without one, hold out a part of "
-                "the training's documents with validation.holdout_fraction",
+                f"validation reads {', and '.join(found)}",
+                "choose another validation.dataset_path, or hold out a part of the training "
+                "documents with validation.holdout_fraction",
             )
         ]
-    summary = "is trained on too" if findings else "none of what was looked at is trained on"
+    summary = "overlaps the training data" if findings else "no overlap with the training data"
     yield Checked(name="validation", summary=summary, findings=findings)
 
 
 def find_overlap(config: Config) -> list[str]:
-    """Return what the validation reads that is trained on too, as far as a short look tells."""
+    """Return descriptions of the training data that validation reads."""
     training = config.training
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     trained_on = build_samples(
@@ -78,7 +78,7 @@ def find_overlap(config: Config) -> list[str]:
         named = ", ".join(map(str, files[:2]))
         found.append(f"{len(files)} of the files of the training, as {named}")
     supervised, other = (kind in SUPERVISED for kind in (source.dataset, training.dataset))
-    # examples and text are never stored as the same numbers; data of one's own not at all
+    # text and examples are stored as different numbers, and custom data are not stored
     if held_out.stores and trained_on.stores and supervised == other:
         documents = describe_shared_documents(
             held_out.stores, trained_on.stores, tokenizer=tokenizer, shift=int(supervised)
@@ -88,7 +88,7 @@ def find_overlap(config: Config) -> list[str]:
 
 
 def _sample(stores: Sequence[TokenStore], *, end: int) -> dict[int, npt.NDArray[Any]]:
-    """Return the documents to look at, without the `end` token, by their numbers in all stores."""
+    """Return a sample of the documents, without the `end` token, by number."""
     ends = list(accumulate(store.num_documents for store in stores))
     count = min(ends[-1], NUM_DOCUMENTS)
     documents = {}
@@ -114,30 +114,39 @@ def _how_many(stores: Sequence[TokenStore]) -> str:
 
 
 def shared_files(
-    ours: Iterable[str], theirs: Iterable[str], *, cache: str = DEFAULT_CACHE
+    held_out: Iterable[str], trained_on: Iterable[str], *, cache: str = DEFAULT_CACHE
 ) -> list[Path]:
-    """Return the files that the entries `ours` of a dataset_path and `theirs` both name; copies of
-    URLs are in `cache`."""
+    """Return the files that two lists of dataset_path entries have in common.
+
+    `cache` has the copies of URLs.
+    """
 
     def by_place(entries: Iterable[str]) -> dict[tuple[int, int], Path]:
-        # a link is another name of the same file
         found = [file for entry in entries for file in find_files(entry, cache=cache)]
         files = [(file, file.stat()) for file in found]
         return {(status.st_dev, status.st_ino): file for file, status in files}
 
-    known = by_place(theirs)
-    return [file for place, file in by_place(ours).items() if place in known]
+    known = by_place(trained_on)
+    return [file for place, file in by_place(held_out).items() if place in known]
 
 
 def describe_shared_documents(
-    ours: Sequence[TokenStore], theirs: Sequence[TokenStore], *, tokenizer: Tokenizer, shift: int
+    held_out: Sequence[TokenStore],
+    trained_on: Sequence[TokenStore],
+    *,
+    tokenizer: Tokenizer,
+    shift: int,
 ) -> str | None:
-    """Say how many documents of `ours` are also in `theirs`, and how two of them begin.
+    """Return the number of common documents and the first characters of two, or None.
 
-    None: there are none. `shift`: the bits below the id in a stored number, 1 for examples.
+    Args:
+        held_out: Stores of the validation.
+        trained_on: Stores of the training.
+        tokenizer: The tokenizer of both.
+        shift: Bits below the id in a stored number: 1 for examples, else 0.
     """
     end = (tokenizer.eos_id << shift) | shift
-    held, trained = (_sample(stores, end=end) for stores in (ours, theirs))
+    held, trained = (_sample(stores, end=end) for stores in (held_out, trained_on))
     known = set(map(_key, trained.values()))
     shared = [number for number, tokens in held.items() if _key(tokens) in known]
     if not shared:
@@ -145,9 +154,9 @@ def describe_shared_documents(
     named = []
     for number in shared[:NUM_NAMED]:
         ids = held[number][:NUM_CHARACTERS] >> shift
-        beginning = tokenizer.decode(ids.tolist())[:NUM_CHARACTERS]
-        named.append(f"document {number + 1} ({beginning!r})")
+        start = tokenizer.decode(ids.tolist())[:NUM_CHARACTERS]
+        named.append(f"document {number + 1} ({start!r})")
     return (
-        f"{len(shared)} of {_how_many(ours)} that are among the {_how_many(theirs)} trained on, as "
-        f"{' and '.join(named)}"
+        f"{len(shared)} of {_how_many(held_out)} that are among the {_how_many(trained_on)} "
+        f"trained on, as {' and '.join(named)}"
     )

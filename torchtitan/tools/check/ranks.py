@@ -1,8 +1,7 @@
-"""The ranks that are looked at, the machines they run on, and how their answers come together.
+"""The ranks of a check, their machines, and the collection of their answers.
 
-Every check has the same course: each rank answers for itself or for its machine, rank 0 gathers the
-answers, compares them and writes down what does not fit. What a rank cannot do is an answer too, so
-that no rank waits for one that has failed.
+In every check each rank answers for itself or for its machine, and rank 0 gathers and compares the
+answers. A failure is an answer too, so that no rank waits for a failed one.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This rank, and where all ranks of the job run."""
+    """This rank, and the machines of all ranks."""
 
     launch: RankInfo
     device: torch.device
     machines: Sequence[str]
-    """Of each rank the name of its machine."""
+    """Name of the machine, per rank."""
 
     @property
     def firsts(self) -> Sequence[int]:
-        """The first rank of each machine."""
+        """First rank of each machine."""
         return [self.machines.index(machine) for machine in dict.fromkeys(self.machines)]
 
     @property
@@ -43,25 +42,25 @@ class Ranks:
         return self.launch.rank in self.firsts
 
     def gather(self, answer: T) -> list[T]:
-        """Return the answers of all ranks on rank 0, and none on others."""
+        """Return the answers of all ranks on rank 0, else []."""
         answers: list[Any] = [None] * self.launch.world_size
         dist.gather_object(answer, answers if self.launch.rank == 0 else None)
         return answers if self.launch.rank == 0 else []
 
     def gather_first(self, answer: T) -> dict[str, T]:
-        """Return the answer of each machine, by its name, on rank 0, and none on others."""
+        """Return the answer of each machine by name on rank 0, else {}."""
         answers = self.gather(answer)
         return {self.machines[rank]: answers[rank] for rank in self.firsts} if answers else {}
 
     def named(self, ranks: Sequence[int]) -> str:
-        """Return ranks and their machines as a reader wants to see them."""
+        """Return a short text with ranks and their machines."""
         machines = ", ".join(dict.fromkeys(self.machines[rank] for rank in ranks))
         numbers = ", ".join(map(str, ranks[:4])) + (" ..." if len(ranks) > 4 else "")
         return f"rank{'s' * (len(ranks) > 1)} {numbers} on {machines}"
 
 
 def find_ranks(launch: RankInfo, *, device: torch.device) -> Ranks:
-    """Ask all ranks where they run. torchrun numbers its agents, of which two may share a host."""
+    """Gather the host of each rank, with the number of torchrun's agent if a host has several."""
     own = socket.gethostname(), os.environ.get("GROUP_RANK", "0")
     found: list[Any] = [None] * launch.world_size
     dist.all_gather_object(found, own)
@@ -70,9 +69,9 @@ def find_ranks(launch: RankInfo, *, device: torch.device) -> Ranks:
     return Ranks(launch=launch, device=device, machines=names)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """Something that does not fit, and what to do about it."""
+    """A fault, and advice."""
 
     what: str
     remedy: str
@@ -80,7 +79,7 @@ class Finding:
 
 @dataclass(kw_only=True)
 class Checked:
-    """What a check says."""
+    """Result of a check."""
 
     name: str
     summary: str
@@ -89,19 +88,19 @@ class Checked:
     findings: Sequence[Finding] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the result for the JSON file."""
         return {**asdict(self), "ok": not self.findings}
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a machine could not do what was asked."""
+    """Answer of a machine that cannot do something."""
 
     why: str
 
 
 def attempt(work: Callable[[], T]) -> T | Failed:
-    """Return what `work` returns, or why it cannot: a file, a folder or a setting."""
+    """Return the result of `work`, or its error."""
     try:
         return work()
     except (OSError, UserError) as error:
@@ -109,11 +108,11 @@ def attempt(work: Callable[[], T]) -> T | Failed:
 
 
 def odd_ones(answers: Mapping[str, T]) -> tuple[T, dict[str, T]]:
-    """Return what most machines answer, of equally many the first's, and those that differ."""
+    """Return the most frequent answer (of several, the first), and the answers that differ."""
     usual = Counter(answers.values()).most_common(1)[0][0]
     return usual, {machine: answer for machine, answer in answers.items() if answer != usual}
 
 
 def usual(values: Sequence[float]) -> float:
-    """Return the median, of an even number the larger one: of two the quicker is the usual."""
+    """Return the median; of an even number of values, the larger of the two in the middle."""
     return sorted(values)[len(values) // 2]

@@ -1,7 +1,7 @@
-"""How fast devices multiply, and the links of each axis carry what ranks send.
+"""Measure matrix products of each device, and collectives of each mesh axis.
 
-Collectives are as fast as their slowest rank, so an axis is timed as a whole, all of its groups at
-once as in training, and then in pairs of neighbours, which tell a slow link from a slow group.
+A collective is as fast as its slowest rank, so all groups of an axis are timed at once, as in
+training. Then pairs of neighbours are timed, to find the slow link of a slow group.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torchtitan.tools.plan.devices import device_named
 from torchtitan.tools.plan.links import axes_of
 
 ROUNDS, SECONDS = 3, 0.5
-"""How often, and how long at a time, each device multiplies; its best counts."""
+"""Number and length of the measurements of products; the best counts."""
 LEAST_RATE = {"cuda": 0.75, "cpu": 0.4}
-"""Of the usual rate, what a device must reach; processes on a CPU disturb each other."""
+"""Part of the usual rate that each device must reach; CPU processes disturb each other."""
 LEAST_OF_SHEET = 0.4
-"""Of the data sheet's rate, what devices must reach."""
+"""Part of the data sheet's rate that devices must reach."""
 LEAST_LINK = {"cuda": 0.5, "cpu": 0.2}
-"""Of the usual bandwidth, what a group or pair must reach."""
+"""Part of the usual bandwidth that each group and pair must reach."""
 LEAST_OF_PLAN = 0.5
-"""Of the lower bound that a plan takes for granted, what an axis must reach."""
+"""Part of the planner's lower bound that an axis must reach."""
 SENT = {"cuda": 2**28, "cpu": 2**22}
-"""Bytes reduced at a time."""
+"""Bytes per collective."""
 TIMES = 5
 SMALL_TIMES = 20
 
 
 def check_products(ranks: Ranks) -> Checked:
-    """Multiply on all devices at once, for a while: long enough to meet limits of power or heat."""
+    """Multiply on all devices at once, long enough to reach limits of power or heat."""
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     best = 0.0
     for _ in range(ROUNDS):
@@ -48,10 +48,10 @@ def check_products(ranks: Ranks) -> Checked:
     most = usual(rates)
     findings = [
         Finding(
-            what=f"devices must multiply about as fast as each other, {ranks.named([rank])} "
-            f"reaches {rate / 1e12:.3g} TFLOP/s where {most / 1e12:.3g} are usual",
-            remedy="is it throttled (`nvidia-smi -q -d PERFORMANCE`), or shared with another "
-            "program? else leave that machine out: every step waits for it",
+            f"devices must have similar speed, {ranks.named([rank])} reaches {rate / 1e12:.3g} "
+            f"TFLOP/s where {most / 1e12:.3g} are usual",
+            "check for throttling (`nvidia-smi -q -d PERFORMANCE`) and other programs, or leave "
+            "that machine out: every step waits for it",
         )
         for rank, rate in enumerate(rates)
         if rate < LEAST_RATE[ranks.device.type] * most
@@ -60,9 +60,9 @@ def check_products(ranks: Ranks) -> Checked:
     if sheet is not None and most < LEAST_OF_SHEET * sheet.value:
         findings.append(
             Finding(
-                what=f"devices reach {most / 1e12:.3g} TFLOP/s, {most / sheet.value:.0%} of the "
+                f"devices reach {most / 1e12:.3g} TFLOP/s, {most / sheet.value:.0%} of the "
                 f"{sheet.source}",
-                remedy="look at the limits of power and clocks (`nvidia-smi -q -d POWER,CLOCK`)",
+                "check the limits of power and clocks (`nvidia-smi -q -d POWER,CLOCK`)",
             )
         )
     slowest = rates.index(min(rates))
@@ -96,13 +96,13 @@ def _now(device: torch.device) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How fast a group reduces, or two neighbours send to each other."""
+    """Speed of a group's all-reduce, or of an exchange between two neighbours."""
 
     ranks: tuple[int, ...]
     bandwidth: float
-    """Bytes/s through each rank's link in one direction, as NCCL's tests count."""
+    """Bytes/s per rank and direction, the bus bandwidth of nccl-tests."""
     latency: float = 0.0
-    """Seconds of a reduction of one number."""
+    """Seconds of an all-reduce of one number."""
 
 
 def check_axes(ranks: Ranks, mesh: Mesh) -> Iterator[Checked]:
@@ -139,11 +139,11 @@ def _check_axis(ranks: Ranks, name: str, group: dist.ProcessGroup, *, mesh: Mesh
     if promised is not None and slowest.bandwidth < LEAST_OF_PLAN * promised:
         findings.append(
             Finding(
-                what=f"{name} reduces at {slowest.bandwidth / 1e9:.3g} GB/s on "
+                f"{name} reduces at {slowest.bandwidth / 1e9:.3g} GB/s on "
                 f"{ranks.named(slowest.ranks)}, where such machines usually reach "
                 f"{promised / 1e9:.3g} GB/s",
-                remedy="NCCL may have gone over to TCP: start with NCCL_DEBUG=INFO, look for "
-                "NET/Socket, and set NCCL_IB_HCA or NCCL_SOCKET_IFNAME",
+                "NCCL may use TCP: start with NCCL_DEBUG=INFO, look for NET/Socket, and set "
+                "NCCL_IB_HCA or NCCL_SOCKET_IFNAME",
             )
         )
     summary = (
@@ -158,7 +158,7 @@ def _check_axis(ranks: Ranks, name: str, group: dist.ProcessGroup, *, mesh: Mesh
 
 
 def promised_bandwidth(ranks: Ranks, name: str, mesh: Mesh) -> float | None:
-    """Return the lowest bandwidth that a plan expects of the axis; None: of no known device."""
+    """Return the planner's lower bound of an axis's bandwidth; None for an unknown device."""
     device = None if ranks.device.type == "cpu" else device_named(device_name(ranks.device))
     if device is None:
         return None
@@ -181,10 +181,10 @@ def _find_slow(ranks: Ranks, name: str, links: list[Link]) -> list[Finding]:
     most = usual([link.bandwidth for link in links])
     return [
         Finding(
-            what=f"{name}: {ranks.named(link.ranks)} exchange at {link.bandwidth / 1e9:.3g} GB/s, "
+            f"{name}: {ranks.named(link.ranks)} exchange at {link.bandwidth / 1e9:.3g} GB/s, "
             f"where {most / 1e9:.3g} GB/s are usual",
-            remedy="look at the links of these machines (`nvidia-smi topo -m`, `ibstat`), or leave "
-            "out the one that is in all slow groups",
+            "check the links of these machines (`nvidia-smi topo -m`, `ibstat`), or leave out the "
+            "machine that is in all slow groups",
         )
         for link in links
         if link.bandwidth < LEAST_LINK[ranks.device.type] * most
@@ -197,7 +197,7 @@ def _is_near(ranks: Ranks, pair: Link) -> bool:
 
 
 def _reduce(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the bandwidth of the quickest of a few reductions."""
+    """Return the bandwidth of the fastest of several all-reduces."""
     numbers = torch.ones(SENT[device.type] // 4, device=device)
     seconds = min(_timed(lambda: dist.all_reduce(numbers, group=group), group, device))
     return 2 * (group.size() - 1) / group.size() * SENT[device.type] / seconds
@@ -214,8 +214,8 @@ def _reduce_one(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _send(members: tuple[int, ...], group: dist.ProcessGroup, ranks: Ranks) -> list[Link]:
-    """Let neighbours send to each other, every second pair at a time; return the pairs in which
-    this rank comes first."""
+    """Exchange between neighbours, every second pair at once; return this rank's pair with the
+    next one."""
     own, rank = members.index(ranks.launch.rank), ranks.launch.rank
     there = torch.ones(SENT[ranks.device.type] // 4, device=ranks.device)
     back = torch.empty_like(there)
@@ -243,8 +243,8 @@ def _send(members: tuple[int, ...], group: dist.ProcessGroup, ranks: Ranks) -> l
 
 
 def _timed(work: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Return what `work` takes, a few times, begun by all ranks of the group together."""
-    work()  # connections are made
+    """Return the seconds of several runs of `work`, started by all ranks of the group at once."""
+    work()  # creates connections
     seconds = []
     for _ in range(TIMES):
         dist.barrier(group=group)

@@ -1,13 +1,13 @@
-"""Perplexity of held-out domains while a run trains: a callback, told of each validation.
+"""A callback that measures the perplexity of held-out domains at each validation.
 
     [training]
     callbacks = ["torchtitan.tools.evaluate.callback:Perplexity"]
     [evaluation]
     domains = ["web=held_out/web/*.jsonl", "code=held_out/code/*.py"]
 
-A domain is read by what validates the run, so any layout can measure it, and the figures join the
-validation's row, by which every sink writes them: `loss_web`, `perplexity_web`. A callback that
-gathered the weights to run the command's own code would need the whole model on one rank.
+The run's own validator measures a domain, so this works in any layout. The figures are added to the
+validation's row, for all sinks: `loss_web`, `perplexity_web`. The code of the command would need
+the full model on one rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.data.loader import Loader
 from torchtitan.data.settings import DataLoaderConfig
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.tools.evaluate.perplexity import open_domain, parse_domains
+from torchtitan.tools.evaluate.command import parse_domains
+from torchtitan.tools.evaluate.perplexity import open_domain
 from torchtitan.trainer import Run
 from torchtitan.validate import PadToBatch, Validator
 
@@ -31,7 +32,7 @@ class EvaluationConfig:
     """Held-out domains to measure at each validation."""
 
     domains: tuple[str, ...] = ()
-    """NAME=FILES of each, as --perplexity of `torchtitan evaluate`; a name again adds files."""
+    """NAME=FILES of each, as in --perplexity of `torchtitan evaluate`."""
     tokenizer_path: str = "bpe_2048"
     """As model.tokenizer_path."""
 
@@ -40,34 +41,33 @@ SECTIONS = {"evaluation": EvaluationConfig}
 
 
 class Perplexity:
-    """Measures each domain at each validation."""
+    """Measure each domain at each validation."""
 
     def __init__(self, evaluation: EvaluationConfig) -> None:
         key = "evaluation.domains"
         if not evaluation.domains:
-            raise ConfigError.at(key, 'must name a domain, as ["web=data/*.jsonl"], got none')
+            raise ConfigError.at(key, 'must name a domain, such as ["web=data/*.jsonl"], got none')
         self._files = parse_domains(evaluation.domains, key=key)
         self._tokenizer_path = evaluation.tokenizer_path
         self._validators: dict[str, Validator] = {}
 
     def on_start(self, run: Run) -> None:
-        """Read the domains, cut as the training cuts its text."""
+        """Open the domains; text is cut as in the training."""
         key = "evaluation.tokenizer_path"
         tokenizer = build_tokenizer(self._tokenizer_path, key=key)
         if tokenizer.fingerprint != run.loader.dataset.fingerprint["tokenizer"]:
-            rule = f"must be that of the training, got {self._tokenizer_path!r}"
-            raise ConfigError.at(key, f"{rule}; write what model.tokenizer_path says")
+            rule = f"must be the tokenizer of model.tokenizer_path, got {self._tokenizer_path!r}"
+            raise ConfigError.at(key, rule)
         if run.validator is None:
             raise ConfigError.at(
                 "validation.enable",
-                "must be true for torchtitan.tools.evaluate.callback:Perplexity, which measures at "
-                "each validation; set it, or remove the callback",
+                "must be true for the callback torchtitan.tools.evaluate.callback:Perplexity",
             )
         if is_import_path(run.training.loss):
             raise ConfigError.at(
                 "training.loss",
-                f"must be cross_entropy for a perplexity, got '{run.training.loss}'; measure the "
-                f"checkpoints by python -m torchtitan evaluate, and remove the callback",
+                f"must be cross_entropy for a perplexity, got '{run.training.loss}'; evaluate the "
+                f"checkpoints with python -m torchtitan evaluate instead",
             )
         cut = replace(run.training, dataset_weights=(), dataset_mixture={})
         size = cut.local_batch_size
@@ -91,13 +91,13 @@ class Perplexity:
                 data=name,
                 freq=1,
                 before_saves=False,
-                # the run's own validation came before, and has compiled what there is to compile
+                # the run's own validation was before this, and has compiled the model
                 first_timeout_seconds=run.train_timeout_seconds,
                 timeout_seconds=run.train_timeout_seconds,
             )
 
     def on_validation(self, step: int, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the loss and the perplexity of each domain."""
+        """Return the loss and perplexity of each domain."""
         figures = {}
         for name, validator in self._validators.items():
             found = validator.measure(step)

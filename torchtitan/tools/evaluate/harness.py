@@ -1,15 +1,15 @@
-"""Tasks of EleutherAI's lm-evaluation-harness on a model of ours.
+"""Run tasks of EleutherAI's lm-evaluation-harness.
 
-The harness makes requests of three kinds out of its tasks, and figures out of the answers; the
-`Adapter` answers. Texts are tokenized and cut as the harness's own class for `transformers` does
-it, so the scores are the same: `lm_eval --model hf` on an export is the oracle of the tests.
+The harness turns its tasks into requests of three kinds, and the answers of the `Adapter` into
+figures. Texts are tokenized and cut as by the harness's class for `transformers`, so the scores are
+the same: `lm_eval --model hf` on an export is the oracle of the tests.
 
-Requests are sorted by length, and a batch is padded on the right, which causal attention never
-sees. Requests that feed the model the same tokens, as the answers of one token to one question, are
-fed once; and logits exist only for the tokens that are scored. Under tensor parallelism every rank
-answers all requests alike.
+Requests are sorted by length, and a batch is padded on the right, where causal attention does not
+look. Requests with the same input tokens, such as one-token answers to one question, share a
+forward pass, and logits are computed only for scored tokens. Under tensor parallelism every rank
+answers all requests in the same way.
 
-The package is an extra. This file alone imports it, and is imported where tasks are asked for.
+The package is an extra. Only this file imports it, and only --tasks imports this file.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 from torchtitan.finetune.chat import Conversation
 from torchtitan.finetune.encoder import with_begin
 from torchtitan.generate.sampling import generate
+from torchtitan.tools.evaluate.evaluation import Subject
 from torchtitan.tools.evaluate.report import is_first_rank, tracked
-from torchtitan.tools.evaluate.subject import Subject
 
 Row = tuple[int, ...]
 MAX_NEW_TOKENS = 256
-"""Of a generated text where its task does not say."""
+"""Default for tasks that generate text."""
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-HEEDED = ("until", *LENGTHS, "do_sample", "temperature", "top_k")
+SUPPORTED = ("until", *LENGTHS, "do_sample", "temperature", "top_k")
 NEUTRAL = (None, 1, False)
-"""Values at which other settings of sampling change nothing."""
+"""Values of other sampling settings that have no effect."""
 
 
 def find_tasks(names: Sequence[str], *, include_path: Path | None) -> TaskManager:
-    """Return what knows these tasks: those of a folder, and those of the harness if need be.
+    """Return a manager of the tasks in a folder and, if necessary, of the harness.
 
     Raises:
-        ConfigError: There is no task, group or tag of a name, nor a YAML file.
+        ConfigError: A name is no task, group, tag or YAML file.
     """
     folder = None if include_path is None else str(include_path)
-    for include_defaults in (False, True):  # reading the harness's own takes half a minute
+    for include_defaults in (False, True):  # loading the harness's tasks takes 30 s
         manager = TaskManager(include_path=folder, include_defaults=include_defaults)
         known = set(manager.all_tasks)
         if not (unknown := [n for n in names if n not in known and not Path(n).is_file()]):
             return manager
     raise ConfigError(
-        f"--tasks must name tasks of lm-evaluation-harness, of --include_path, or YAML files; "
-        f"{unknown[0]!r} is none of {len(known)}{did_you_mean(unknown[0], known)}"
+        f"--tasks must name tasks of lm-evaluation-harness or --include_path, or YAML files, "
+        f"got {unknown[0]!r}{did_you_mean(unknown[0], known)}"
     )
 
 
@@ -72,12 +72,12 @@ def run_tasks(
     limit: float | None,
     apply_chat_template: bool,
 ) -> dict[str, Any]:
-    """Return the figures of each task and group; on all but the first rank of a machine none.
+    """Return the figures of each task and group on the first rank of a machine, else {}.
 
     Raises:
-        UserError: A task asks for what cannot be done.
+        UserError: A task has an unsupported setting.
     """
-    # other ranks would repeat its bars and warnings
+    # other ranks would repeat the harness's progress bars and warnings
     with nullcontext() if is_first_rank() else redirect_stderr(io.StringIO()):
         found = simple_evaluate(
             adapter,
@@ -102,7 +102,7 @@ def run_tasks(
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return each metric, with its filter if it has one, and its standard error if it is known."""
+    """Return each metric, named with its filter if any, and its standard error if known."""
     figures = {}
     for key, value in row.items():
         metric, comma, filter_name = key.partition(",")
@@ -115,7 +115,14 @@ def _figures(row: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 class Adapter(TemplateLM):
-    """Answers the harness's requests; `max_length`: the most tokens that the model is given."""
+    """Answer the harness's requests.
+
+    Args:
+        subject: The model.
+        max_length: Most tokens of the model's input.
+        batch_size: Sequences per batch.
+        chats: Whether the requests are rendered by the chat template.
+    """
 
     def __init__(
         self, subject: Subject, *, max_length: int, batch_size: int, chats: bool = False
@@ -133,20 +140,20 @@ class Adapter(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Return what stands before a text of which the first token is scored."""
+        """Return the token before a text whose first token is scored."""
         return self._subject.first_id
 
     @property
     def tokenizer_name(self) -> str:
-        """Return what tells tokenizers apart."""
+        """Return an identifier of the tokenizer."""
         return self._generator.tokenizer.fingerprint
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """Return the ids of a text, after the begin token if the tokenizer has it so.
+        """Return the ids of a text, after the BOS token if the tokenizer adds one.
 
-        In a chat the text is what the template wrote, and names of special tokens mean these.
+        In a chat the template wrote the text, so names of special tokens are these tokens.
         """
         tokenizer = self._generator.tokenizer
         ids = [*tokenizer.encode_special([string])[0].ids] if self._chats else None
@@ -157,7 +164,7 @@ class Adapter(TemplateLM):
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a chat as text; without the generation prompt it ends in its last message."""
+        """Return a chat as text; without the generation prompt it ends with the last message."""
         template = self._generator.template
         assert template is not None, "checked before"
         chat = Conversation(chat_history, None, "a chat of --tasks")
@@ -170,14 +177,14 @@ class Adapter(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """Return of each continuation its log-likelihood, and whether greedy text would be it."""
+        """Return each continuation's log-likelihood, and whether greedy decoding yields it."""
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return answers
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = True
     ) -> list[float]:
-        """Return the log-likelihood of each text, in windows that do not overlap but the last."""
+        """Return the log-likelihood of each text, in windows; only the last one overlaps."""
         windows: list[tuple[int, list[int], list[int]]] = []
         for number, request in enumerate(requests):
             cut = get_rolling_token_windows(
@@ -197,14 +204,13 @@ class Adapter(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
-        """Score the last tokens of each request, its continuation, given those before."""
+        """Score the continuation of each request, given the tokens before it."""
         rows: dict[Row, list[int]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise ConfigError(
-                    f"a continuation must have 1 to {self.max_length} tokens, --seq_len, got "
-                    f"{len(continuation)}: {self._generator.tokenizer.decode(continuation)!r:.60}; "
-                    f"raise --seq_len, or mend the task"
+                    f"a continuation must have 1 to {self.max_length} tokens (--seq_len), got "
+                    f"{len(continuation)}: {self._generator.tokenizer.decode(continuation)!r:.60}"
                 )
             rows[tuple([*context, *continuation][-self.max_length - 1 : -1])].append(number)
         answers = [(0.0, False)] * len(requests)
@@ -219,7 +225,7 @@ class Adapter(TemplateLM):
         return answers
 
     def _batches(self, rows: Sequence[Row], what: str) -> Iterator[Sequence[Row]]:
-        """Yield the rows, the longest first: what does not fit into memory fails at once."""
+        """Yield the rows, the longest first, so that running out of memory fails early."""
         rows, size = sorted(rows, key=len, reverse=True), self._batch_size
         starts = range(0, len(rows), size)
         for first in tracked(starts, what, total=len(starts)):
@@ -229,7 +235,7 @@ class Adapter(TemplateLM):
     def _scores(self, rows: Sequence[Row], num_scored: Sequence[int]) -> Sequence[Tensor]:
         """Return log-probabilities (T, V) after the last `num_scored` tokens of each row."""
         model, width = self._generator.model, len(rows[0])
-        assert model.output is not None, "the model is whole"
+        assert model.output is not None, "no pipeline parallelism"
         device = next(model.parameters()).device
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
         places = [
@@ -243,7 +249,7 @@ class Adapter(TemplateLM):
             x_BSC, *others = inputs
             return x_BSC[b_T, s_T][None], *others
 
-        # before tensor parallelism's own hook, which takes what is selected
+        # before the hook of tensor parallelism, which then gets the selected positions
         handle = model.output.register_forward_pre_hook(select, prepend=True)
         try:
             logits_TV = model(torch.tensor(padded, device=device))[0]
@@ -251,19 +257,19 @@ class Adapter(TemplateLM):
             handle.remove()
         if not logits_TV.isfinite().all():
             raise UserError(
-                f"the model's logits must be finite, they are not in {logits_TV.dtype}; compute in "
-                f"another type, --dtype float32, or take another checkpoint"
+                f"the model's logits must be finite, and are not in {logits_TV.dtype}; try "
+                f"--dtype float32, or another checkpoint"
             )
         return logits_TV.float().log_softmax(-1).split(list(num_scored))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """Return the continuation of each context, up to the first of its stop texts."""
+        """Return the continuation of each context, up to its first stop text."""
         seen: Counter[int] = Counter()
         groups: dict[tuple[str, int], dict[int, Row]] = defaultdict(dict)
         for number, request in enumerate(requests):
             context, settings = request.args
             ids = self.tok_encode(context) or [self.prefix_token_id]
-            # a request is asked again for another draw
+            # a repeated request gets another draw
             group = groups[json.dumps(settings, sort_keys=True), seen[id(request)]]
             group[number] = tuple(ids)
             seen[id(request)] += 1
@@ -277,7 +283,7 @@ class Adapter(TemplateLM):
     def _generate(
         self, rows: set[Row], settings: Mapping[str, Any], *, seed: int
     ) -> dict[Row, str]:
-        """Return the text after each row of tokens, cut on the left where it is too long."""
+        """Return the text after each row of tokens; long rows are cut on the left."""
         tokenizer = self._generator.tokenizer
         until = settings.get("until") or []
         until = [until] if isinstance(until, str) else until
@@ -285,8 +291,8 @@ class Adapter(TemplateLM):
         max_new_tokens = int(next(given, MAX_NEW_TOKENS))
         if not 0 < max_new_tokens < self.max_length:
             raise ConfigError(
-                f"a task must generate 1 to {self.max_length - 1} tokens, less than --seq_len, got "
-                f"max_gen_toks {max_new_tokens}; raise --seq_len, or write another max_gen_toks in "
+                f"a task must generate 1 to {self.max_length - 1} tokens (less than --seq_len), "
+                f"got max_gen_toks {max_new_tokens}; raise --seq_len, or change max_gen_toks in "
                 f"the task's generation_kwargs"
             )
 
@@ -313,10 +319,10 @@ class Adapter(TemplateLM):
 
 
 def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how tokens are drawn: as the harness has it, greedily unless a task says otherwise.
+    """Return how tokens are drawn: greedily unless a task samples, as in the harness.
 
     Raises:
-        ConfigError: It asks for a way that is not built.
+        ConfigError: A task has an unsupported setting.
     """
     temperature = float(settings.get("temperature") or 0)
     samples = settings.get("do_sample", temperature > 0)
@@ -324,12 +330,12 @@ def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
     others = [
         f"{key} = {value!r}"
         for key, value in settings.items()
-        if key not in HEEDED + without_effect and value not in NEUTRAL
+        if key not in SUPPORTED + without_effect and value not in NEUTRAL
     ]
     if others:
         raise ConfigError(
-            f"a task's generation_kwargs may hold {', '.join(HEEDED)}, got {', '.join(others)}; "
-            f"remove it from a copy of the task in --include_path"
+            f"a task's generation_kwargs may have {', '.join(SUPPORTED)}, got "
+            f"{', '.join(others)}; remove it in a copy of the task in --include_path"
         )
     if not samples:
         return {"temperature": 0.0}

@@ -1,26 +1,25 @@
-"""Perplexity of held-out text: the loss per token, as training and validation define it.
+"""Perplexity of held-out text: the loss per token, as in training and validation.
 
-The documents of a domain make one row of tokens, each closed by an end token, which is cut into
-sequences of `seq_len` as for training; the loss is the sum over all labels divided by their number.
-So the figure is the validation loss that the trainer would log for these files. The alternatives
-answer other questions: one document per sequence gives every document a beginning without context,
-and a sliding window gives every token a long one, for many times the work. As in training, what
-does not fill the last sequence is left out.
+The documents of a domain are joined, each with an end token, and cut into sequences of `seq_len` as
+for training. The loss is the sum over all labels divided by their number, so it equals the
+validation loss that the trainer logs for these files. The alternatives answer other questions: with
+one document per sequence the first tokens of each document have no context, and a sliding window
+gives every token a long context, for many times the work. As in training, an incomplete last
+sequence is dropped.
 
-Bits per byte make tokenizers comparable: (tokens / bytes) x loss / ln 2 over the whole text
-(arXiv:2101.00027), end tokens included, since they are predicted too.
+Bits per byte compare models with different tokenizers: (tokens / bytes) x loss / ln 2 of the text
+(arXiv:2101.00027), including end tokens, since they are predicted too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from torchtitan.base.errors import DataError, Mistakes, UserError
+from torchtitan.base.errors import DataError, UserError
 from torchtitan.data.cache import open_cached
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
@@ -37,19 +36,19 @@ from torchtitan.validate import PadToBatch, perplexity_of
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a model makes of a domain's text."""
+    """Results of a model on a domain's text."""
 
     loss: float
     """Nats per token."""
     perplexity: float
     bits_per_byte: float
     num_tokens: int
-    """Tokens that were predicted."""
+    """Predicted tokens."""
     num_tokens_of_text: int
-    """All, with an end token after each document."""
+    """All tokens, with an end token after each document."""
     num_documents: int
     num_bytes: int
-    """Of the text, in UTF-8."""
+    """Size of the text in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +60,6 @@ class Domain:
     cut: TrainingConfig
 
 
-def parse_domains(texts: Sequence[str], *, key: str) -> dict[str, tuple[str, ...]]:
-    """Return the files of each domain, of texts NAME=FILES that the setting `key` holds.
-
-    Raises:
-        ConfigError: One is of another form.
-    """
-    files: dict[str, tuple[str, ...]] = {}
-    mistakes = Mistakes()
-    for text in texts:
-        name, _, pattern = text.partition("=")
-        if not name or not pattern:
-            mistakes.add(key, f"must be NAME=FILES, as web='data/*.jsonl', got {text!r}; name both")
-        files[name] = (*files.get(name, ()), pattern)
-    mistakes.report()
-    return files
-
-
 def open_domain(
     name: str,
     files: tuple[str, ...],
@@ -86,14 +68,21 @@ def open_domain(
     tokenizer: Tokenizer,
     of: str = "--perplexity",
 ) -> Domain:
-    """Read the text of a domain, tokenized now unless it was before; `of`: the setting it is in.
+    """Tokenize the text of a domain, unless it is in the cache.
+
+    Args:
+        name: Name of the domain.
+        files: Entries of `training.dataset_path`.
+        cut: How the text is cut into sequences.
+        tokenizer: The tokenizer of the model.
+        of: The setting that names the files, for messages.
 
     Raises:
         DataError: Files are missing, empty, damaged or hold less than a sequence.
     """
     source = replace(cut, dataset="files", dataset_path=files, num_epochs=1)
     try:
-        # the seed decides the order alone
+        # the seed only changes the order
         samples = build_dataset(source, tokenizer=tokenizer, seed=0)
     except DataError as error:
         raise error.within(f"{of} {name}") from error
@@ -104,10 +93,10 @@ def open_domain(
 def measure(
     model: LanguageModel, domain: Domain, *, tokenizer: Tokenizer, batch_size: int
 ) -> Figures:
-    """Measure a model on a domain; all ranks that share the model call it alike.
+    """Measure a model on a domain. All ranks that share the model must call this.
 
     Raises:
-        UserError: The loss is not a number, or no token of the text has a label.
+        UserError: The loss is not finite, or no token of the text has a label.
     """
     cut, samples = domain.cut, domain.samples
     shard = SequenceShard(
@@ -134,14 +123,14 @@ def measure(
         loss_sum += execution.evaluate(batch.to(device))
     if not num_labels:
         raise DataError(
-            f"--perplexity {domain.name}: the text must have a token to predict, and each of its "
-            f"documents is one token; name other files"
+            f"--perplexity {domain.name}: the text has no token to predict, since each document "
+            f"has one token"
         )
     loss = loss_sum.item() / num_labels.item()
     if not math.isfinite(loss):
         raise UserError(
-            f"--perplexity {domain.name}: the loss must be finite, got {loss}; compute in another "
-            f"type, --dtype float32, or take another checkpoint"
+            f"--perplexity {domain.name}: the loss must be finite, got {loss}; try "
+            f"--dtype float32, or another checkpoint"
         )
     stores = samples.stores
     num_tokens, num_bytes = samples.num_tokens, sum(_num_bytes(s, tokenizer) for s in stores)
@@ -157,7 +146,7 @@ def measure(
 
 
 def _num_bytes(store: TokenStore, tokenizer: Tokenizer) -> int:
-    """Return the bytes of a store's text: as they were read, else as its tokens spell them."""
+    """Return the size of a store's text: as recorded in the cache, or of the decoded tokens."""
     folder = Path(store.prefix).parent
     if (folder / "about.json").is_file() and (known := open_cached(folder)[1].get("text_bytes")):
         return int(known)

@@ -1,28 +1,28 @@
-"""What an evaluation shows: its progress, and a table of its figures."""
+"""Progress and tables of an evaluation, printed by rank 0."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 T = TypeVar("T")
 WIDTH = 160
-"""Columns of a table that no terminal shows."""
+"""Columns of a table that is not printed to a terminal."""
 
 
 def is_first_rank() -> bool:
-    """Tell whether this rank reports, of those that share the model."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Return whether this rank reports."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def tracked(items: Iterable[T], what: str, *, total: int) -> Iterable[T]:
-    """Yield the items, with a bar on the terminal meanwhile."""
+    """Yield the items, with a progress bar in a terminal."""
     return track(
         items,
         what,
@@ -34,7 +34,7 @@ def tracked(items: Iterable[T], what: str, *, total: int) -> Iterable[T]:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Write the figures to the terminal, after the step or the folder that they are of."""
+    """Print the figures, after the step or folder of the model."""
     sys.stdout.write(f"checkpoint: {report['checkpoint']}\n")  # a long path stays on one line
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     if report["perplexity"]:

@@ -1,6 +1,6 @@
-"""One HTML file about one or more runs, which opens anywhere: no server and no network.
+"""One HTML file about one or more runs, without server or network.
 
-read.py     what a run's folder tells: figures, thinned to what a screen shows, and what was done
-pictures.py the layout and the pipeline's timeline, as SVG
-page.py     the page, from page.html; uPlot (MIT licence, beside it) draws the curves
+read.py     reads a run's folder: figures, thinned to the resolution of a screen, and events
+pictures.py draws the layout and the pipeline's timeline as SVG
+page.py     fills the template page.html; uPlot (MIT licence, uplot.LICENSE) draws the curves
 """

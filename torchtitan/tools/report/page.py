@@ -1,29 +1,53 @@
-"""The page: what was read, put into the template."""
+"""Fill the template of the page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 
 from torchtitan.base.errors import UserError
-from torchtitan.mesh.dims import resolve_dims
+from torchtitan.job import Config
+from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.metrics.rows import figure_of
+from torchtitan.models.settings import given_sizes
+from torchtitan.parallel.layout import Layout
 from torchtitan.tools.report.pictures import draw_layout, draw_pipeline
 from torchtitan.tools.report.read import PANELS, RunRecord, curve, events
 
 HERE = Path(__file__).parent
+MOST_CHARACTERS = 80
+"""Shown of the names of data files."""
 
 
 def build_page(runs: Sequence[RunRecord]) -> str:
-    """Return the whole page about the runs.
+    """Return the page about the runs.
 
-    Text that comes from a run is escaped: a name or a setting may hold anything.
+    Text of a run is escaped, since names and settings may contain anything.
     """
-    panels = []
-    for title, figures in PANELS.values():
+    data = {
+        "runs": [run.name for run in runs],
+        "panels": [*_panels(runs)],
+        "events": [events(run) for run in runs],
+    }
+    # no text may end the script element
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return Template((HERE / "page.html").read_text(encoding="utf-8")).substitute(
+        title=escape(", ".join(run.name for run in runs)),
+        style=(HERE / "uplot.min.css").read_text(encoding="utf-8"),
+        library=(HERE / "uplot.min.js").read_text(encoding="utf-8"),
+        data=text,
+        runs="".join(_section(number, run) for number, run in enumerate(runs)),
+    )
+
+
+def _panels(runs: Sequence[RunRecord]) -> Iterator[dict[str, object]]:
+    """Yield the charts of all figures that a row has. One without finite values has no curve."""
+    for title, label, figures in PANELS:
+        if all(row.get(name) is None for run in runs for row in run.rows for name in figures):
+            continue
         curves = [
             {"run": number, "figure": figure, "steps": steps, "values": values}
             for number, run in enumerate(runs)
@@ -31,60 +55,28 @@ def build_page(runs: Sequence[RunRecord]) -> str:
             for steps, values in [curve(run.rows, figure)]
             if steps
         ]
-        if curves:
-            panels.append({"title": title, "curves": curves})
-    data = {
-        "runs": [run.name for run in runs],
-        "panels": panels,
-        "events": [events(run) for run in runs],
-    }
-    # inside a script element no text may end it
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return Template((HERE / "page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(", ".join(run.name for run in runs)),
-        style=(HERE / "uplot.min.css").read_text(encoding="utf-8"),
-        library=(HERE / "uplot.min.js").read_text(encoding="utf-8"),
-        data=text,
-        runs="".join(_about(number, run) for number, run in enumerate(runs)),
+        yield {"title": title, "label": label, "curves": curves}
+
+
+def _section(number: int, run: RunRecord) -> str:
+    """Return the section of a run: facts, layout, pipeline and events."""
+    parts = [f"<section class='card run r{number % 8}'><h2>{escape(run.name)}</h2><dl>"]
+    parts += (
+        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in _facts(run)
     )
-
-
-def _about(number: int, run: RunRecord) -> str:
-    """Return the section about one run: its figures in short, its layout, what was done to it."""
-    last = run.rows[-1]
-    tokens = figure_of(last, "num_tokens") or 0
-    facts: dict[str, object] = {"steps": last["step"], "tokens": f"{tokens:,.0f}"}
-    for key in ("loss", "validation_loss"):
-        values = [value for row in run.rows if (value := figure_of(row, key)) is not None]
-        if values:
-            facts[f"last {key.replace('_', ' ')}"] = f"{values[-1]:.5g}"
-    layout = pipeline = ""
-    if run.hardware is not None:
-        facts["ranks"] = run.hardware.world_size
-        facts["device"] = run.hardware.device
-    if run.job is not None and run.hardware is not None:
-        config = run.job.config
-        facts["model"] = f"{config.model.name} {config.model.flavor}"
-        try:
-            dims = resolve_dims(config.parallelism, world_size=run.hardware.world_size)
-        except UserError:  # an elastic start had another layout
-            pass
-        else:
-            facts["layout"] = dims
-            layout = draw_layout(dims)
-    saved = [row for row in run.ledger if row["event"] == "checkpoint"]
-    if saved:
-        facts["checkpoints"] = f"{len(saved)}, last {saved[-1]['folder']}"
-    ends = [row for row in run.ledger if row["event"] == "end"]
-    if ends and ends[-1] is run.ledger[-1]:
-        facts["ended"] = ends[-1]["reason"]
-    pipeline = "".join(
+    parts.append("</dl>")
+    pictures = {}
+    if (dims := _dims(run)) is not None and (picture := draw_layout(dims)):
+        pictures["Layout"] = picture
+    if run.layout is not None and run.layout.pipeline is not None and run.job is not None:
+        settings = run.job.config.parallelism
+        name = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
+        title = f"{name}, planned: a backward takes two forwards"
+        pictures[title] = draw_pipeline(run.layout.pipeline)
+    parts += (
         f"<h3>{escape(title)}</h3><div class='wide'>{picture}</div>"
-        for title, picture in draw_pipeline(run)
-    )
-    items = "".join(
-        f"<div><dt>{escape(key)}</dt><dd>{escape(str(value))}</dd></div>"
-        for key, value in facts.items()
+        for title, picture in pictures.items()
     )
     rows = "".join(
         f"<tr class='{escape(str(one['kind']))}'><td>{one['step']}</td>"
@@ -92,14 +84,61 @@ def _about(number: int, run: RunRecord) -> str:
         f"<td>{escape(str(one['line']))}</td></tr>"
         for one in events(run)
     )
-    table = (
-        f"<h3>What was done</h3><div class='wide'><table><thead><tr><th>step</th><th>UTC</th>"
-        f"<th></th></tr></thead><tbody>{rows}</tbody></table></div>"
-        if rows
-        else ""
-    )
-    picture = f"<h3>Layout</h3><div class='wide'>{layout}</div>" if layout else ""
-    return (
-        f"<section class='card run r{number % 8}'><h2>{escape(run.name)}</h2><dl>{items}</dl>"
-        f"{picture}{pipeline}{table}</section>"
-    )
+    if rows:
+        parts.append(
+            f"<h3>Events</h3><div class='wide'><table><thead><tr><th>step</th><th>UTC</th>"
+            f"<th></th></tr></thead><tbody>{rows}</tbody></table></div>"
+        )
+    return "".join([*parts, "</section>"])
+
+
+def _facts(run: RunRecord) -> Iterator[tuple[str, object]]:
+    last = run.rows[-1]
+    yield "steps", last["step"]
+    yield "tokens", f"{figure_of(last, 'num_tokens') or 0:,.0f}"
+    for key in ("loss", "validation_loss"):
+        values = [value for row in run.rows if (value := figure_of(row, key)) is not None]
+        if values:
+            yield f"last {key.replace('_', ' ')}", f"{values[-1]:.5g}"
+    if run.job is not None:
+        config = run.job.config
+        yield "model", _model(config, run.layout)
+        if run.layout is not None:
+            yield "parameters", f"{run.layout.counts.num_parameters:,}"
+        files = ", ".join(config.training.paths)[:MOST_CHARACTERS]
+        yield "data", f"{config.training.dataset}: {files}" if files else config.training.dataset
+        yield "sequence length", config.training.seq_len
+        yield "optimizer", f"{config.optimizer.name}, peak lr {config.optimizer.lr:g}"
+    if run.hardware is not None:
+        yield "ranks", run.hardware.world_size
+        yield "device", run.hardware.device
+    if (dims := _dims(run)) is not None:
+        yield "layout", dims
+    saved = [row for row in run.ledger if row["event"] == "checkpoint"]
+    if saved:
+        yield "checkpoints", f"{len(saved)}, last {saved[-1]['folder']}"
+    if run.ledger and run.ledger[-1]["event"] == "end":
+        # of an error, `Ledger.record_failure` writes "TYPE: MESSAGE"; the events have all of it
+        error, colon, _ = run.ledger[-1]["reason"].partition(": ")
+        is_error = colon and error.isidentifier()
+        yield "ended", f"by an error, {error}" if is_error else run.ledger[-1]["reason"]
+
+
+def _model(config: Config, layout: Layout | None) -> str:
+    """Return family and flavor; without the flavor if the settings give every size."""
+    model = config.model
+    if layout is not None:
+        sizes = layout.spec.sizes
+        if not sizes.missing(given_sizes(model, of=sizes)):
+            return model.name
+    return f"{model.name} {model.flavor}"
+
+
+def _dims(run: RunRecord) -> ParallelDims | None:
+    """Return the degrees of the newest start, if they are known."""
+    if run.job is None or run.hardware is None:
+        return None
+    try:
+        return resolve_dims(run.job.config.parallelism, world_size=run.hardware.world_size)
+    except UserError:  # an elastic start had another layout
+        return None

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from html import escape
 
-from torchtitan.base.errors import UserError
-from torchtitan.job import Config
-from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.resume_rules import resolve_model
-from torchtitan.tools.plan.schedule import Costs, Timeline, simulate
-from torchtitan.tools.report.read import RunRecord
+from torchtitan.parallel.pipeline.layout import PipelineLayout
+from torchtitan.tools.plan.schedule import Costs, simulate
 
 CELL, GAP, LEFT, TOP = 34, 4, 92, 26
 MOST_RANKS = 512
-"""More would be a picture that nobody can read."""
+"""More would be unreadable."""
 WIDTH, ROW = 940, 22
 
 
 def draw_layout(dims: ParallelDims) -> str:
-    """Draw the ranks: a row is a pipeline stage's place, a box a data-parallel rank with the ranks
-    inside that share its samples."""
+    """Draw the ranks: a row per pipeline rank, with a box per data-parallel rank, which contains
+    the ranks that share its samples."""
     if dims.world_size > MOST_RANKS:
         return ""
     inner = dims.cp * dims.tp
@@ -47,31 +43,9 @@ def draw_layout(dims: ParallelDims) -> str:
     return _svg(width, TOP + dims.pp * (CELL + 2 * GAP) + 4, parts)
 
 
-def draw_pipeline(run: RunRecord) -> list[tuple[str, str]]:
-    """Return title and picture of the planned timeline; none without a pipeline."""
-    if run.job is None or run.hardware is None:
-        return []
-    config = run.job.config
-    if config.parallelism.pipeline_parallel_degree == 1:
-        return []
-    try:
-        name, timeline = _planned(config, world_size=run.hardware.world_size)
-    except UserError:  # of a schedule's file that is gone, say
-        return []
-    return [(f"{name}, planned: a backward is two forwards", draw_timeline(timeline))]
-
-
-def _planned(config: Config, *, world_size: int) -> tuple[str, Timeline]:
-    layout = find_layout(resolve_model(config), world_size=world_size)
-    assert layout.pipeline is not None, "the degree is above 1"
-    timeline = simulate(layout.pipeline.table, costs=Costs())
-    parallelism = config.parallelism
-    name = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
-    return name, timeline
-
-
-def draw_timeline(timeline: Timeline) -> str:
-    """Draw what each pipeline rank does over the time of a pass."""
+def draw_pipeline(pipeline: PipelineLayout) -> str:
+    """Draw the planned actions of each pipeline rank in a step; a backward takes two forwards."""
+    timeline = simulate(pipeline.table, costs=Costs())
     scale = (WIDTH - 60) / timeline.makespan
     parts = []
     for rank, row in enumerate(timeline.rows):

@@ -1,33 +1,33 @@
-"""What a run's folder tells a reader: its figures, what was done to it, and where it ran."""
+"""Read a run's folder: its figures, events, settings and hardware."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.base.log import plural
 from torchtitan.job import CONFIG_FILE
+from torchtitan.layout import find_layout
 from torchtitan.metrics.ledger import Hardware, newest_hardware, read_ledger
 from torchtitan.metrics.rows import RECORD, Row, figure_of, read_rows
-from torchtitan.resume_rules import Job
+from torchtitan.parallel.layout import Layout
+from torchtitan.resume_rules import Job, resolve_model
 
-PANELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "loss": ("loss", ("loss", "validation_loss")),
-    "grad_norm": ("gradient norm, before clipping", ("grad_norm",)),
-    "lr": ("learning rate", ("lr",)),
-    "tokens_per_second": ("tokens / s, all devices", ("tokens_per_second",)),
-    "step_time_s": ("seconds of a step, and of waiting for data", ("step_time_s", "data_time_s")),
-    "memory_peak_gib": ("peak memory, GiB", ("memory_peak_gib",)),
-    "slowest_ratio": ("slowest rank, times the others", ("slowest_ratio",)),
-    "mfu": ("model FLOP/s, % of the peak", ("mfu",)),
-    "router/load_max_over_mean": (
-        "load of the busiest expert, of the mean",
-        ("router/load_max_over_mean",),
-    ),
-}
-"""Figure of a row -> title, and what is drawn together."""
+PANELS: Sequence[tuple[str, str, tuple[str, ...]]] = (
+    ("loss", "nats per token", ("loss", "validation_loss")),
+    ("gradient norm, before clipping", "L2 norm", ("grad_norm",)),
+    ("learning rate", "learning rate", ("lr",)),
+    ("throughput of all devices", "tokens / s", ("tokens_per_second",)),
+    ("time of a step, and of waiting for data", "seconds", ("step_time_s", "data_time_s")),
+    ("peak memory", "GiB", ("memory_peak_gib",)),
+    ("time of the slowest rank", "ratio to the other ranks", ("slowest_ratio",)),
+    ("model FLOPs utilization", "% of the peak", ("mfu",)),
+    ("load of the busiest expert", "ratio to the mean", ("router/load_max_over_mean",)),
+)
+"""Title, label of the y axis, and figures of each chart."""
 NUM_BUCKETS = 2000
 
 
@@ -40,36 +40,49 @@ class RunRecord:
     rows: list[Row]
     ledger: list[Row]
     job: Job | None
-    """None: its settings cannot be read by this version."""
+    """None: this version cannot read the settings."""
     hardware: Hardware | None
+    layout: Layout | None
+    """None: unknown settings or hardware, or a custom model that is not trusted."""
 
 
 def read_run(folder: Path, *, name: str) -> RunRecord:
-    """Read a run; raise DataError if it has logged nothing."""
+    """Read a run.
+
+    Raises:
+        DataError: It has no logged step, or a file is damaged.
+    """
     path = folder / f"{RECORD}.jsonl"
     rows = read_rows(path) if path.exists() else []
     if not rows:
         raise DataError(
-            f"each RUN must be a run's folder with rows in its {RECORD}.jsonl, got {folder}; name "
-            f"the job.dump_folder of a run that has logged a step"
+            f"each RUN must be the job.dump_folder of a run with a logged step in {RECORD}.jsonl, "
+            f"got {folder}"
         )
     try:
         job = Job.stored_in(folder / CONFIG_FILE)
     except ConfigError:
         job = None
     ledger = read_ledger(folder)
+    hardware = newest_hardware(ledger)
+    layout = None
+    if job is not None and hardware is not None:
+        # errors: another layout of an elastic start, or a file that was moved
+        with suppress(UserError):
+            layout = find_layout(resolve_model(job.config), world_size=hardware.world_size)
     return RunRecord(
         name=name,
         folder=folder,
         rows=rows,
         ledger=ledger,
         job=job,
-        hardware=newest_hardware(ledger),
+        hardware=hardware,
+        layout=layout,
     )
 
 
 def name_runs(folders: Sequence[Path]) -> dict[str, Path]:
-    """Name each run by the end of its path: as much of it as tells the runs apart."""
+    """Name each run by the shortest end of its path that is unique."""
     paths = list(dict.fromkeys(folder.resolve() for folder in folders))
     length = 1
     while len({path.parts[-length:] for path in paths}) < len(paths):
@@ -78,17 +91,18 @@ def name_runs(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def curve(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return steps and finite values of a figure, thinned; other rows are left out."""
-    found = ((row["step"], figure_of(row, name)) for row in rows)
-    points = [(step, value) for step, value in found if value is not None]
-    return thinned(points, num_buckets=NUM_BUCKETS)
+    """Return the ascending steps and finite values of a figure, thinned."""
+    found = {row["step"]: value for row in rows if (value := figure_of(row, name)) is not None}
+    return thinned(sorted(found.items()), num_buckets=NUM_BUCKETS)
 
 
 def thinned(
     points: Sequence[tuple[int, float]], *, num_buckets: int
 ) -> tuple[list[int], list[float]]:
-    """Keep of each of `num_buckets` parts the smallest and the largest value, in their order, and
-    the ends: a screen shows no more, and no spike is lost."""
+    """Return steps and values of the ends, and of the extremes in each of `num_buckets` parts.
+
+    A screen shows no more points, and no spike is lost.
+    """
     if len(points) > 2 * num_buckets:
         kept = {0, len(points) - 1}
         for bucket in range(num_buckets):
@@ -101,7 +115,7 @@ def thinned(
 
 
 def events(run: RunRecord) -> list[dict[str, object]]:
-    """Return what was done to a run: each row's step, time, kind and a line about it."""
+    """Return the events of a run: step, time, kind and a line of text each."""
     found: list[dict[str, object]] = []
     is_first = True
     for row in run.ledger:
@@ -115,12 +129,12 @@ def events(run: RunRecord) -> list[dict[str, object]]:
         elif kind == "spike":
             line = (
                 f"spike: {row['figure']} {_number(row, 'value')} above {_number(row, 'bound')}; "
-                f"{'left out' if row['action'] == 'skip' else 'clipped'}"
+                f"{'skipped' if row['action'] == 'skip' else 'clipped'}"
             )
         elif kind == "end":
             line = f"ended: {row['reason']}"
         else:
-            continue  # checkpoints are many, and no surprise
+            continue  # e.g. checkpoints, which are many
         found.append({"step": row["step"], "time": row["time"], "kind": kind, "line": line})
     return found
 

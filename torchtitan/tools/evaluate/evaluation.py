@@ -1,0 +1,216 @@
+"""Evaluate the model of a run or of a Hugging Face folder.
+
+A run's step stores how its training cut text. A Hugging Face folder has the model's number of
+positions and its BOS token. A model trained by torchtitan on text has only seen the end token of
+the previous document before a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan import __version__
+from torchtitan.api import open_generator
+from torchtitan.base.errors import ConfigError, Mistakes
+from torchtitan.checkpoint.storage import read_manifest
+from torchtitan.data.hf_tokenizer import read_tokenizer_config, special_token
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.generate.generator import Generator, join_tensor_parallel
+from torchtitan.hf.config import read_config
+from torchtitan.hf.names import CONFIG
+from torchtitan.hf.tokenizer_files import tokenizer_file
+from torchtitan.resume_rules import find_run_step, read_settings
+from torchtitan.tools.evaluate.command import Files
+from torchtitan.tools.evaluate.perplexity import measure, open_domain
+
+logger = logging.getLogger(__name__)
+CUT = ("seq_len", "dataset_text_key", "dataset_text_template", "dataset_cache")
+"""Options that override how text is cut."""
+UNKNOWN_POSITIONS = 2048
+"""Tokens per sequence if config.json has no max_position_embeddings, and at most by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to evaluate."""
+
+    folder: Path
+    """The step or the Hugging Face folder."""
+    step: int | None
+    """None: a Hugging Face folder."""
+    generator: Generator
+    cut: TrainingConfig
+    """How text is cut by default, as in the training."""
+    positions: int
+    """Tokens of the longest sequence of the training, or max_position_embeddings."""
+    first_id: int
+    """Token before a text whose first token is predicted."""
+
+
+def open_subject(
+    path: Path,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    verify: bool = True,
+    tokenizer: str | None = None,
+    **options: Any,
+) -> Subject:
+    """Open the model of a folder. The arguments are those of `open_generator`.
+
+    Raises:
+        UserError: As `open_generator`.
+    """
+    options |= {"device": device, "mesh": mesh, "tokenizer": tokenizer}
+    if (path / CONFIG).is_file():
+        generator = open_generator(path, **options)
+        positions = read_config(path).get("max_position_embeddings", UNKNOWN_POSITIONS)
+        return Subject(
+            folder=path,
+            step=None,
+            generator=generator,
+            cut=TrainingConfig(seq_len=min(positions, UNKNOWN_POSITIONS)),
+            positions=positions,
+            first_id=_begin_token(tokenizer or str(path), generator),
+        )
+    step = find_run_step(path, verify=verify, group=None if mesh is None else mesh.get_group())
+    generator = open_generator(step, verify=False, **options)
+    training = read_settings(step).training
+    return Subject(
+        folder=step,
+        step=read_manifest(step)["step"],
+        generator=generator,
+        cut=TrainingConfig(
+            seq_len=training.seq_len,
+            attn_mask_type=training.attn_mask_type,
+            reset_positions=training.reset_positions,
+        ),
+        positions=training.seq_len,
+        first_id=generator.tokenizer.eos_id,
+    )
+
+
+def _begin_token(tokenizer_path: str, generator: Generator) -> int:
+    """Return the BOS token, or the end token if the tokenizer has none."""
+    file, tokenizer = tokenizer_file(tokenizer_path), generator.tokenizer
+    config = {} if file is None else read_tokenizer_config(file.with_name("tokenizer_config.json"))
+    named = special_token(config, "bos_token") or ""
+    return tokenizer.special_tokens.get(named, tokenizer.eos_id)
+
+
+def evaluate(args: argparse.Namespace, files: Files) -> dict[str, Any]:
+    """Return all figures and the settings that they depend on.
+
+    Args:
+        args: Options of the command.
+        files: Files of each domain.
+
+    Raises:
+        UserError: An option, a file, a task or the model is invalid.
+    """
+    device, mesh = join_tensor_parallel()
+    if args.tasks:
+        from torchtitan.tools.evaluate.harness import Adapter, find_tasks, run_tasks
+
+        manager = find_tasks(args.tasks, include_path=args.include_path)
+    subject = open_subject(
+        args.checkpoint,
+        device=device,
+        mesh=mesh,
+        verify=not args.skip_verify,
+        tokenizer=args.tokenizer,
+        chats=args.apply_chat_template,
+        chat_template=args.chat_template,
+        dtype=args.dtype,
+    )
+    model, tokenizer = subject.generator.model, subject.generator.tokenizer
+    cut, max_length = _cut(args, subject), args.seq_len or subject.positions
+    # all are opened before the first is measured
+    domains = [open_domain(n, f, cut=cut, tokenizer=tokenizer) for n, f in files.items()]
+    perplexity = {
+        domain.name: asdict(measure(model, domain, tokenizer=tokenizer, batch_size=args.batch_size))
+        for domain in domains
+    }
+    tasks: Mapping[str, Any] = {}
+    if args.tasks:
+        tasks = run_tasks(
+            Adapter(
+                subject,
+                max_length=max_length,
+                batch_size=args.batch_size,
+                chats=args.apply_chat_template,
+            ),
+            args.tasks,
+            manager=manager,
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            apply_chat_template=args.apply_chat_template,
+        )
+    return {
+        "checkpoint": str(subject.folder),
+        "step": subject.step,
+        "perplexity": perplexity,
+        "tasks": tasks,
+        "settings": {
+            **_settings(args, subject=subject, cut=cut),
+            "perplexity": files,
+            "num_ranks": 1 if mesh is None else mesh.size(),
+        },
+    }
+
+
+def _settings(args: argparse.Namespace, *, subject: Subject, cut: TrainingConfig) -> dict[str, Any]:
+    dtype = next(subject.generator.model.parameters()).dtype
+    return {
+        **{key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()},
+        "seq_len": cut.seq_len if args.perplexity else None,
+        "seq_len_of_tasks": (args.seq_len or subject.positions) if args.tasks else None,
+        "attn_mask_type": cut.attn_mask_type,
+        "reset_positions": cut.reset_positions,
+        "dtype": str(dtype).removeprefix("torch."),
+        "version": __version__,
+    }
+
+
+def _cut(args: argparse.Namespace, subject: Subject) -> TrainingConfig:
+    """Return how text is cut: as in the training, unless options override it.
+
+    Raises:
+        ConfigError: A sequence is longer than the model's positions, or a template is missing or
+            invalid.
+    """
+    mistakes = Mistakes()
+    if (args.seq_len or 0) > subject.positions:
+        if subject.step is None:
+            mistakes.add(
+                "--seq_len",
+                f"must be at most {subject.positions}, max_position_embeddings of {CONFIG}, got "
+                f"{args.seq_len}",
+            )
+        else:
+            logger.warning(
+                "--seq_len %d is longer than the %d tokens of the training: the model has not "
+                "seen later positions",
+                args.seq_len,
+                subject.positions,
+            )
+    if args.apply_chat_template and subject.generator.template is None:
+        mistakes.add(
+            "--apply_chat_template",
+            "needs a chat template, which the tokenizer does not have; give a Jinja file with "
+            "--chat_template",
+        )
+    mistakes.report()
+    given = {key: v for key in CUT if (v := getattr(args, key)) is not None}
+    cut = replace(subject.cut, dataset="files", dataset_path=(".",), **given)
+    if wrong := [*cut.violations()]:
+        raise ConfigError(wrong)
+    return cut
