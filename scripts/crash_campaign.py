@@ -104,8 +104,12 @@ def kill_once(run: KilledRun, *, rng: random.Random) -> tuple[str, bool]:
 
 def disturb(folder: Path, *, ranks: int, mode: str, kills: int, rng: random.Random) -> str:
     """Kill the run of one variant `kills` times, finish it, and compare; return a summary."""
-    options = ("--checkpoint.interval=2", f"--checkpoint.keep_latest_k={KEEP}")
-    options += (f"--checkpoint.async_mode={mode}", "--comm.init_timeout_seconds=60")
+    options = (
+        "--checkpoint.interval=2",
+        f"--checkpoint.keep_latest_k={KEEP}",
+        f"--checkpoint.async_mode={mode}",
+        "--comm.init_timeout_seconds=60",
+    )
     run = KilledRun(folder=folder / f"{ranks}-{mode}", ranks=ranks, options=options, seconds=120)
     num_in_save = 0
     for number in range(1, kills + 1):

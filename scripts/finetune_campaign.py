@@ -1,6 +1,6 @@
 """Compare fine-tuning of a Hugging Face chat model with transformers, TRL and PEFT.
 
-    python scripts/finetune_campaign.py --model SmolLM2-135M-Instruct --out outputs/finetune.md
+    python scripts/finetune_campaign.py --model SmolLM2-135M-Instruct --out outputs/campaign
 
 The model may be any small chat model: everything runs on a CPU in float32. Rows are generated from
 a seed. transformers is required; comparisons with TRL and PEFT are skipped, and reported as
@@ -566,7 +566,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
     add("--only", nargs="+", choices=COMPARISONS, default=[*COMPARISONS], help="comparisons to run")
-    add("--out", type=Path, metavar="FILE", help="write the table as Markdown")
+    add("--out", type=Path, metavar="DIR", help="write results.md here")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     results: dict[str, list[Result]] = {}
@@ -579,8 +579,8 @@ def main(argv: Sequence[str]) -> int:
                 results[name] = [Result("-", "did not run", None, note=str(error))]
             print(to_markdown({name: results[name]}), flush=True)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(to_markdown(results), encoding="utf-8")
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "results.md").write_text(to_markdown(results), encoding="utf-8")
     return int(any(each.is_wrong for found in results.values() for each in found))
 
 

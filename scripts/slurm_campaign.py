@@ -21,7 +21,6 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -242,10 +241,10 @@ def lose_node(run: SlurmRun) -> None:
 FAULTS = {"the signal": ask_to_save, "the death of a node": lose_node}
 
 
-def campaign(options: Namespace, folder: Path) -> str:
-    """Disturb a job, and compare."""
+def disturb(folder: Path, *, steps: int, faults: Sequence[str] = tuple(FAULTS)) -> str:
+    """Disturb a job by each of `faults`, and compare; return a summary."""
     slurm, seconds = Slurm(folder / "slurm"), []
-    run = SlurmRun(folder=folder / "job", slurm=slurm, steps=options.steps)
+    run = SlurmRun(folder=folder / "job", slurm=slurm, steps=steps)
     try:
         slurm.start()
         wrong = SlurmRun(folder=folder / "wrong", slurm=slurm, steps=-1)
@@ -254,9 +253,9 @@ def campaign(options: Namespace, folder: Path) -> str:
         run.submit()
         run.wait_for_steps(4, after=0)
         run.check_cpus()
-        for name, disturb in FAULTS.items():
+        for name in faults:
             before, at = len(run.log), time.monotonic()
-            disturb(run)
+            FAULTS[name](run)
             run.wait_for_steps(4, after=before)
             seconds.append(f"{time.monotonic() - at:.0f} s after {name}")
         (run.results / "fast").touch()
@@ -264,13 +263,18 @@ def campaign(options: Namespace, folder: Path) -> str:
     finally:
         slurm.close()
     resumed = steps_in(RESUMED, run.log)
-    compare_runs(run.train_undisturbed(steps=run.steps, ranks=run.ranks), run.results)
-    if len(resumed) != len(FAULTS):
-        raise CampaignError(f"{len(FAULTS)} faults, and the job resumed from {resumed}")
+    compare_runs(run.train_undisturbed(steps=steps, ranks=run.ranks), run.results)
+    if len(resumed) != len(faults):
+        raise CampaignError(f"{len(faults)} faults, and the job resumed from {resumed}")
     return (
-        f"queued again {len(FAULTS)} times, resumed from steps {resumed}; {run.steps} steps equal "
-        f"an undisturbed run's; four steps {', '.join(seconds)}"
+        f"queued again {len(faults)} times, resumed from steps {resumed}; {steps} steps equal "
+        f"those of an undisturbed run; four steps {', '.join(seconds)}"
     )
+
+
+def missing() -> list[str]:
+    """Return the programs of Slurm that are not installed."""
+    return [program for program in PROGRAMS if shutil.which(program) is None]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -278,10 +282,10 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args(argv)
-    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-        sys.stderr.write(f"Slurm must be installed, {', '.join(missing)} are not on the PATH\n")
+    if names := missing():
+        sys.stderr.write(f"Slurm must be installed, {', '.join(names)} are not on the PATH\n")
         return 2
-    return run_campaign(campaign, options)
+    return run_campaign(lambda options, folder: disturb(folder, steps=options.steps), options)
 
 
 if __name__ == "__main__":
