@@ -1,13 +1,12 @@
-"""What this library costs beside its peers, measured side by side on this machine.
+"""Measure this library and its peers side by side on this machine.
 
-    python scripts/benchmark.py train --pairs 5 --out figures.json --plot figures.png
+    python scripts/benchmark.py train --pairs 5 --out figures.json
     python scripts/benchmark.py checkpoint --size_gib 1
 
-Each command runs the library and its peers in turn, A B A B, checks that both computed the same,
-and prints the ratio of their times with its spread; --out writes every single time as JSON.
+Each command runs the library and a peer in turn, A B A B, checks that both computed the same, and
+prints the ratio of their times with its spread; --out writes every measured time as JSON.
 
-Exit codes: 0 measured; 1 the two did not compute the same, so there is no ratio; 2 a mistake in the
-options.
+Exit codes: 0 measured, 1 the results differ, so no ratio is printed, 2 an invalid option.
 """
 
 from __future__ import annotations
@@ -19,45 +18,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from scripts.benchmarks import (
-    attention,
-    checkpoint,
-    counts,
-    data,
-    files,
-    gpu,
-    loss,
-    pairs,
-    pipeline,
-    prepare,
-    recompute,
-    startup,
-    train,
-    upload,
-)
+from scripts.benchmarks import checkpoint, data, gpu, loss, pairs, pipeline, startup, train
 from torchtitan.base.errors import UserError
 from torchtitan.base.urls import local_path
 
 COMMANDS = {
     "train": train,
-    "recompute": recompute,
-    "loss": loss,
-    "data": data,
-    "prepare": prepare,
     "startup": startup,
-    "attention": attention,
-    "pipeline": pipeline,
+    "data": data,
     "checkpoint": checkpoint,
-    "upload": upload,
-    "counts": counts,
-    "files": files,
+    "loss": loss,
+    "pipeline": pipeline,
     "gpu": gpu,
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print a table, and write the figures where --out and --plot say."""
-    args = _parser().parse_args(argv)
+    """Measure, print a table, and write the figures to --out."""
+    args = build_parser().parse_args(argv)
     try:
         report = COMMANDS[args.command].measure(args)
     except UserError as error:
@@ -66,33 +44,24 @@ def main(argv: Sequence[str]) -> int:
     pairs.show(report)
     if args.out is not None:
         pairs.write_json(report, args.out)
-    if args.plot is not None:
-        pairs.draw(report, args.plot)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="WHAT", dest="command")
     for name, module in COMMANDS.items():
         summary, _, details = (module.__doc__ or "").partition("\n\n")
         command = commands.add_parser(
-            name,
-            help=module.SUMMARY,
-            description=summary,
-            epilog=details,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=summary, description=summary, epilog=details, formatter_class=raw
         )
         module.add_options(command)
-        command.add_argument("--pairs", type=_count, default=5, metavar="N", help="A B repeated")
+        command.add_argument("--pairs", type=_count, default=5, metavar="N", help="repetitions")
         command.add_argument(
             "--out", type=local_path, metavar="FILE", help="write the figures as JSON"
-        )
-        command.add_argument(
-            "--plot", type=local_path, metavar="FILE", help="draw the ratios of all pairs"
         )
     return parser
 

@@ -1,7 +1,7 @@
-"""Rows of fine-tuning data of nine shapes, and their tokens and labels by `transformers` alone.
+"""Rows of fine-tuning data in nine shapes, and their tokens and labels by `transformers`.
 
-Rows are drawn from a seed, with text that is hard to cut into tokens. A row knows the conversation
-that it stands for, so that its labels need no reader of shapes.
+Rows are drawn from a seed, with text that is hard to tokenize. Each row has its conversation, so
+that its labels need no parser of shapes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Message = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A row of a file, and the conversation that it stands for."""
+    """A row of a file, and the conversation in it."""
 
     value: dict[str, Any]
     messages: list[Message]
-    """As the template reads them; none for a prompt with its completion."""
+    """In the format of the template; empty for a prompt and a completion."""
     trained: list[bool]
-    """Which of them are."""
+    """Whether each message is trained on."""
     tools: list[dict[str, Any]] | None = None
 
 
 class Labelled(NamedTuple):
-    """An example as token ids, and which of them are trained on."""
+    """Token ids of an example, and whether each is trained on."""
 
     ids: list[int]
     trained: list[bool]
@@ -102,9 +102,9 @@ def make_row(shape: str, *, rng: random.Random, render: Callable[[list[Message]]
 
 
 def label_by_prefixes(row: Row, tokenizer: Any) -> Labelled:
-    """Return the tokens of a row by `transformers` alone.
+    """Return the tokens and labels of a row by `transformers`.
 
-    An answer is what the template writes after the generation prompt, up to the last special token.
+    An answer is the text after the generation prompt, up to the last special token.
     """
     if not row.messages:
         given = tokenizer(row.value["prompt"]).input_ids

@@ -1,14 +1,15 @@
-"""Prove that a model with experts trains alike in every layout: some fifty of them, up to 8 ranks.
+"""Check that a model with experts trains alike in 77 layouts, on up to 8 ranks.
 
-    python scripts/expert_campaign.py qwen3_moe --json outputs/qwen3_moe.json --markdown table.md
+    python scripts/expert_campaign.py qwen3_moe --json outputs/qwen3_moe.json
 
-Each group of layouts is one `compare layouts` of a small job, with one device:
-experts dealt out to 1, 2, 4 and 8 ranks over FSDP, HSDP, DDP, tensor, context and pipeline
-parallelism with each schedule; recomputed, compiled, offloaded and accumulating; documents; fewer
-experts than ranks; experts without a token; odd numbers of tokens; ranks without a valid label.
+Each group of layouts is one `torchtitan compare layouts` of a small job with one device: experts on
+1, 2, 4 and 8 ranks with FSDP, HSDP, DDP, tensor, context and pipeline parallelism in each schedule;
+recomputed, compiled, offloaded and accumulating; documents; fewer experts than ranks; experts
+without tokens; odd numbers of tokens; ranks without a valid label. Further options are those of
+`compare layouts`.
 
-Experts and routers start larger than a family's do, so that they matter from the first step on. The
-first of four layers is dense. Exit code 0 if all agree, 1 if any layout does not.
+Experts and routers start larger than usual, so that they matter from the first step on. The first
+of four layers is dense. Exit code 0 if all layouts agree, else 1.
 """
 
 from __future__ import annotations
@@ -31,18 +32,10 @@ from torchtitan.models.init import Init, Normal
 from torchtitan.models.interface import LanguageModel
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.models.spec import ModelSpec
+from torchtitan.parallel.pipeline.schedules import SCHEDULES
 from torchtitan.tools.compare import command as compare
 
 TOML = ROOT / "train_configs" / "compare_layouts.toml"
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
 NO_SP = "--parallelism.enable_sequence_parallel=false"
 FULL = "--activation_checkpoint.mode=full"
 SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option="
@@ -216,9 +209,10 @@ FAMILIES = [name for name, spec in MODELS.items() if issubclass(spec.sizes, MoEC
 STRONG = SimpleNamespace(**{name: strong(name) for name in FAMILIES})
 
 
-def run_group(name: str, group: Group, *, arguments: Sequence[str]) -> list[dict[str, Any]]:
+def run_group(name: str, *, arguments: Sequence[str]) -> list[dict[str, Any]]:
     """Compare a group's layouts with one device, and return the figures of each."""
     print(f"{name}:", flush=True)
+    group = GROUPS[name]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = [str(TOML), "single", *group.layouts, *arguments, *group.options]
@@ -229,61 +223,24 @@ def run_group(name: str, group: Group, *, arguments: Sequence[str]) -> list[dict
     return [{"group": name, **run} for run in runs]
 
 
-def to_markdown(runs: Sequence[dict[str, Any]]) -> str:
-    """Draw a line for each layout: the worst gaps of its replayed training, and its flips."""
-    lines = [
-        "| layout | loss | norm | gradients | weights | flips, free |",
-        "|---|---|---|---|---|---|",
-    ]
-    free = {(run["group"], run["layout"]): run for run in runs if run["routing"] == "free"}
-    for run in runs:
-        if run["routing"] != "replayed":
-            continue
-        cells = ["-"] * 4
-        if run["steps"] is not None:
-            found = [run["steps"]["gaps"][key]["largest"] for key in ("loss", "grad_norm")]
-            found += [max(gap["largest"] for gap in run["gradients"]), run["weights"]["largest"]]
-            cells = [f"{size:.0e}" for size in found]
-        other = free.get((run["group"], run["layout"]))
-        flips = other["flips"] if other else None
-        total = sum(each["num_flips"] for each in flips["layers"]) if flips else "-"
-        ok = all(each is None or not each["why"] for each in (run, other))
-        name = run["layout"].replace("--parallelism.", "--").replace("|", "/")
-        cells = [f"{run['group']}: `{name}`", *cells, f"{total}{'' if ok else ' **DIVERGES**'}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def main(argv: Sequence[str]) -> int:
-    """Run the campaign, and return the exit code."""
+    """Run the campaign and return the exit code."""
     summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--group", choices=list(GROUPS), help="one group alone")
+    parser.add_argument("--group", choices=list(GROUPS), help="only this group")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="of each training (4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a table")
     options, further = parser.parse_known_args(argv)
-    model = (
-        f"--model.name=scripts.expert_campaign:STRONG.{options.family}",
-        "--model.num_layers=4",
-    )
-    arguments = (*model, f"--steps={options.steps}", *further)
-    runs = [
-        run
-        for name, group in GROUPS.items()
-        if options.group in (None, name)
-        for run in run_group(name, group, arguments=arguments)
-    ]
-    for file, text in (
-        (options.json, json.dumps(runs, indent=1)),
-        (options.markdown, to_markdown(runs)),
-    ):
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+    model = f"--model.name=scripts.expert_campaign:STRONG.{options.family}"
+    arguments = (model, "--model.num_layers=4", f"--steps={options.steps}", *further)
+    names = GROUPS if options.group is None else [options.group]
+    runs = [run for name in names for run in run_group(name, arguments=arguments)]
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(runs, indent=1), encoding="utf-8")
     wrong = [run for run in runs if run["why"]]
     layouts = {(run["group"], run["layout"]) for run in runs if run["verdict"] != "reference"}
     print(f"{len(layouts)} layouts, {len(wrong)} of {len(runs)} trainings diverge or fail")

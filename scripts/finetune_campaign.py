@@ -2,12 +2,10 @@
 
     python scripts/finetune_campaign.py --model SmolLM2-135M-Instruct --out outputs/campaign
 
-The folder may be that of any small chat model: all of it runs on a CPU, in float32. Rows are made
-here from a seed. It needs transformers; comparisons with TRL and PEFT are left out, and named,
-where these are not installed. Each comparison prints a line per figure: the largest difference, and
-the limit that it must not exceed. --out keeps the table as results.md and results.json; with --only
-the lines of other comparisons that are there stay. Exit code 0 if all figures are within their
-limits, 1 if not.
+The model may be any small chat model: everything runs on a CPU in float32. Rows are generated from
+a seed. transformers is required; comparisons with TRL and PEFT are skipped, and reported as
+skipped, where these are not installed. Each line shows the largest difference of a figure and its
+limit. Exit code 0 if all figures are within their limits, else 1.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from torchtitan.tools.convert import to_hf
 STEPS, BATCH, NUM_ROWS, SEED = 10, 2, 225, 0
 IGNORED = -100
 MULTIPLE = 12
-"""Of which seq_len is one, so that tensor and context parallelism can split it."""
+"""seq_len is a multiple, so that tensor and context parallelism can split it."""
 FIGURES = ("loss", "gradient norm")
 LR, LORA_LR = 2e-5, 1e-3
 LORA = ("--lora.rank=8", "--lora.alpha=16", f"--optimizer.lr={LORA_LR}")
@@ -106,14 +104,14 @@ class Result(NamedTuple):
     against: str
     figure: str
     largest: float | None
-    """None: it was not measured, see `note`."""
+    """None: not measured, see `note`."""
     limit: float | None = None
-    """None: it is stated and not judged."""
+    """None: no limit applies."""
     note: str = ""
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is beyond its limit; NaN is."""
+        """Whether the figure exceeds its limit or is NaN."""
         if self.largest is None or self.limit is None:
             return self.largest is None and not self.note.startswith("needs")
         return not self.largest <= self.limit
@@ -153,7 +151,7 @@ def to_markdown(results: Mapping[str, Sequence[Result]]) -> str:
 
 
 class Campaign:
-    """What the comparisons share.
+    """The model, rows and trainings that the comparisons share.
 
     Args:
         model: Hugging Face folder.
@@ -176,7 +174,7 @@ class Campaign:
         self.seq_len = -(-longest // MULTIPLE) * MULTIPLE
 
     def render(self, messages: list[Message]) -> str:
-        """Return the text of messages and the start of an answer, without a begin token."""
+        """Return the text of messages and the start of an answer, without a BOS token."""
         text: str = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         )
@@ -232,7 +230,7 @@ class Campaign:
         return self.export("first adapter", *LORA, "--lora.export_format=adapter")
 
     def export(self, name: str, *options: str) -> Path:
-        """Return the Hugging Face folder of what a job starts with."""
+        """Return the Hugging Face folder of a job's initial weights."""
         self.train(name, *options, "--training.steps=0", *EXPORTED, keep=True)
         return self.run(name) / "checkpoint" / "export" / "step-0"
 
@@ -563,34 +561,22 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
     add("--only", nargs="+", choices=COMPARISONS, default=[*COMPARISONS], help="comparisons to run")
-    add("--out", type=Path, metavar="DIR", help="keep the table here")
+    add("--out", type=Path, metavar="DIR", help="write results.md here")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    is_wrong = False
+    results: dict[str, list[Result]] = {}
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(options.model.resolve(), Path(folder))
         for name in options.only:
             try:
-                found = COMPARISONS[name](campaign)
+                results[name] = COMPARISONS[name](campaign)
             except UserError as error:
-                found = [Result("-", "did not run", None, note=str(error))]
-            print(to_markdown({name: found}), flush=True)
-            is_wrong |= any(each.is_wrong for each in found)
-            if options.out is not None:
-                store(options.out, name, found)
-    return int(is_wrong)
-
-
-def store(out: Path, name: str, found: Sequence[Result]) -> None:
-    """Write the results of one comparison beside those of others."""
-    file = out / "results.json"
-    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    stored[name] = [list(each) for each in found]
-    stored = {name: stored[name] for name in COMPARISONS if name in stored}
-    out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(stored, indent=1), encoding="utf-8")
-    results = {name: [Result(*each) for each in rows] for name, rows in stored.items()}
-    (out / "results.md").write_text(to_markdown(results), encoding="utf-8")
+                results[name] = [Result("-", "did not run", None, note=str(error))]
+            print(to_markdown({name: results[name]}), flush=True)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "results.md").write_text(to_markdown(results), encoding="utf-8")
+    return int(any(each.is_wrong for found in results.values() for each in found))
 
 
 if __name__ == "__main__":

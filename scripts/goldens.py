@@ -1,25 +1,25 @@
-"""Compare what this code computes with what was recorded of it, bit for bit.
+"""Compare the numbers that this code computes with recorded ones, bit for bit.
 
     python scripts/goldens.py check                  # all jobs
     python scripts/goldens.py check tp2 resume_fsdp2
-    python scripts/goldens.py make tp2               # record anew: say why in the commit's message
+    python scripts/goldens.py make tp2               # record again: explain it in the commit
 
 `tests/goldens/goldens.json` holds, for each job of `golden/jobs.py`, every row of metrics.jsonl,
 the data position, and hashes of the last checkpoint's weights, optimizer and random generators.
 Tests compare layouts with each other, to a tolerance; this shows that a change of the code, meant
-to change no number, changed none. It knows the trainer as its users do, by settings and files, so
-that it outlives what is behind them.
+to change no number, changed none. It uses only settings and files, as users do, so that it survives
+changes of the code.
 
-The jobs run on the CPU with the oldest instructions (`golden/ranks.py` says how), which all
-x86-64 machines share. With another version of torch or of libc, or on another processor, other
-bits may be right too: then figures are compared to a relative 1e-5, hashes are not compared, and
-the first line says so.
+The jobs run with the oldest CPU instructions (see `golden/ranks.py`), which all x86-64 machines
+share. With another version of torch or of libc, or on another processor, other bits may be right
+too: then figures are compared to a relative 1e-5, hashes are not compared, and the first line
+reports it.
 
 `tests/fixtures` holds runs of three steps, written by earlier code and resumed by the jobs
-`first_house_*` and `second_house_*`. `make` writes such a folder only where there is none: they
-stand for the checkpoints that users have.
+`first_house_*` and `second_house_*`. `make` never overwrites such a folder: they represent the
+checkpoints of users.
 
-Exit code 0 the same numbers, 1 others or a job that fails, 2 a mistake in the options.
+Exit code 0 if all numbers are equal, 1 if not or if a job fails, 2 with an invalid option.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUM_WORKERS = 2
 SECONDS_FOR_ALL = 900
 SHOWN = 6
 KEPT = ("config.toml", "metrics.jsonl", "checkpoint")
-"""What of a run's folder becomes a fixture."""
+"""Parts of a run's folder that are copied to a fixture."""
 
 
 def make(names: Sequence[str], *, folder: Path) -> bool:
@@ -67,7 +67,7 @@ def make(names: Sequence[str], *, folder: Path) -> bool:
 
 
 def make_fixture(name: str, *, folder: Path) -> None:
-    """Write a run that later code resumes, where there is none."""
+    """Write a run that later code resumes, unless it exists."""
     target = ROOT / FIXTURES / name / "run"
     if target.exists():
         return
@@ -97,7 +97,7 @@ def read_goldens() -> dict[str, Any]:
 def run_jobs(names: Sequence[str], *, against: Mapping[str, Any] | None, folder: Path) -> bool:
     """Run jobs, several at a time, print a line for each, and return whether all went well.
 
-    Each record goes to `folder`/NAME.json. Where records are compared, a difference is no good end.
+    Each record is written to `folder`/NAME.json. A job that differs from its record has failed.
     """
     write_data(folder)
     started = time.monotonic()
@@ -107,15 +107,15 @@ def run_jobs(names: Sequence[str], *, against: Mapping[str, Any] | None, folder:
     wait_for(workers, seconds=SECONDS_FOR_ALL)
     num_bad = len(list(folder.glob("*.bad")))
     seconds = time.monotonic() - started
-    print(f"{len(names) - num_bad} of {len(names)} jobs as they should be, {seconds:.0f} s")
+    print(f"{len(names) - num_bad} of {len(names)} jobs correct, {seconds:.0f} s")
     return not num_bad
 
 
 def _work(names: Sequence[str], *, against: Mapping[str, Any] | None, folder: Path) -> None:
-    """Run whatever no other worker has begun."""
+    """Run the jobs that no other worker has started."""
     for name in names:
         try:
-            (folder / f"{name}.begun").touch(exist_ok=False)
+            (folder / f"{name}.started").touch(exist_ok=False)
         except FileExistsError:
             continue
         started = time.monotonic()

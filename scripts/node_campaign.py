@@ -1,83 +1,66 @@
-"""Take a node from a running job and give it back, and prove that no sample was lost or read twice.
+"""Remove a node from an elastic job and return it, and check that every sample is read once.
 
     python scripts/node_campaign.py --nodes 2 --fewest 1
     python scripts/node_campaign.py --case crash
 
-Every node is a `python -m torchtitan.launch --nnodes 1:2` of its own on this machine, with its
-ranks on gloo. One of them is killed with its ranks by SIGKILL while the run trains, and started
-again after the others have gone on without it. At the end the samples that ranks have read, by
-step, number and hash, must be those of a run on one process that nobody disturbed, and the losses
-must agree to 1e-5. Exit code 0 if all of that holds, 1 if not.
+Each node is a `python -m torchtitan.launch --nnodes 1:2` on this machine, with gloo. One node and
+its ranks are killed by SIGKILL during training, and the node is started again after the other nodes
+have resumed. The samples that all ranks have read, by step, number and hash, must equal those of an
+undisturbed run on one process, and the losses must agree to 1e-5. Exit code 0 if all of this holds,
+else 1. With `--case crash` or `--case hang` a rank crashes or hangs instead.
 
-Other cases (`--case`): a rank that crashes, or hangs.
-
-The store where nodes meet is held by this script, so that any node may be killed.
+This script holds the store where nodes meet, so that any node may be killed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # works without being installed
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torch.distributed import TCPStore
 
-from scripts.crash_campaign import RESUMED, STEP, TINY, CampaignError
+from scripts.campaign import CampaignError, Run, build_parser, run_campaign
 
 TOLERANCE = 1e-5
 RENDEZVOUS = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=3"
-"""So short for one machine; torch's own are 5 s, 3 attempts and 30 s."""
+"""Shorter than torch's defaults (5 s, 3 attempts, 30 s), which are for many machines."""
 MEETING = re.compile(r"(\d+) x .*, layout: ")
-"""Of the log: the ranks that a start has."""
+"""The number of ranks that a start logs."""
 
 
-class Pace:
-    """A callback: it holds steps up until the file `fast` is there, the later ones longer, so that
-    no run is over before its node is back."""
+@dataclass(kw_only=True)
+class ElasticRun(Run):
+    """A run over several nodes of this machine; `ranks` is the number per node."""
 
-    def __init__(self, folder: Path) -> None:
-        self._fast = folder / "fast"
-
-    def on_step(self, step: int, row: object) -> None:
-        """Wait a little."""
-        if not self._fast.exists():
-            time.sleep(0.2 if step < 15 else 1.5)
-
-
-@dataclass
-class Job:
-    """A job over several nodes of this machine."""
-
-    folder: Path
     fewest: int
-    most: int
-    ranks: int
+    nodes: int
     steps: int
-    seconds: float
-    """The longest that any of it may take."""
-    overrides: tuple[str, ...] = ()
     max_restarts: int = 9
-    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    poll_seconds: float = 0.05
+    launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
-    """Nodes that were killed and are not back."""
+    """Nodes that were killed and have not returned."""
 
     def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.deadline = time.monotonic() + self.seconds
+        self.options += (
+            "--training.local_batch_size=1",
+            f"--training.global_batch_size={12 * self.ranks}",  # for one to four nodes
+            "--checkpoint.interval=5",
+            "--debug.log_sample_hashes",
+        )
         self.store = TCPStore(
             "127.0.0.1",
             0,
@@ -86,122 +69,65 @@ class Job:
             wait_for_workers=False,
             timeout=timedelta(seconds=60),
         )
-        (self.folder / "job.toml").write_text(TINY)
-
-    @property
-    def results(self) -> Path:
-        """The folder of the run."""
-        return self.folder / "run"
-
-    def arguments(self, *, results: Path) -> list[str]:
-        """Return the command of the trainer."""
-        return [
-            "-m",
-            "torchtitan.train",
-            f"--job.config_file={self.folder / 'job.toml'}",
-            f"--job.dump_folder={results}",
-            f"--training.dataset_cache={self.folder / 'cache'}",
-            f"--training.steps={self.steps}",
-            "--training.local_batch_size=1",
-            f"--training.global_batch_size={12 * self.ranks}",  # for one to four nodes
-            "--lr_scheduler.total_steps=1000000",
-            "--checkpoint.interval=5",
-            "--debug.log_sample_hashes",
-            *self.overrides,
-        ]
 
     def start_node(self, number: int) -> None:
         """Start a node, or start it again."""
-        command = [sys.executable, "-m", "torchtitan.launch", f"--nnodes={self.fewest}:{self.most}"]
-        command += [f"--max_restarts={self.max_restarts}"]
-        command += [f"--nproc_per_node={self.ranks}", "--rdzv_backend=c10d", "--rdzv_id=campaign"]
-        command += [f"--rdzv_endpoint=127.0.0.1:{self.store.port}", f"--rdzv_conf={RENDEZVOUS}"]
-        command += ["--local_addr=127.0.0.1", *self.arguments(results=self.results)]
-        command += ["--training.callbacks=scripts.node_campaign:Pace"]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"node_{number}.txt").open("ab") as output:
-            node = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
-        self.nodes[number : number + 1] = [node]
+        command = [sys.executable, "-m", "torchtitan.launch"]
+        command += [f"--nnodes={self.fewest}:{self.nodes}", f"--nproc_per_node={self.ranks}"]
+        command += [f"--max_restarts={self.max_restarts}", "--rdzv_backend=c10d"]
+        command += ["--rdzv_id=campaign", f"--rdzv_endpoint=127.0.0.1:{self.store.port}"]
+        command += [f"--rdzv_conf={RENDEZVOUS}", "--local_addr=127.0.0.1", "-m", "torchtitan.train"]
+        command += [*self.arguments(steps=self.steps), "--training.callbacks=scripts.campaign:Pace"]
+        launcher = self.spawn(command, name=f"node_{number}", environ={})
+        self.launchers[number : number + 1] = [launcher]
         self.lost.discard(number)
 
     def kill_node(self, number: int) -> None:
-        """Kill a node with its ranks, as a loss of power does."""
-        node = self.nodes[number]
-        pids = [node.pid, *children(node.pid)]
-        for pid in pids:
+        """Kill a node and its ranks, as a power failure does."""
+        launcher = self.launchers[number]
+        for pid in (launcher.pid, *children(launcher.pid)):
             os.kill(pid, signal.SIGKILL)
-        node.wait()
+        launcher.wait()
         self.lost.add(number)
 
-    def signal_rank(self, node: int, number: signal.Signals) -> None:
-        """Send a signal to the first rank of a node."""
-        os.kill(children(self.nodes[node].pid)[0], number)
-
     def close(self) -> None:
-        """Kill whatever still runs."""
-        for number, node in enumerate(self.nodes):
-            if node.poll() is None:
+        """Kill all nodes that still run."""
+        for number, launcher in enumerate(self.launchers):
+            if launcher.poll() is None:
                 self.kill_node(number)
-
-    def log(self) -> str:
-        """Return the log of all that were rank 0."""
-        path = self.results / "logs" / "rank_0.log"
-        return path.read_text() if path.is_file() else ""
-
-    def wait_until(self, condition: Callable[[], bool], *, what: str) -> None:
-        """Wait for something that the job must do.
-
-        Raises:
-            CampaignError: It has not done it in time, or has ended.
-        """
-        while not condition():
-            ended = [node.poll() for node in self.nodes]
-            if time.monotonic() > self.deadline or None not in ended:
-                raise CampaignError(f"no {what}; codes of the nodes: {ended}\n{self.output()}")
-            time.sleep(0.05)
-
-    def wait_for_step(self, *, after: int, more: int = 1) -> None:
-        """Wait for so many steps in the part of the log behind `after`, since it last resumed."""
-
-        def has_come() -> bool:
-            life = self.log()[after:]
-            found = list(RESUMED.finditer(life))
-            begins = found[-1].end() if found else None if after else 0
-            return begins is not None and len(STEP.findall(life[begins:])) >= more
-
-        self.wait_until(has_come, what=f"{more} steps after {after} characters of the log")
-
-    def finish(self) -> None:
-        """Let all nodes come to their end.
-
-        Raises:
-            CampaignError: One has another exit code than 0.
-        """
-        self.results.mkdir(exist_ok=True)
-        (self.results / "fast").touch()
-        try:
-            codes = [node.wait(max(1, self.deadline - time.monotonic())) for node in self.nodes]
-        except subprocess.TimeoutExpired as error:
-            raise CampaignError(f"the nodes do not end\n{self.output()}") from error
-        if any(code for number, code in enumerate(codes) if number not in self.lost):
-            raise CampaignError(f"the nodes must end with 0, got {codes}\n{self.output()}")
 
     def starts(self) -> list[int]:
         """Return the number of ranks of each start so far."""
-        return [int(number) for number in MEETING.findall(self.log())]
+        return [int(number) for number in MEETING.findall(self.log)]
 
-    def output(self) -> str:
-        """Return what the nodes have said."""
-        texts = sorted(self.folder.glob("node_*.txt"))
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in texts)
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for an event while at least one node runs.
 
-    def train_undisturbed(self) -> Path:
-        """Train the same on one process; return its folder."""
-        results = self.folder / "undisturbed"
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *self.arguments(results=results)]
-        subprocess.run(command, env=environ, check=True, capture_output=True, timeout=self.seconds)
-        return results
+        Raises:
+            CampaignError: It takes too long, or all nodes have ended.
+        """
+
+        def is_over() -> bool:
+            return all(launcher.poll() is not None for launcher in self.launchers)
+
+        self.wait_until(lambda: condition() or is_over(), what=what)
+        if not condition():
+            raise CampaignError(f"no {what}: all nodes have ended\n{self.output}")
+
+    def wait_for_steps(self, count: int, *, after: int) -> None:
+        """Wait for so many steps since the last resume in `log[after:]`."""
+        self.wait_for(lambda: self.has_steps(count, after=after), f"{count} steps")
+
+    def finish_nodes(self) -> None:
+        """Let all nodes finish the run.
+
+        Raises:
+            CampaignError: One of them fails.
+        """
+        (self.results / "fast").touch()
+        codes = self.wait_for_end([n for i, n in enumerate(self.launchers) if i not in self.lost])
+        if any(codes):
+            raise CampaignError(f"the nodes ended with exit codes {codes}\n{self.output}")
 
 
 def children(pid: int) -> list[int]:
@@ -211,7 +137,7 @@ def children(pid: int) -> list[int]:
 
 
 def samples(results: Path) -> list[tuple[int, int, str]]:
-    """Return (number, step, hash) of every sample that any rank drew, in order."""
+    """Return (number, step, hash) of every sample that any rank read, sorted."""
     rows = [
         json.loads(line)
         for path in (results / "samples").glob("rank_*.jsonl")
@@ -232,96 +158,95 @@ def compare(disturbed: Path, undisturbed: Path) -> float:
     """Compare samples and losses of two runs; return the largest difference of a loss.
 
     Raises:
-        CampaignError: A sample is missing, or there twice, or a loss differs.
+        CampaignError: A sample was skipped or repeated, or a loss differs.
     """
-    if (ours := samples(disturbed)) != (theirs := samples(undisturbed)):
-        both = set(ours) ^ set(theirs)
-        raise CampaignError(f"{len(ours)} samples, not {len(theirs)}; others: {sorted(both)[:5]}")
+    found, expected = samples(disturbed), samples(undisturbed)
+    if found != expected:
+        wrong = sorted({*found} ^ {*expected})[:5]
+        raise CampaignError(f"{len(found)} samples, not {len(expected)}; different: {wrong}")
     before, after = losses(undisturbed), losses(disturbed)
     if before.keys() != after.keys():
-        raise CampaignError(f"other steps: {sorted(before.keys() ^ after.keys())[:9]}")
+        raise CampaignError(f"different steps: {sorted(before.keys() ^ after.keys())[:9]}")
     worst = max(abs(before[step] - after[step]) for step in before)
     if worst > TOLERANCE:
         raise CampaignError(f"losses must agree to {TOLERANCE}, they differ by {worst}")
     return worst
 
 
-def lose_and_return(job: Job, *, victim: int) -> tuple[float, float]:
-    """Train on all nodes, kill one, go on, take it back; return the seconds from its death to the
-    next step, and from its new start to the next step with it."""
-    for number in range(job.most):
-        job.start_node(number)
-    full, fewer = job.most * job.ranks, (job.most - 1) * job.ranks
-    job.wait_until(lambda: job.starts() == [full], what="start of all nodes")
-    before = len(job.log())
-    job.wait_until(lambda: len(STEP.findall(job.log()[before:])) >= 8, what="8 steps")
-    before, at = len(job.log()), time.monotonic()
-    job.kill_node(victim)
-    job.wait_for_step(after=before)
-    lost = time.monotonic() - at
-    assert job.starts()[-1] == fewer
-    job.wait_for_step(after=before, more=3)
-    before, at = len(job.log()), time.monotonic()
-    job.start_node(victim)
-    job.wait_until(lambda: job.starts()[-1] == full, what="second start of all nodes")
-    job.wait_for_step(after=before)
-    returned = time.monotonic() - at
-    job.wait_for_step(after=before, more=3)
-    job.finish()
-    return lost, returned
+def lose_and_return(run: ElasticRun, *, victim: int) -> tuple[float, float]:
+    """Kill a node and start it again.
+
+    Returns:
+        Seconds from its death to the next step, and from its new start to its first step.
+    """
+    for number in range(run.nodes):
+        run.start_node(number)
+    full, fewer = run.nodes * run.ranks, (run.nodes - 1) * run.ranks
+    run.wait_for(lambda: run.starts() == [full], "start of all nodes")
+    run.wait_for_steps(8, after=0)
+    before, died = len(run.log), time.monotonic()
+    run.kill_node(victim)
+    run.wait_for_steps(1, after=before)
+    lost = time.monotonic() - died
+    assert run.starts()[-1] == fewer
+    run.wait_for_steps(3, after=before)
+    before, returned = len(run.log), time.monotonic()
+    run.start_node(victim)
+    run.wait_for(lambda: run.starts()[-1] == full, "second start of all nodes")
+    run.wait_for_steps(1, after=before)
+    seconds = time.monotonic() - returned
+    run.wait_for_steps(3, after=before)
+    run.finish_nodes()
+    return lost, seconds
 
 
-def restart(job: Job, how: signal.Signals) -> float:
-    """Let one rank crash or hang; return the seconds from then to the next step."""
-    job.overrides += ("--comm.train_timeout_seconds=10",)
-    for number in range(job.most):
-        job.start_node(number)
-    job.wait_for_step(after=0, more=8)
-    before, at = len(job.log()), time.monotonic()
-    job.signal_rank(job.most - 1, how)
-    job.wait_for_step(after=before)
+def signal_rank(run: ElasticRun, signal_: signal.Signals) -> float:
+    """Send a signal to a rank; return the seconds from then to the next step."""
+    run.options += ("--comm.train_timeout_seconds=10",)
+    for number in range(run.nodes):
+        run.start_node(number)
+    run.wait_for_steps(8, after=0)
+    before, at = len(run.log), time.monotonic()
+    os.kill(children(run.launchers[-1].pid)[0], signal_)
+    run.wait_for_steps(1, after=before)
     seconds = time.monotonic() - at
-    job.finish()
+    run.finish_nodes()
     return seconds
 
 
-CASES: dict[str, Callable[[Job], float]] = {
-    "crash": lambda job: restart(job, signal.SIGKILL),
-    "hang": lambda job: restart(job, signal.SIGSTOP),
-}
+CASES = {"crash": signal.SIGKILL, "hang": signal.SIGSTOP}
 
 
-def main() -> int:
-    """Run the campaign; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def campaign(options: Namespace, folder: Path) -> str:
+    """Disturb the run as `--case` names, and compare."""
+    names = ("fewest", "nodes", "ranks", "steps", "seconds")
+    run = ElasticRun(folder=folder, **{name: getattr(options, name) for name in names})
+    try:
+        if options.case == "return":
+            victim = options.nodes - 1 if options.victim is None else options.victim
+            lost, returned = lose_and_return(run, victim=victim)
+            after = f"{lost:.1f} s after the death, {returned:.1f} s after the new start"
+        else:
+            after = f"{signal_rank(run, CASES[options.case]):.1f} s after the {options.case}"
+        worst = compare(run.results, run.train_undisturbed(steps=run.steps, ranks=1))
+    finally:
+        run.close()
+    count = len(samples(run.results))
+    return f"{count} samples in order; losses within {worst:.1e}; next step {after}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the campaign and return the exit code."""
+    parser = build_parser(__doc__)
     parser.add_argument("--case", choices=["return", *CASES], default="return")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--fewest", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=1, help="of each node")
-    parser.add_argument("--victim", type=int, help="number of the node to kill; default: the last")
+    parser.add_argument("--ranks", type=int, default=1, help="per node")
+    parser.add_argument("--victim", type=int, help="number of the node to kill (the last)")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=300, help="longest time")
-    options = parser.parse_args()
-    victim = options.nodes - 1 if options.victim is None else options.victim
-    with tempfile.TemporaryDirectory() as folder:
-        given = {name: getattr(options, name) for name in ("fewest", "ranks", "steps", "seconds")}
-        job = Job(folder=Path(folder), most=options.nodes, **given)
-        try:
-            if options.case == "return":
-                lost, returned = lose_and_return(job, victim=victim)
-                said = f"{lost:.1f} s after the death, {returned:.1f} s after the new start"
-            else:
-                said = f"{CASES[options.case](job):.1f} s after it"
-            worst = compare(job.results, job.train_undisturbed())
-        except CampaignError as error:
-            print(error)
-            return 1
-        finally:
-            job.close()
-        num = len(samples(job.results))
-        print(f"{num} samples in order; losses within {worst:.1e}; next step {said}")
-    return 0
+    parser.add_argument("--seconds", type=float, default=300, help="longest wait for an event")
+    return run_campaign(campaign, parser.parse_args(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A port for ranks to meet at, held until they do."""
+"""A free port where ranks connect, reserved until they do."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 
 
 def hold_port() -> socket.socket:
-    """Return a socket that keeps a port of the loopback for rank 0's store, until it is closed.
+    """Return a socket that reserves a port of the loopback interface until it is closed.
 
-    Chosen and let go, a port may be taken by a connection of any process before rank 0 listens.
-    A bound socket keeps it from those; the store may listen there all the same, since both sides
-    share the address: this one from after it was bound, so that no third can.
+    A free port that is not reserved may be taken by any process before rank 0 listens on it. With
+    SO_REUSEADDR on both sockets the store of rank 0 can listen on a bound port; it is set here only
+    after binding, so that no other process can bind the port too.
     """
     place = socket.socket()
     place.bind(("127.0.0.1", 0))

@@ -1,9 +1,8 @@
-"""A server of S3 on this machine, and a wire to it that can be cut, for campaigns and tests.
+"""An S3 server on this machine and a relay in front of it, for campaigns and tests.
 
-Any server that speaks HTTP on a port will do. moto's, a Python package, keeps objects in its own
-memory, so killing it loses them; one that keeps them on disk may be killed. The wire is a relay:
-clients know its port alone, so that a server may come back at another one, and faults of the way
-need no help of the server: connections cut in the middle, answers of "slow down", narrow bandwidth.
+Any server that speaks HTTP on a port works. moto's, a Python package, keeps objects in memory, so
+that killing it loses them; a server that keeps them on disk may be killed. Clients connect to the
+relay, which simulates network faults: dropped connections, "slow down" responses, low bandwidth.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from typing import Any
 from scripts.ports import hold_port
 
 BUCKET = "bucket"
+KEY = "AKIAIOSFODNN7EXAMPLE"
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY12"
 MOTO = f"{shlex.quote(sys.executable)} -m moto.server -H 127.0.0.1 -p {{port}}"
 SECONDS_TO_START = 60
@@ -34,10 +34,8 @@ BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\
 CHUNK = 1 << 16
 
 
-def environ_of(
-    port: int, *, key: str = "AKIAIOSFODNN7EXAMPLE", secret: str = SECRET
-) -> dict[str, str]:
-    """Return the variables by which clients find a server on this machine."""
+def environ_of(port: int, *, key: str = KEY, secret: str = SECRET) -> dict[str, str]:
+    """Return the environment variables that clients need to find a server on this machine."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": key,
@@ -48,8 +46,12 @@ def environ_of(
 
 
 class S3Server:
-    """A server that `command` starts, at one port for all of its lives; `{port}` and `{folder}` in
-    the command are filled in."""
+    """A server that keeps its port over restarts.
+
+    Args:
+        command: Starts the server. `{port}` and `{folder}` in it are filled in.
+        folder: Where the server may keep its objects.
+    """
 
     def __init__(self, command: str = MOTO, *, folder: Path = Path()) -> None:
         self._place = hold_port()
@@ -58,10 +60,10 @@ class S3Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it answers.
+        """Start the server, and wait until it responds.
 
         Raises:
-            OSError: It does not, or has ended.
+            OSError: It does not respond in time, or has ended.
         """
         self._place.close()
         quiet = subprocess.DEVNULL
@@ -72,14 +74,14 @@ class S3Server:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=5).close()
                 return
             except urllib.error.HTTPError:
-                return  # whatever it thinks of us, it answers
+                return  # an error status is a response too
             except OSError:
                 if time.monotonic() > deadline or self._process.poll() is not None:
                     raise
                 time.sleep(0.05)
 
     def kill(self) -> None:
-        """Kill it as a machine that loses its power does."""
+        """Kill the server, as a power failure does."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -97,16 +99,16 @@ def s3_server() -> Iterator[S3Server]:
         server.kill()
 
 
-class Wire:
-    """Relays connections to a port of this machine, well or badly."""
+class Relay:
+    """Relays connections to a port of this machine, with faults."""
 
     def __init__(self, to_port: int, *, seed: int = 0) -> None:
         self.busy_share = 0.0
-        """How many connections are answered with "slow down"."""
+        """Share of connections that get "slow down"."""
         self.cut_share = 0.0
-        """How many are cut after some bytes of an answer."""
+        """Share of connections that are dropped within the response."""
         self.bytes_per_second = float("inf")
-        """Of each connection, in each direction."""
+        """Limit per connection and direction."""
         self._to_port, self._is_up, self._draw = to_port, True, random.Random(seed)
         self._open: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -116,33 +118,33 @@ class Wire:
         self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
         self.port: int = self._server.sockets[0].getsockname()[1]
 
-    def cut(self) -> None:
-        """Cut all connections, and take no more of them until `mend`."""
+    def disconnect(self) -> None:
+        """Drop all connections, and refuse further ones until `reconnect`."""
         self._is_up = False
-        asyncio.run_coroutine_threadsafe(self._cut_open(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._drop_open(), self._loop).result()
 
-    def mend(self) -> None:
-        """Relay again."""
+    def reconnect(self) -> None:
+        """Accept connections again."""
         self._is_up = True
 
     def close(self) -> None:
-        """End for good."""
-        self.cut()
+        """Stop the relay."""
+        self.disconnect()
         self._loop.call_soon_threadsafe(self._server.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    async def _cut_open(self) -> None:
+    async def _drop_open(self) -> None:
         for writer in self._open:
             writer.transport.abort()
         self._open.clear()
 
     async def _serve(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
-        fate = self._draw.random()
+        drawn = self._draw.random()
         if not self._is_up:
             answer.transport.abort()
             return
-        if fate < self.busy_share:
+        if drawn < self.busy_share:
             with suppress(OSError, asyncio.IncompleteReadError):
                 await client.readuntil(b"\r\n\r\n")
                 answer.write(BUSY)
@@ -150,7 +152,7 @@ class Wire:
             answer.close()
             return
         left = float("inf")
-        if fate < self.busy_share + self.cut_share:
+        if drawn < self.busy_share + self.cut_share:
             left = self._draw.randrange(1 << 14)
         try:
             server, request = await asyncio.open_connection("127.0.0.1", self._to_port)
@@ -159,14 +161,14 @@ class Wire:
             return
         both = {answer, request}
         self._open |= both
-        ways = [
+        pumps = [
             asyncio.ensure_future(self._pump(client, request, float("inf"))),
             asyncio.ensure_future(self._pump(server, answer, left)),
         ]
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)  # a way that broke is a way that ended
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)  # a dropped connection is no error
         self._open -= both
         for writer in both:
             writer.transport.abort()
@@ -183,24 +185,24 @@ class Wire:
 
 @dataclass
 class Store:
-    """A server that may be killed, the wire to it, and a client that goes around the wire."""
+    """A server that may be killed, a relay in front of it, and a client without the relay."""
 
     folder: Path
     command: str | None
     key: str
     secret: str
     server: S3Server = field(init=False)
-    wire: Wire = field(init=False)
+    relay: Relay = field(init=False)
     client: Any = field(init=False)
 
     def start(self, *, seed: int) -> None:
-        """Start the server, and make the bucket."""
+        """Start the server and the relay, and create the bucket."""
         import boto3
 
         self.folder.mkdir(parents=True)
         self.server = S3Server(self.command or MOTO, folder=self.folder)
         self.server.start()
-        self.wire = Wire(self.server.port, seed=seed)
+        self.relay = Relay(self.server.port, seed=seed)
         self.client = boto3.client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{self.server.port}",
@@ -211,6 +213,6 @@ class Store:
         self.client.create_bucket(Bucket=BUCKET)
 
     def close(self) -> None:
-        """End both."""
-        self.wire.close()
+        """Stop the relay and the server."""
+        self.relay.close()
         self.server.kill()

@@ -4,9 +4,9 @@
     python scripts/set_up.py install [EXTRA]    # into the environment of this Python
 
 `run_train.sh` and `run_tests.sh` call it (`env.sh`). Versions come from constraints.txt, so that
-nobody waits for a resolver and everybody gets what was tested: uv installs all of them in half a
-minute, pip in a few. PyTorch is not among them; pyproject.toml says which releases are supported.
-A PyTorch that is installed stays. Otherwise it comes from
+all users get the tested ones without a resolver: uv installs them in half a minute, pip in a few
+minutes. PyTorch is not among them; pyproject.toml has the supported releases. An installed PyTorch
+is kept. Otherwise it comes from
 
 1. the indexes and folders that pip's or uv's configuration names, folders first;
 2. PyTorch's own index: the build for this machine's GPU driver, or the CPU build where there is
@@ -35,7 +35,7 @@ PIP_OPTIONS = {
     "constraint": "--constraint",
     "trusted-host": "--allow-insecure-host",
 }
-"""pip's settings that uv, which does not read them, is told; with uv's name."""
+"""Settings of pip, which uv does not read, and the corresponding options of uv."""
 UV_SOURCES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
 """Variables of uv that name where packages come from."""
 
@@ -62,7 +62,7 @@ def read_requirements(extra: str) -> list[str]:
 
 
 def find_missing(requirements: Sequence[str]) -> Iterator[str]:
-    """Yield what this Python lacks: a requirement, with the installed version if that is wrong."""
+    """Yield missing requirements, and those with a wrong version beside the installed one."""
     from packaging.requirements import Requirement
 
     for requirement in map(Requirement, requirements):
@@ -78,7 +78,7 @@ def find_missing(requirements: Sequence[str]) -> Iterator[str]:
 
 
 def read_pip_options() -> list[tuple[str, str]]:
-    """Return what pip's configuration says of packages' sources, as options of uv."""
+    """Return the package sources of pip's configuration, as options of uv."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, check=True, text=True
     )
@@ -96,7 +96,7 @@ def read_pip_options() -> list[tuple[str, str]]:
 def uv_arguments(
     options: Sequence[tuple[str, str]], environ: Mapping[str, str], *, has_torch: bool
 ) -> list[str]:
-    """Return the arguments by which uv finds packages where pip would, and a fitting PyTorch."""
+    """Return uv's arguments for the package sources of pip and for a fitting PyTorch."""
     arguments = [word for option in options for word in option]
     if any(option in ("--index", "--default-index") for option, _ in options):
         # as pip: the best version of all indexes, not the first index that has the package
@@ -107,7 +107,7 @@ def uv_arguments(
 
 
 def find_uv() -> list[str] | None:
-    """Return the command of uv, which is installed into this environment if there is none."""
+    """Return the command of uv. Install it into this environment if it is missing."""
     if found := shutil.which("uv"):
         return [found]
     if importlib.util.find_spec("uv") is None:

@@ -2,14 +2,13 @@
 
     python scripts/upstream_flavours.py --out outputs/flavours [NAME ...]
 
-`upstream_flavours.toml` holds their options as they are written there. Added to them are data,
-length and type (`OURS`), so that they run on CPU ranks: 4 steps where they take 10, 8 where they
-take 20. The losses of the first 4 steps are compared with one rank's, of the same model and global
-batch.
+`upstream_flavours.toml` holds their options as they are written there. The options `OURS` are added
+so that they run on CPU ranks, with 4 steps instead of 10 and 8 instead of 20. The losses of the
+first 4 steps are compared with those of one rank with the same model and global batch.
 
-A test runs as it stands if each of its commands ends with exit code 0; with 2 it is refused, and
-otherwise it fails. Results are kept in OUT/results.json, so that some NAMEs may be run at a time;
-the table shows them all. Exit code 0 if none failed and no loss differs by more than `TOLERANCE`.
+A test runs unchanged if each of its commands ends with exit code 0. With exit code 2 it is refused,
+otherwise it fails. Results are kept in OUT/results.json, so that NAMEs may be run one by one; the
+table shows all of them. Exit code 0 if no test failed and no loss differs by more than `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ SHAPES_LOSS = re.compile(r"--(model|optimizer|training)\.(?!enable_cpu_offload|d
 
 
 def options(command: str) -> list[str]:
-    """Return the trainer's options of a command, with ours."""
+    """Return the trainer's options of a command, and `OURS`."""
     words = [re.sub(r"step-10/?$", f"step-{STEPS}", word) for word in shlex.split(command)]
     words += [*OURS, f"--training.steps={2 * STEPS if 'steps 20' in command else STEPS}"]
     return [
@@ -92,7 +91,7 @@ class Runs:
         folder, path = f"{ARTIFACTS}/{name}", self.folder / log
         script, _, rest = command.partition(" ")
         words = [str(ROOT / "run_train.sh"), *options(command), f"--job.dump_folder={folder}"]
-        if script == "estimate":  # by a script of theirs, here by the planner
+        if script == "estimate":  # a script of torchtitan 0.2, here the planner
             words = [sys.executable, "-m", "torchtitan", "plan", "memory", *options(rest)]
             words += [f"--world_size={ranks}", "--job.config_file=base.toml"]
         if script == "generate":
@@ -127,7 +126,7 @@ def _first_message(log: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is asked for and print what is known of all."""
+    """Run the named flavours and print all results."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*", help="flavours to run (all)")
     parser.add_argument("--out", type=Path, required=True, help="folder of runs and results")

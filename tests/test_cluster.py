@@ -242,7 +242,7 @@ def test_code_4_alone_queues_the_job_again(
     bool(slurm_campaign.missing()) or os.getuid() != 0, reason="needs Slurm, and to be root"
 )
 def test_slurm_queues_a_job_again_that_was_asked_to_leave(tmp_path: Path) -> None:
-    said = slurm_campaign.campaign(tmp_path, steps=12, faults=["the signal"])
+    said = slurm_campaign.disturb(tmp_path, steps=12, faults=["the signal"])
     assert said.startswith("queued again 1 times, resumed from steps [")
 
 

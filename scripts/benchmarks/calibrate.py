@@ -1,15 +1,13 @@
-"""The planner's constants of one GPU: how much of its peaks kernels reach, and what the host needs.
+"""The planner's constants of one GPU, as `torchtitan plan --device FILE` reads them.
 
-    products   x W in bfloat16 for shapes of 1B to 8B models; share of the dense peak
-    attention  causal attention of 8k tokens, forward, and forward with backward; share of it
-    passes     reading two tensors of 256 MiB and writing a third, and copying one; share of the
-               memory's bandwidth
-    copies     from page-locked memory to the device, and back; share of the link's bandwidth
-    launch     seconds of the host for an operator on 8 numbers
+    products   x W in bfloat16 for shapes of 1B to 8B models, as a share of the dense peak
+    attention  causal attention of 8k tokens, forward, and forward with backward; share of the peak
+    passes     adding two tensors of 256 MiB, and copying one; share of the memory bandwidth
+    copies     between pinned memory and the device, in both directions; share of the link bandwidth
+    launch     seconds that the host needs to launch an operator
     on_host    bytes/s of fused AdamW in the host's memory
 
-Of several the least and the largest are the bounds. Links between GPUs stay those of the table: one
-GPU cannot tell.
+Each share has the smallest and the largest value. Links between GPUs are not measured.
 """
 
 from __future__ import annotations
@@ -29,20 +27,21 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.tools.plan.devices import DEVICES, Constants, Device, Share, device_named
 
 SHAPES = ((8192, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
-"""Rows, input and output width."""
+"""Rows, input width and output width."""
 TOKENS, HEADS, HEAD_DIM = 8192, 32, 128
 NUMEL = 2**27
-"""Of a pass: 256 MiB of bfloat16."""
+"""Elements of a pass: 256 MiB of bfloat16."""
 OPTIMIZED, OPERATORS = 2**24, 1000
 SHRUNK = 64
-"""The toy's sizes are smaller by so much."""
+"""Divides the toy's sizes."""
 TIMES = 10
 
 
 def write_constants(file: Path, *, device: torch.device, is_toy: bool) -> Constants:
-    """Measure, and write what `--device FILE` of the planner reads.
+    """Measure, and write the file.
 
-    `is_toy`: small sizes, on a CPU too, which is measured as if it were an H100: to try it.
+    Args:
+        is_toy: Use small sizes, also on a CPU, and take the device for an H100.
 
     Raises:
         ConfigError: The planner does not know the device.
@@ -50,10 +49,7 @@ def write_constants(file: Path, *, device: torch.device, is_toy: bool) -> Consta
     product = "NVIDIA H100 (toy)" if is_toy else device_name(device)
     known = DEVICES["H100"] if is_toy else device_named(product)
     if known is None:
-        raise ConfigError(
-            f"--calibrate measures one of {', '.join(DEVICES)}, got {product}; plan with the "
-            "nearest of them"
-        )
+        raise ConfigError(f"--calibrate needs one of {', '.join(DEVICES)}, got {product}")
     shrunk = SHRUNK if is_toy else 1
     found = Constants(
         product=product,
@@ -75,10 +71,10 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     times = []
     for _ in range(TIMES):
         _wait(device)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         work()
         _wait(device)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - started)
     return statistics.median(times[2:])
 
 
@@ -114,7 +110,7 @@ def _attention(known: Device, device: torch.device, *, shrunk: int) -> Share:
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    scores = HEADS * tokens * tokens * HEAD_DIM  # half of each product's: causal
+    scores = HEADS * tokens * tokens * HEAD_DIM  # causal: half of each product's FLOPs
     once = 2 * scores / _seconds(forward, device)
     both = (2 + 5) * scores / _seconds(lambda: forward().sum().backward(), device)
     return _share([once / known.flops, both / known.flops])
@@ -136,10 +132,10 @@ def _launch(device: torch.device) -> Share:
     x = torch.zeros(8, device=device)
     times = []
     for _ in range(TIMES):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(OPERATORS):
             x.add_(1)
-        times.append((time.perf_counter() - begun) / OPERATORS)
+        times.append((time.perf_counter() - started) / OPERATORS)
         _wait(device)
     return Share(worst=max(times[2:]), best=min(times))
 
@@ -148,7 +144,7 @@ def _on_host(*, shrunk: int) -> Share:
     weight = torch.zeros(OPTIMIZED // shrunk, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    moved = 7 * weight.nbytes  # reads the gradient; reads and writes the weight and both states
+    moved = 7 * weight.nbytes  # reads the gradient; reads and writes the weight and both moments
     reached = []
     threads = torch.get_num_threads()
     for num in {1, threads}:

@@ -1,13 +1,15 @@
-"""What checkpoints cost.
+"""Saving, loading and uploading checkpoints.
 
 One process saves and loads the same tensors in two ways:
 
-    save     the library's checkpoint (checksums, fsync, rename)  against  torch.save with fsync
-    load     the library's (all checksums verified first)         against  torch.load
-    blocked  how long the loop waits for an asynchronous save     against  for a synchronous one
+    save      the library's checkpoint (checksums, fsync, rename)  against  torch.save with fsync
+    load      the library's, all checksums verified first          against  torch.load
+    blocked   the time an asynchronous save blocks the loop        against  a synchronous one
+    upload    with --s3: the library's upload of one file          against  boto3's upload_file
+    download  with --s3: the library's download                    against  boto3's download_file
 
-Loads find their files in the page cache; ours fill tensors that are there, as those of a model are,
-torch.load makes new ones. All files are removed again.
+Loads find their files in the page cache. The library fills existing tensors, torch.load allocates.
+--s3 is the command of an S3 server, `moto` for moto's; server and clients share this machine.
 """
 
 from __future__ import annotations
@@ -19,81 +21,76 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from scripts import s3_server
 from scripts.benchmarks.pairs import (
+    ELAPSED,
     Comparison,
+    DisagreementError,
     Report,
     Spent,
     alternate,
-    alternate_by_clocks,
-    read_clocks,
-    spent_since,
     timed,
 )
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.checksums import verify
+from torchtitan.checkpoint.checksums import FileRecord, hash_file, verify
 from torchtitan.checkpoint.load import read_tensors
 from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, build_group
+from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
 
-SUMMARY = "save, load, and time the loop is blocked"
-TARGET = "at most 1.10"
-MODES: tuple[Literal["async"], Literal["disabled"]] = ("async", "disabled")
+TARGET, TARGET_S3 = "at most 1.10", "at most 1.20"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what this command alone understands."""
+    """Add the options of this command."""
     parser.add_argument("--size_gib", type=float, default=1.0, metavar="N", help="of the state")
-    parser.add_argument("--tensors", type=int, default=16, metavar="N", help="it consists of")
+    parser.add_argument("--tensors", type=int, default=16, metavar="N", help="number of tensors")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to measure")
+    parser.add_argument("--s3", metavar="COMMAND", help="measure uploads to this server instead")
+    parser.add_argument("--key", default=s3_server.KEY, help="access key of the server")
+    parser.add_argument("--secret", default=s3_server.SECRET, help="secret of the access key")
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Run all comparisons, each after one pair that is not counted."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+    """Run all comparisons; files are deleted afterwards."""
+    about = {"size_gib": args.size_gib, "torch": torch.__version__}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        if args.s3 is not None:
+            return Report(about=about, comparisons=_compare_uploads(Path(folder), args))
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
             numel = max(1, int(args.size_gib * 2**30 / 4 / args.tensors))
             tensors = {f"layers.{i}.weight": torch.randn(numel) for i in range(args.tensors)}
-            comparisons = _compare(Path(folder), tensors, num_pairs=args.pairs)
-    finally:
-        dist.destroy_process_group()
-    about = {"size_gib": args.size_gib, "tensors": args.tensors, "torch": torch.__version__}
-    return Report(about=about, comparisons=comparisons)
+            comparisons = _compare_blocked(Path(folder), tensors, num_pairs=args.pairs)
+            comparisons = _compare_files(Path(folder), tensors, num_pairs=args.pairs) + comparisons
+        finally:
+            dist.destroy_process_group()
+    return Report(about=about | {"tensors": args.tensors}, comparisons=comparisons)
 
 
-def _compare(folder: Path, tensors: dict[str, Tensor], *, num_pairs: int) -> list[Comparison]:
-    blocked = [_measure_blocked(folder / mode, tensors, mode) for mode in MODES]
-    return [
-        *_save_and_load(folder, tensors, num_pairs=num_pairs),
-        alternate("blocked by async / sync", "at most 0.10", *blocked, num_pairs=num_pairs),
-    ]
-
-
-def _save_and_load(folder: Path, tensors: dict[str, Tensor], *, num_pairs: int) -> list[Comparison]:
+def _compare_files(folder: Path, tensors: dict[str, Tensor], *, num_pairs: int) -> list[Comparison]:
     group = dist.group.WORLD
     assert group is not None
     step, plain = folder / "step-1", folder / "plain.pt"
     into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def spent(action: Callable[[], object]) -> Spent:
-        # a virtual machine may have given free memory back to its host, and waits for it anew
+        # a virtual machine may have returned free memory to its host: claim it before the clock
         torch.ones(num_bytes, dtype=torch.uint8)
-        start = read_clocks()
-        action()
-        return spent_since(start)
+        return timed(action)
 
     def save() -> Spent:
         shutil.rmtree(step, ignore_errors=True)
@@ -110,11 +107,9 @@ def _save_and_load(folder: Path, tensors: dict[str, Tensor], *, num_pairs: int) 
     def load_plain() -> Spent:
         return spent(lambda: torch.load(plain, weights_only=True))
 
-    saves = alternate_by_clocks("save / torch.save", TARGET, save, save_plain, num_pairs=num_pairs)
-    loads = alternate_by_clocks("load / torch.load", TARGET, load, load_plain, num_pairs=num_pairs)
+    saves = alternate("save / torch.save", TARGET, save, save_plain, num_pairs=num_pairs)
+    loads = alternate("load / torch.load", TARGET, load, load_plain, num_pairs=num_pairs)
     assert all(torch.equal(into[name], tensors[name]) for name in tensors)
-    shutil.rmtree(step)
-    plain.unlink()
     return saves + loads
 
 
@@ -136,13 +131,23 @@ class _NoData:
         return {"position": 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        raise AssertionError("nothing is loaded here")
+        raise AssertionError("this benchmark loads no data position")
 
 
-def _measure_blocked(
+def _compare_blocked(
+    folder: Path, tensors: dict[str, Tensor], *, num_pairs: int
+) -> list[Comparison]:
+    modes: tuple[Literal["async"], Literal["disabled"]] = ("async", "disabled")
+    saves = [_build_save(folder / mode, tensors, mode) for mode in modes]
+    return alternate(
+        "blocked by async / sync", "at most 0.10", *saves, num_pairs=num_pairs, clocks=[ELAPSED]
+    )
+
+
+def _build_save(
     folder: Path, tensors: dict[str, Tensor], mode: Literal["disabled", "async"]
-) -> Callable[[], float]:
-    """Return what measures how long `save_if_due` holds up a loop, then waits for the save."""
+) -> Callable[[], Spent]:
+    """Return a function that measures how long a save blocks the loop, then waits for the save."""
     half = list(tensors.values())[::2]  # the optimizer's momentum is the other half of the state
     model = nn.ParameterList(nn.Parameter(tensor) for tensor in half)
     progress = Progress()
@@ -154,19 +159,60 @@ def _measure_blocked(
         progress=progress,
     )
     settings = CheckpointConfig(enable=True, interval=1, keep_latest_k=1, async_mode=mode)
+    io = CheckpointIO(build_group(3600), folder)
+    manager = CheckpointManager(state, settings=settings, io=io, manifest={})
 
-    manager = CheckpointManager(
-        state,
-        settings=settings,
-        io=CheckpointIO(build_group(3600), folder),
-        manifest={},
-    )
-
-    def run() -> float:
+    def save() -> Spent:
         progress.step += 1
-        seconds = timed(lambda: manager.save(last=False))
-        while find_steps(folder) != [progress.step]:  # also the one before is gone
+        spent = timed(lambda: manager.save(last=False))
+        while find_steps(folder) != [progress.step]:  # until the previous one is deleted too
             time.sleep(0.05)
-        return seconds
+        return spent
 
-    return run
+    return save
+
+
+def _compare_uploads(folder: Path, args: argparse.Namespace) -> list[Comparison]:
+    import boto3
+
+    command = s3_server.MOTO if args.s3 == "moto" else args.s3
+    with ExitStack() as undo:
+        (folder / "server").mkdir()
+        server = s3_server.S3Server(command, folder=folder / "server")
+        server.start()
+        undo.callback(server.kill)
+        environ = s3_server.environ_of(server.port, key=args.key, secret=args.secret)
+        undo.enter_context(patch.dict(os.environ, environ))
+        client = boto3.client("s3")
+        client.create_bucket(Bucket=s3_server.BUCKET)
+        return _transfer(folder, client, size=int(args.size_gib * 2**30), num_pairs=args.pairs)
+
+
+def _transfer(folder: Path, client: Any, *, size: int, num_pairs: int) -> list[Comparison]:
+    bucket = s3_server.BUCKET
+    store = ObjectStore(f"s3://{bucket}/run", key="--s3", patience_seconds=60, check="checksum")
+    file, ours, theirs = folder / "file", folder / "ours", folder / "theirs"
+    file.write_bytes(torch.randint(256, (size,), dtype=torch.uint8).numpy().tobytes())
+    record = FileRecord(size, hash_file(file))
+
+    def put() -> Spent:
+        store.remove(["ours"])
+        return timed(lambda: store.put(file, "ours", record=record))
+
+    def upload() -> Spent:
+        return timed(lambda: client.upload_file(str(file), bucket, "run/theirs"))
+
+    def fetch() -> Spent:
+        ours.unlink(missing_ok=True)
+        return timed(lambda: store.fetch("ours", ours, record=record))
+
+    def download() -> Spent:
+        return timed(lambda: client.download_file(bucket, "run/theirs", str(theirs)))
+
+    how: dict[str, Any] = {"amount": size / 2**20, "unit": "MiB", "num_pairs": num_pairs}
+    how["clocks"] = [ELAPSED]
+    found = alternate("upload / boto3", TARGET_S3, put, upload, **how)
+    found += alternate("download / boto3", TARGET_S3, fetch, download, **how)
+    if {hash_file(ours), hash_file(theirs)} != {record.digest}:
+        raise DisagreementError("the downloaded file differs from the uploaded one")
+    return found

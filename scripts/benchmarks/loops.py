@@ -1,12 +1,13 @@
-"""The step loops that are compared: this library's, one written by hand, and transformers' Trainer.
+"""The training loops that `train` compares.
 
-All of them train the same weights on the same batches with the same optimizer. `BareLoop` is what a
-user would write without any trainer, 40 lines; what another loop takes longer is what it costs.
-Each loop offers the same: take so many steps, and tell the losses of all steps so far.
+All loops train the same weights on the same batches with the same optimizer. `BareLoop` is written
+without any trainer; the additional time of another loop is the cost of that loop.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,31 +17,41 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from torchtitan.checkpoint.rows import to_their_rows
+from torchtitan.hf.config import new_config
+from torchtitan.hf.names import CONFIG, WEIGHTS, Names
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.spec import EACH, ModelSpec
+from torchtitan.optim.clip import clip_gradients, global_norm
+from torchtitan.optim.loss import count_valid
+from torchtitan.optim.optimizer import optimizer_step
 from torchtitan.parallel.execution import Batch
+from torchtitan.trainer import Run
 
 MAX_NORM = 1.0
-# a rate at which the largest of the models here does not amplify the rounding of its first steps
+# a rate at which the largest model here does not amplify the rounding of its first steps
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 
 
 class Loop(Protocol):
-    """Trains on from where it is."""
+    """A training loop that can be continued."""
 
     def run(self, num_steps: int) -> None:
         """Take so many steps."""
         ...
 
     def losses(self) -> list[float]:
-        """Return the mean loss of each step so far, over all ranks."""
+        """Return the mean loss over all ranks of each step so far."""
         ...
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW as the library does: norms are not decayed, one kernel updates all."""
+    """Build fused AdamW that does not decay norms, as the library does."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -55,10 +66,7 @@ def shard(
     dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
 ) -> None:
-    """Apply FSDP2 as its tutorial does: each block, then the rest.
-
-    Over all ranks, if no `mesh` is given.
-    """
+    """Apply FSDP2 to each block and then to the model, over `mesh` or all ranks."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -66,12 +74,12 @@ def shard(
 
 
 class BareLoop:
-    """What is left of training without a trainer."""
+    """A loop without a trainer."""
 
     def __init__(
         self,
         model: nn.Module,
-        logits_of: Callable[[nn.Module, Batch], Tensor],
+        logits_of: Callable[[nn.Module, Tensor], Tensor],
         *,
         batches: Sequence[Batch],
         autocast: bool,
@@ -87,7 +95,7 @@ class BareLoop:
         for _ in range(num_steps):
             batch = next(self._batches).to(self._device)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
-                logits_BSV = self._logits_of(self._model, batch)
+                logits_BSV = self._logits_of(self._model, batch.tokens)
             loss = F.cross_entropy(logits_BSV.flatten(0, 1).float(), batch.labels.flatten())
             loss.backward()
             nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
@@ -96,12 +104,36 @@ class BareLoop:
             self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
-        """Return the mean loss of each step so far, over all ranks."""
+        """Return the mean loss over all ranks of each step so far."""
         return mean_over_ranks(torch.stack(self._losses))
 
 
+class JobLoop:
+    """The library's own parts in a bare loop, so that two jobs can take turns in one process."""
+
+    def __init__(self, run: Run, *, batches: Sequence[Batch]) -> None:
+        self._run, self._batches = run, iter(batches)
+        self._parameters = list(run.model.parameters())
+        self._losses: list[Tensor] = []
+
+    def run(self, num_steps: int) -> None:
+        """Take so many steps."""
+        for _ in range(num_steps):
+            batch = next(self._batches).to(self._run.device)
+            divisor = count_valid(batch.labels)
+            loss = self._run.execution.forward_backward([batch], divisor=divisor)
+            norm = global_norm(self._parameters, loss=loss)
+            clip_gradients(self._parameters, norm=norm, max_norm=MAX_NORM)
+            optimizer_step(self._run.optimizer, norm=norm)
+            self._losses.append(loss / divisor)
+
+    def losses(self) -> list[float]:
+        """Return the mean loss of each step so far."""
+        return [float(loss) for loss in self._losses]
+
+
 def mean_over_ranks(losses: Tensor) -> list[float]:
-    """Return the means of each step's losses, of ranks with as many tokens each."""
+    """Return the mean of each step's losses over ranks with the same number of tokens."""
     if dist.get_world_size() > 1:
         losses = losses.clone()
         dist.all_reduce(losses)
@@ -110,22 +142,8 @@ def mean_over_ranks(losses: Tensor) -> list[float]:
     return values
 
 
-class _Recorded(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The samples of recorded batches, one by one, for loaders that make batches themselves."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self._rows = [(b.tokens[i], b.labels[i]) for b in batches for i in range(len(b.tokens))]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        tokens, labels = self._rows[i]
-        return {"input_ids": tokens, "labels": labels}
-
-
 class TrainerLoop:
-    """transformers' Trainer, in a thread that waits whenever the others have their turn."""
+    """transformers' Trainer in a thread that waits while the other loops run."""
 
     def __init__(
         self, model: nn.Module, *, batches: Sequence[Batch], autocast: bool, folder: Path
@@ -135,9 +153,7 @@ class TrainerLoop:
         self._losses: list[Tensor] = []
         train = build_trainer(
             model,
-            data=_Recorded(batches),
-            batch_size=len(batches[0].tokens),
-            num_steps=len(batches),
+            batches=batches,
             autocast=autocast,
             folder=folder,
             after_step=self._after_step,
@@ -163,7 +179,7 @@ class TrainerLoop:
         self._turn.release()
         self._done.acquire()
         if self._training.done():
-            self._training.result()  # raises what has ended it
+            self._training.result()  # raises the error that ended it
 
     def losses(self) -> list[float]:
         """Return the mean loss of each step so far."""
@@ -173,23 +189,23 @@ class TrainerLoop:
 def build_trainer(
     model: nn.Module,
     *,
-    data: _Recorded,
-    batch_size: int,
-    num_steps: int,
+    batches: Sequence[Batch],
     autocast: bool,
     folder: Path,
     after_step: Callable[[], None],
     keep_loss: Callable[[Tensor], None],
 ) -> Callable[[], object]:
-    """Return what lets transformers' Trainer train to its end, with reports every 10 steps.
+    """Return the `train` method of a transformers' Trainer that logs every 10 steps.
 
     Raises:
         ImportError: transformers or accelerate is missing.
     """
     import transformers
 
-    # it warns that a process group exists; of one rank, it makes no difference
+    # without its warning that a process group exists, which has no effect with one rank
     transformers.logging.set_verbosity_error()
+    samples = [(b.tokens[i], b.labels[i]) for b in batches for i in range(len(b.tokens))]
+    data: Any = [{"input_ids": tokens, "labels": labels} for tokens, labels in samples]
 
     class Hooks(transformers.TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -207,8 +223,8 @@ def build_trainer(
 
     settings = transformers.TrainingArguments(
         output_dir=str(folder / "transformers"),
-        per_device_train_batch_size=batch_size,
-        max_steps=num_steps,
+        per_device_train_batch_size=len(batches[0].tokens),
+        max_steps=len(batches),
         max_grad_norm=MAX_NORM,
         lr_scheduler_type="constant",
         learning_rate=LR,
@@ -227,5 +243,32 @@ def build_trainer(
         optimizers=(build_optimizer(model), None),
         callbacks=[Hooks()],
     )
-    trainer.remove_callback(transformers.PrinterCallback)  # the table is what is printed
+    trainer.remove_callback(transformers.PrinterCallback)
     return trainer.train
+
+
+def build_theirs(model: Decoder, spec: ModelSpec) -> nn.Module:
+    """Build transformers' model of a family with the weights of `model`, for training.
+
+    Raises:
+        ImportError: transformers is missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = new_config(model.config, format=spec.hf, dtype=torch.float32, carried={})
+    names = Names(spec.hf, model.config)
+    weights: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        rows = to_their_rows(weight, head_dim=names.rope_head_dim(name)).contiguous()
+        their_name = names.to_hf(name)
+        if EACH in their_name:
+            weights |= {their_name.replace(EACH, str(i)): x.clone() for i, x in enumerate(rows)}
+        else:
+            weights[their_name] = rows
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        save_file(weights, Path(folder) / WEIGHTS, metadata={"format": "pt"})
+        theirs: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    theirs.config.use_cache = False
+    trained: nn.Module = theirs.to(next(model.parameters()).device).train()
+    return trained

@@ -1,15 +1,14 @@
-"""The idle time of pipeline schedules, measured against what their tables promise.
+"""The idle time of pipeline schedules, beside that of their tables.
 
-    measured   ranks that run the library's runtime; a stage sleeps for as long as its work is said
-               to take: --sleep_ms forward, as much for each half of backward
-    promised   the same table played through on paper (torchtitan.tools.plan.schedule), with the
-               mean of the naps that the stages took in that very pass
+    measured   ranks run the library's pipeline runtime with stages that sleep: --sleep_ms in
+               forward, and the same in each half of backward
+    computed   the same table simulated (torchtitan.tools.plan.schedule) with the mean sleep of the
+               stages in that pass
 
-Stages that sleep take equal times and no processor, so that several ranks on few cores measure the
-schedule and not each other; what is left over the promise is what the runtime and the messages
-cost. A figure is one pass through the table, on the rank that took longest. Each stage doubles what
-it gets: output and gradients are checked. Stage 0 has tokens as input: where a schedule parts the
-halves of backward torch does both of its naps in the second, which ends no step later on paper.
+Sleeping stages take equal times and no processor, so that several ranks on few cores measure the
+schedule; the difference is the cost of the runtime and its messages. A time is one pass through the
+table on the slowest rank. Each stage doubles its input: output and gradients are checked. Stage 0
+has tokens as its input: if a schedule splits backward, torch sleeps for both halves in the second.
 """
 
 from __future__ import annotations
@@ -33,108 +32,81 @@ from torchtitan.parallel.pipeline.schedules import (
     SCHEDULES,
     Runtime,
     Shapes,
-    Table,
     check_schedule,
     compute_table,
     ranks_of,
 )
-from torchtitan.tools.plan.schedule import Costs, Timeline, simulate
+from torchtitan.tools.plan.schedule import Costs, simulate
 
-SUMMARY = "idle time of the schedules, against what their tables promise"
-TARGET = "at most 1.15"
 WIDTH = 8
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what this command alone understands."""
+    """Add the options of this command."""
     names = list(SCHEDULES)
-    parser.add_argument(
-        "--schedules", nargs="+", choices=names, default=names, metavar="NAME", help="which"
-    )
+    parser.add_argument("--schedules", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes")
-    parser.add_argument("--microbatches", type=int, default=4, metavar="N", help="of a step")
-    parser.add_argument("--sleep_ms", type=float, default=50.0, metavar="N", help="of a forward")
+    parser.add_argument("--microbatches", type=int, default=4, metavar="N", help="per step")
+    parser.add_argument("--sleep_ms", type=float, default=50.0, metavar="N", help="per forward")
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Run every schedule for as many steps as there are pairs, after one that is not counted.
+    """Run a step of each schedule per pair; the first is not counted.
 
     Raises:
-        UserError: A schedule cannot run so many microbatches on so many ranks.
+        UserError: A schedule does not support the numbers of ranks and microbatches.
     """
+    shape = {name: _shape(name, args) for name in args.schedules}
     for name in args.schedules:
-        check_schedule(
-            name,
-            pp=args.ranks,
-            stages_per_rank=_stages_per_rank(name),
-            num_microbatches=args.microbatches,
-        )
-    settings = {
-        "schedules": args.schedules,
-        "ranks": args.ranks,
-        "microbatches": args.microbatches,
-        "sleep_ms": args.sleep_ms,
-        "steps": args.pairs + 1,
-    }
+        check_schedule(name, **shape[name])
+    settings = {"shapes": shape, "sleep_ms": args.sleep_ms, "steps": args.pairs + 1}
     found = run_ranks(run_schedules, settings, ranks=args.ranks)
     comparisons, notes = [], []
     bubbles: dict[str, Any] = {}
     for name in args.schedules:
-        # the first pass is not counted
-        times, naps = found[name]["seconds"][1:], found[name]["naps"][1:]
-        promised = [_promise(name, settings, nap=nap) for nap in naps]
-        bubble = promised[0].total_bubble
-        idle = [
-            seconds / each.makespan * (1 + bubble) - 1
-            for seconds, each in zip(times, promised, strict=True)
+        table = compute_table(name, **shape[name])
+        seconds, naps = found[name]["seconds"][1:], found[name]["naps"][1:]
+        lines = [
+            simulate(
+                table,
+                costs=Costs(forward=nap, backward=2 * nap, backward_input=nap, backward_weight=nap),
+            )
+            for nap in naps
         ]
-        bubbles[name] = {"promised": bubble, "measured": idle}
-        notes.append(f"{name}: idle {median(idle):.1%} of the computing, promised {bubble:.1%}")
-        comparisons.append(Comparison(name, TARGET, times, [each.makespan for each in promised]))
-        num_stages = args.ranks * _stages_per_rank(name)
+        bubble, ideal = lines[0].total_bubble, [line.makespan for line in lines]
+        idle = [
+            taken / least * (1 + bubble) - 1 for taken, least in zip(seconds, ideal, strict=True)
+        ]
+        bubbles[name] = {"computed": bubble, "measured": idle}
+        notes.append(f"{name}: idle {median(idle):.1%} of the compute time, computed {bubble:.1%}")
+        comparisons.append(Comparison(name, "at most 1.15", seconds, ideal))
+        num_stages = args.ranks * shape[name]["stages_per_rank"]
         output = 2.0**num_stages * WIDTH * args.microbatches
         check_close(
             f"output and gradients of {name}",
             [found[name]["output"], found[name]["gradient"]],
-            [output, output / 2 * num_stages],  # each weight of 2 has half the output as gradient
+            [output, output / 2 * num_stages],  # each weight of 2 has the gradient output / 2
             tolerance=1e-6,
         )
     about = {"ranks": args.ranks, "microbatches": args.microbatches, "sleep_ms": args.sleep_ms}
     return Report(
         about=about | {"torch": torch.__version__},
         comparisons=comparisons,
-        notes=["ours: the runtime; other: its table on paper; both of stages that sleep", *notes],
+        notes=notes,
         more={"bubbles": bubbles},
     )
 
 
-def _stages_per_rank(name: str) -> int:
-    return 2 if SCHEDULES[name].multi_stage else 1
-
-
-def _table(name: str, settings: dict[str, Any]) -> Table:
-    return compute_table(
-        name,
-        pp=settings["ranks"],
-        stages_per_rank=_stages_per_rank(name),
-        num_microbatches=settings["microbatches"],
-    )
-
-
-def _nap(name: str, settings: dict[str, Any]) -> float:
-    # equal work on a rank, however many stages share it
-    return float(settings["sleep_ms"]) / 1e3 / _stages_per_rank(name)
-
-
-def _promise(name: str, settings: dict[str, Any], *, nap: float) -> Timeline:
-    costs = Costs(forward=nap, backward=2 * nap, backward_input=nap, backward_weight=nap)
-    return simulate(_table(name, settings), costs=costs)
+def _shape(name: str, args: argparse.Namespace) -> dict[str, int]:
+    stages = 2 if SCHEDULES[name].multi_stage else 1
+    return {"pp": args.ranks, "stages_per_rank": stages, "num_microbatches": args.microbatches}
 
 
 class _Sleep(torch.autograd.Function):
-    """Doubles x; each of forward, gradient of the input and gradient of the weight takes a nap.
+    """Identity that sleeps in backward.
 
-    The two gradients sit on two nodes, since schedules that part them run one node at a time.
+    The gradients of input and weight are separate nodes, because schedules that split backward run
+    one node at a time.
     """
 
     @staticmethod
@@ -149,7 +121,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A stage of equal, known times: a weight of one element, and naps in its graph."""
+    """A stage with a weight of one element, which sleeps for a known time."""
 
     def __init__(self, *, seconds: float, first: bool, last: bool) -> None:
         super().__init__()
@@ -158,16 +130,16 @@ class SleepingStage(nn.Module):
         self.naps: list[float] = []
 
     def nap(self) -> None:
-        """Sleep, and note how long it was: a busy machine wakes nobody in time."""
-        began = time.perf_counter()
+        """Sleep, and record the actual time, which is longer on a busy machine."""
+        started = time.perf_counter()
         time.sleep(self._seconds)
-        self.naps.append(time.perf_counter() - began)
+        self.naps.append(time.perf_counter() - started)
 
     def forward(self, x: Tensor, **given: Any) -> Tensor:
-        """Return 2 x, or on the last stage its sum."""
+        """Return 2 x, or its sum on the last stage."""
         self.nap()
         if self._first:
-            # tokens have no gradient: the input's half is the embedding's
+            # tokens have no gradient: as the output of an embedding
             x = torch.ones((*x.shape, WIDTH), requires_grad=True)
         weight = _Sleep.apply(self.weight, self.nap)
         out: Tensor = _Sleep.apply(x, self.nap) * weight
@@ -175,16 +147,18 @@ class SleepingStage(nn.Module):
 
 
 def run_schedules(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Run each schedule for some steps; return the seconds of each, and what came out."""
-    return {name: _run(name, launch.rank, settings) for name in settings["schedules"]}
+    """Run all schedules; return the times and results of each."""
+    return {name: _run(name, launch.rank, settings) for name in settings["shapes"]}
 
 
 def _run(name: str, rank: int, settings: dict[str, Any]) -> dict[str, Any]:
-    table = _table(name, settings)
+    shape = settings["shapes"][name]
+    table = compute_table(name, **shape)
     ranks = ranks_of(table)
-    last = len(ranks) - 1
+    # equal work per rank for any number of stages
+    seconds = settings["sleep_ms"] / 1e3 / shape["stages_per_rank"]
     stages = {
-        stage: SleepingStage(seconds=_nap(name, settings), first=stage == 0, last=stage == last)
+        stage: SleepingStage(seconds=seconds, first=stage == 0, last=stage == len(ranks) - 1)
         for stage, holder in enumerate(ranks)
         if holder == rank
     }
@@ -205,24 +179,24 @@ def _run(name: str, rank: int, settings: dict[str, Any]) -> dict[str, Any]:
         loss=count,
     )
     one = torch.zeros((1, 1), dtype=torch.int64)
-    batches = [Batch(tokens=one, labels=one, positions=one[0])] * settings["microbatches"]
-    seconds, naps = [], []
+    batches = [Batch(tokens=one, labels=one, positions=one[0])] * shape["num_microbatches"]
+    times, naps = [], []
     for _ in range(settings["steps"]):
         total = torch.zeros(())
         for stage in stages.values():
             stage.weight.grad = None
             stage.naps.clear()
         dist.barrier()
-        began = time.perf_counter()
+        started = time.perf_counter()
         runtime.run(batches)
-        seconds.append(_over_ranks(time.perf_counter() - began, dist.ReduceOp.MAX))
+        times.append(_over_ranks(time.perf_counter() - started, dist.ReduceOp.MAX))
         own = mean(nap for stage in stages.values() for nap in stage.naps)
         naps.append(_over_ranks(own, dist.ReduceOp.SUM) / dist.get_world_size())
     grads = [stage.weight.grad for stage in stages.values()]
     results = torch.stack([total, torch.stack([g.sum() for g in grads if g is not None]).sum()])
     dist.all_reduce(results)
     output, gradient = results.tolist()
-    return {"seconds": seconds, "naps": naps, "output": output, "gradient": gradient}
+    return {"seconds": times, "naps": naps, "output": output, "gradient": gradient}
 
 
 def _over_ranks(value: float, reduction: Any) -> float:

@@ -1,7 +1,7 @@
-"""Runs a measurement in processes of its own: one, or several ranks that share this machine.
+"""Run a measurement in separate processes: one, or several ranks on this machine.
 
-A peak of memory belongs to a process, so what is to be compared by it needs one each. Ranks of
-gloo or NCCL meet on the loopback; what rank 0 returns comes back as JSON.
+Peak memory belongs to a process, so each measurement of it needs a separate one. Ranks connect by
+gloo or NCCL on the loopback interface; the result of rank 0 is returned as JSON.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from torchtitan.mesh.ranks import RankInfo, init_process_group, leave
 from torchtitan.mesh.settings import CommConfig
 
 Measurement = Callable[[RankInfo, Path, dict[str, Any]], dict[str, Any]]
-"""From this rank's place, a folder that goes again and settings, to figures."""
+"""Takes the rank, a temporary folder and settings; returns figures."""
 
 
 def run_ranks(measurement: Measurement, settings: dict[str, Any], *, ranks: int) -> dict[str, Any]:
-    """Return what `measurement`, a function of a module, returns on rank 0 of `ranks` processes.
+    """Return the result of `measurement`, a module-level function, on rank 0 of `ranks` processes.
 
     Raises:
-        UserError: A rank has raised one.
+        UserError: A rank raised it.
     """
     with hold_port() as place, tempfile.TemporaryDirectory() as folder:
         port = place.getsockname()[1]
         arguments = (measurement, settings, ranks, port, folder)
         failed = None
         try:
-            # forks of one process that has imported all there is: seconds less for each
+            # forks of a process that has imported all modules start seconds earlier
             mp.get_context("forkserver").set_forkserver_preload([__name__, "torchtitan.build"])
             mp.start_processes(_work, args=arguments, nprocs=ranks, start_method="forkserver")
         except mp.ProcessExitedException as exited:
             failed = exited
         found = sorted(Path(folder).glob("error-*.json"))
         if found:
-            said = json.loads(found[0].read_text(encoding="utf-8"))
-            kind = DisagreementError if said["disagree"] else ConfigError
-            raise kind(said["message"])
+            error = json.loads(found[0].read_text(encoding="utf-8"))
+            kind = DisagreementError if error["disagree"] else ConfigError
+            raise kind(error["message"])
         if failed is not None:
             raise failed
         figures: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text("utf-8"))
@@ -71,8 +71,8 @@ def _work(
     try:
         figures = measurement(launch, place, settings)
     except UserError as error:
-        said = {"disagree": isinstance(error, DisagreementError), "message": str(error)}
-        (place / f"error-{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+        message = {"disagree": isinstance(error, DisagreementError), "message": str(error)}
+        (place / f"error-{rank}.json").write_text(json.dumps(message), encoding="utf-8")
         leave(1)
     if rank == 0:
         (place / "figures.json").write_text(json.dumps(figures), encoding="utf-8")

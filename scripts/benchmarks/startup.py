@@ -1,11 +1,11 @@
-"""From a command to the first finished step.
+"""The time from a command to the first finished step.
 
-    ours   python -m torchtitan.train with one step
+    train  python -m torchtitan.train with one step
     bare   a script that imports torch, builds the same model and optimizer, and takes one step
 
-Each start is a new process, files in the page cache, text tokenised by an earlier start. Both print
-the loss of that step, which must agree. The time of a process on a busy machine is mostly waiting,
-so processor seconds, of the process and what it starts, are compared as well.
+Each start is a new process; files are in the page cache and the text is already tokenized. Both
+print the loss of the step, which must agree. The processor time of a process and its children is
+compared as well, because load from other processes affects only the elapsed time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from scripts.benchmarks.pairs import Comparison, DisagreementError, Report, check_close
+from scripts.benchmarks.pairs import (
+    ELAPSED,
+    PROCESSOR,
+    DisagreementError,
+    Report,
+    Spent,
+    alternate,
+    check_close,
+)
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
@@ -34,9 +41,7 @@ from torchtitan.models.families import find_model
 from torchtitan.models.init import initialize
 from torchtitan.models.settings import ModelConfig
 
-SUMMARY = "from the command to the first finished step"
 ROOT = Path(__file__).parents[2]
-TARGET = "at most 1.30"
 TOLERANCE = 1e-5
 
 BARE = """
@@ -56,15 +61,15 @@ loss.backward()
 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 optimizer.step()
 print(json.dumps(loss.item()), flush=True)
-os._exit(0)  # the library does not wait for destructors either
+os._exit(0)  # without waiting for destructors, as the library
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what this command alone understands."""
+    """Add the options of this command."""
     parser.add_argument("--flavor", default="tiny", metavar="NAME", help="size of llama3")
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="samples of the step")
-    parser.add_argument("--seq_len", type=int, default=64, metavar="N", help="tokens of a sample")
+    parser.add_argument("--seq_len", type=int, default=64, metavar="N", help="tokens per sample")
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -73,34 +78,33 @@ def measure(args: argparse.Namespace) -> Report:
     Raises:
         UserError: A setting is refused, a start fails, or the losses differ.
     """
+    losses: list[list[float]] = [[], []]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         job = _job(args, folder=folder)
         bare = _prepare(args, job=job, folder=folder)
-        ours = [sys.executable, "-m", "torchtitan.train", *job]
-        pairs = []
-        for _ in range(args.pairs + 1):
+
+        def start_ours() -> Spent:
             shutil.rmtree(folder / "job", ignore_errors=True)
-            first = _start(ours)
+            _, spent = _start([sys.executable, "-m", "torchtitan.train", *job])
             [row] = read_rows(folder / "job" / "metrics.jsonl")
-            second = _start(bare)
-            loss = json.loads(second.output)
-            gap = check_close("loss of the first step", [row["loss"]], [loss], tolerance=TOLERANCE)
-            pairs.append((first, second))
-    counted = pairs[1:]
+            losses[0].append(row["loss"])
+            return spent
+
+        def start_bare() -> Spent:
+            output, spent = _start(bare)
+            losses[1].append(json.loads(output))
+            return spent
+
+        comparisons = alternate(
+            "start / bare script", "at most 1.30", start_ours, start_bare, num_pairs=args.pairs
+        )
+    gap = check_close("loss of the first step", *losses, tolerance=TOLERANCE)
+    about = {"flavor": args.flavor, "batch": args.batch, "seq_len": args.seq_len}
     return Report(
-        about={"flavor": args.flavor, "batch": args.batch, "seq_len": args.seq_len}
-        | {"torch": torch.__version__},
-        comparisons=[
-            Comparison(
-                f"start / bare script, {what}",
-                TARGET,
-                [getattr(a, name) for a, _ in counted],
-                [getattr(b, name) for _, b in counted],
-            )
-            for what, name in (("elapsed", "seconds"), ("processor", "processor_seconds"))
-        ],
-        notes=[f"losses of the first step agree to {gap:.1e}, {TOLERANCE:g} is allowed"],
+        about=about | {"torch": torch.__version__},
+        comparisons=comparisons,
+        notes=[f"losses of the first step agree to {gap:.1e}, tolerance {TOLERANCE:g}"],
     )
 
 
@@ -121,7 +125,7 @@ def _job(args: argparse.Namespace, *, folder: Path) -> list[str]:
 
 
 def _prepare(args: argparse.Namespace, *, job: Sequence[str], folder: Path) -> list[str]:
-    """Write down the first batch and the initial weights; return the bare script's command."""
+    """Write the first batch and the initial weights; return the bare script's command."""
     config = load_config(job)
     spec, architecture = find_model(ModelConfig(flavor=args.flavor))
     model = spec.build(architecture)
@@ -137,28 +141,18 @@ def _prepare(args: argparse.Namespace, *, job: Sequence[str], folder: Path) -> l
     return [sys.executable, str(script), args.flavor, str(rows), str(weights)]
 
 
-@dataclass(frozen=True)
-class _Start:
-    output: str
-    seconds: float
-    processor_seconds: float
-
-
-def _start(command: Sequence[str]) -> _Start:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
-    spent, began = processor_seconds(), time.perf_counter()
+def _start(command: Sequence[str]) -> tuple[str, Spent]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    used, started = _processor_seconds(), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
-    seconds = time.perf_counter() - began
+    elapsed = time.perf_counter() - started
     if done.returncode:
-        raise DisagreementError(f"a start failed, so there is nothing to compare:\n{done.stderr}")
-    return _Start(done.stdout, seconds, processor_seconds() - spent)
+        raise DisagreementError(f"a start failed with code {done.returncode}:\n{done.stderr}")
+    return done.stdout, {ELAPSED: elapsed, PROCESSOR: _processor_seconds() - used}
 
 
-def _python_path() -> list[str]:
-    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-
-
-def processor_seconds() -> float:
-    """Return what processes that have ended, started by this one, have used."""
+def _processor_seconds() -> float:
+    """Return the processor time of child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -1,20 +1,17 @@
-"""The loops that `train` compares, built on a rank and run: in turns in one process, or each alone.
-
-Turns are for machines with neighbours, which then disturb all alike. A process of its own is for
-memory, and for models of which a GPU holds but one.
-"""
+"""The rank function that builds the loops of `train` and runs them in turn."""
 
 from __future__ import annotations
 
 import gc
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scripts.benchmarks.loops import (
     BETAS,
@@ -23,13 +20,14 @@ from scripts.benchmarks.loops import (
     MAX_NORM,
     WEIGHT_DECAY,
     BareLoop,
+    JobLoop,
     Loop,
     TrainerLoop,
+    build_theirs,
     shard,
 )
-from scripts.benchmarks.pairs import Spent, check_close, read_clocks, spent_since
-from scripts.benchmarks.theirs import build_theirs
-from torchtitan.base.device import PeakFlops, device_name, local_device, peak_flops
+from scripts.benchmarks.pairs import Spent, check_close, read_clocks, spent_since, timed
+from torchtitan.base.device import GIB, device_name, local_device, peak_flops
 from torchtitan.build import build_loader, build_run, build_training_samples
 from torchtitan.checkpoint.state import Progress
 from torchtitan.job import load_config
@@ -45,16 +43,24 @@ from torchtitan.models.settings import ModelConfig
 from torchtitan.parallel.activation import apply_activation_checkpointing
 from torchtitan.parallel.context.shard import build_shard
 from torchtitan.parallel.execution import Batch
-from torchtitan.tools.check.speed import multiply
 from torchtitan.trainer import Run, Trainer
 
 OURS, BARE, THEIRS, TRAINER = "ours", "bare loop", "transformers", "Trainer"
+KEPT = "no recomputation"
 TOLERANCES = {"float32": 5e-5, "bfloat16": 2e-2}
-GIB = 2**30
+RECOMPUTE = {
+    "none": ("none", "1"),
+    "full": ("full", "1"),
+    "2": ("selective", "2"),
+    "op": ("selective", "op"),
+    "budget": ("memory_budget", "1"),
+}
+"""`activation_checkpoint.mode` and `selective_ac_option`."""
 
 
 def describe_job(settings: dict[str, Any], *, folder: Path) -> list[str]:
-    """Return the job as a command line would say it, at a constant learning rate."""
+    """Return the job's command line, with a constant learning rate."""
+    mode, option = RECOMPUTE[settings["recompute"]]
     options = {
         "job.dump_folder": folder / "job",
         "model.name": settings["model"],
@@ -68,53 +74,28 @@ def describe_job(settings: dict[str, Any], *, folder: Path) -> list[str]:
         "lr_scheduler.warmup_steps": 0,
         "lr_scheduler.min_lr_factor": 1.0,
         "metrics.log_freq": min(10, settings["steps"]),
-        "training.steps": _num_steps(settings),
+        "training.steps": settings["steps"] * (settings["pairs"] + 1) + 1,
         "training.seq_len": settings["seq_len"],
         "training.local_batch_size": settings["batch"],
         "training.max_norm": MAX_NORM,
         "training.dataset": "synthetic",
         "training.mixed_precision_param": settings["dtype"],
-        "activation_checkpoint.mode": settings["recompute"],
+        "activation_checkpoint.mode": mode,
+        "activation_checkpoint.selective_ac_option": option,
     }
     if settings["compile"]:
         options["compile.enable"] = "true"
     return [f"--{name}={value}" for name, value in options.items()]
 
 
-def _named(settings: dict[str, Any]) -> ModelConfig:
-    return ModelConfig(name=settings["model"], flavor=settings["flavor"])
-
-
-def _num_steps(settings: dict[str, Any]) -> int:
-    num_steps: int = settings["steps"] * (settings["pairs"] + 1) + 1
-    return num_steps
-
-
-class _Record:
-    """Keeps what is reported."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def write(self, row: Row) -> None:
-        self.rows.append(row)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def assemble_ours(settings: dict[str, Any], *, launch: RankInfo, folder: Path) -> Run:
-    """Build the library's run as a job is built."""
-    return build_run(
-        load_config(describe_job(settings, folder=folder)),
-        launch=launch,
-        color=False,
-        undo=ExitStack(),
-    )
+def build_job(settings: dict[str, Any], *, launch: RankInfo, folder: Path) -> Run:
+    """Build the library's run as a job builds it."""
+    config = load_config(describe_job(settings, folder=folder))
+    return build_run(config, launch=launch, color=False, undo=ExitStack())
 
 
 def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path) -> list[Batch]:
-    """Return the batches of all steps, as this rank's run reads them."""
+    """Return the batches that this rank's run reads in all steps."""
     config = load_config(describe_job(settings, folder=folder))
     layout = find_layout(config, world_size=settings["ranks"])
     mesh = build_mesh(layout.dims, device_type=device.type)
@@ -125,10 +106,19 @@ def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path
 
 
 def build_other(
-    name: str, settings: dict[str, Any], *, device: torch.device, batches: list[Batch], folder: Path
+    name: str,
+    settings: dict[str, Any],
+    *,
+    launch: RankInfo,
+    device: torch.device,
+    batches: list[Batch],
+    folder: Path,
 ) -> Loop:
-    """Build one of the other loops on the initial weights that the library's run starts from."""
-    spec, architecture = find_model(_named(settings))
+    """Build a loop other than the trainer's, with the same initial weights."""
+    if name == KEPT:
+        kept = build_job(settings | {"recompute": "none"}, launch=launch, folder=folder / "kept")
+        return JobLoop(kept, batches=batches)
+    spec, architecture = find_model(ModelConfig(name=settings["model"], flavor=settings["flavor"]))
     with torch.device("meta"):
         model: Decoder = spec.build(architecture)
     model.to_empty(device=device)
@@ -144,147 +134,127 @@ def build_other(
             block.compile()
     if name == BARE:
         apply_activation_checkpointing(model, mode=settings["recompute"], option="1")
-    computes_low = settings["dtype"] == "bfloat16"
     if settings["ranks"] > 1:
         shard(other, blocks, dtype=getattr(torch, settings["dtype"]))
-    autocast = computes_low and settings["ranks"] == 1
+    autocast = settings["dtype"] == "bfloat16" and settings["ranks"] == 1
     if name == TRAINER:
         return TrainerLoop(other, batches=batches, autocast=autocast, folder=folder)
-    logits_of = _decoder_logits if name == BARE else _their_logits
+
+    def logits_of(model: Any, tokens_BS: Tensor) -> Any:
+        return model(tokens_BS) if name == BARE else model(input_ids=tokens_BS).logits
+
     return BareLoop(other, logits_of, batches=batches, autocast=autocast)
 
 
-def _decoder_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    logits_BSV: torch.Tensor = model(batch.tokens)
-    return logits_BSV
+class _Record:
+    """A sink that keeps all rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def write(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
-def _their_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    logits_BSV: torch.Tensor = model(input_ids=batch.tokens).logits
-    return logits_BSV
+def run_loops(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train with the loops `settings["loops"]` in turn.
 
+    The trainer's loop is never left: the other loops run in its callback after each turn.
 
-def take_turns(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train in turns, the others whenever the library's loop has taken its steps.
-
-    The library's loop is never left: the others have their turns where it tells of a step done.
+    Returns:
+        Times per turn, losses, logged rows, and the peak memory of this process.
     """
+    names, num_steps = settings["loops"], settings["steps"]
     device = local_device(launch.local_rank)
     batches = load_batches(settings, device=device, folder=folder)
-    run, record = assemble_ours(settings, launch=launch, folder=folder), _Record()
+    _import_peers(names)
+    start = peak_gib()
     loops = {
-        name: build_other(name, settings, device=device, batches=batches, folder=folder)
-        for name in settings["others"]
+        name: build_other(
+            name, settings, launch=launch, device=device, batches=batches, folder=folder
+        )
+        for name in names
+        if name != OURS
     }
-    spent: dict[str, list[Spent]] = {name: [] for name in (OURS, *loops)}
-    num_steps = settings["steps"]
+    spent: dict[str, list[Spent]] = {name: [] for name in names}
+    rows: list[Row] = []
+
+    def take_turns() -> None:
+        for name, loop in loops.items():
+            spent[name].append(timed(lambda loop=loop: loop.run(num_steps)))  # type: ignore[misc]
+
+    if OURS in names:
+        run, record = build_job(settings, launch=launch, folder=folder), _Record()
+        run = replace(run, sinks=[*run.sinks, record])
+        _train(run, num_steps=num_steps, spent=spent[OURS], between=take_turns)
+        rows = [row for row in record.rows if row["step"] < run.training.steps]
+    else:
+        for _ in range(settings["pairs"] + 1):
+            take_turns()
+    peak = peak_gib()
+    return {
+        "spent": {name: times[1:] for name, times in spent.items()},
+        "losses": {name: loop.losses() for name, loop in loops.items()},
+        "rows": rows,
+        "memory": {"peak_gib": peak, "above_start_gib": peak - start},
+        **_about(settings, device=device),
+    }
+
+
+def _train(run: Run, *, num_steps: int, spent: list[Spent], between: Callable[[], None]) -> None:
     started = read_clocks()
 
     def on_step(step: int) -> None:
         nonlocal started
         if step % num_steps:
             return
-        spent[OURS].append(spent_since(started))
-        gc.enable()  # the library collects by hand: the others leave it to Python, as scripts do
-        for name, loop in loops.items():
-            before = read_clocks()
-            loop.run(num_steps)
-            spent[name].append(spent_since(before))
+        spent.append(spent_since(started))
+        gc.enable()  # only the library collects at fixed steps
+        between()
         gc.disable()
         started = read_clocks()
 
-    Trainer(replace(run, sinks=[*run.sinks, record])).train(on_step=on_step)
-    losses = {name: loop.losses() for name, loop in loops.items()}
-    return {
-        "spent": {name: times[1:] for name, times in spent.items()},
-        "losses": losses,
-        "rows": _rows_before(record.rows, run.training.steps),
-        **_about(settings, device=device),
-    }
+    Trainer(run).train(on_step=on_step)
 
 
-def take_all(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train in one loop alone; tell its times, losses, and the peak of this rank's memory."""
-    name, num_steps = settings["loop"], settings["steps"]
-    device = local_device(launch.local_rank)
-    batches = load_batches(settings, device=device, folder=folder)
-    _import_peer(name)
-    start = peak_gib()
-    spent: list[Spent] = []
-    rows: list[Row] = []
-    losses: list[float] = []
-    if name == OURS:
-        run, record = assemble_ours(settings, launch=launch, folder=folder), _Record()
-        started = read_clocks()
-
-        def on_step(step: int) -> None:
-            nonlocal started
-            if step % num_steps == 0:
-                spent.append(spent_since(started))
-                started = read_clocks()
-
-        Trainer(replace(run, sinks=[*run.sinks, record])).train(on_step=on_step)
-        rows = _rows_before(record.rows, run.training.steps)
-    else:
-        loop = build_other(name, settings, device=device, batches=batches, folder=folder)
-        for _ in range(settings["pairs"] + 1):
-            started = read_clocks()
-            loop.run(num_steps)
-            spent.append(spent_since(started))
-        losses = loop.losses()
-    peak = peak_gib()
-    return {
-        "spent": spent[1:],
-        "rows": rows,
-        "losses": losses,
-        "memory": {"peak_gib": peak, "above_start_gib": peak - start},
-        **_about(settings, device=device),
-    }
-
-
-def _import_peer(name: str) -> None:
-    """Import before memory is counted, as the library is."""
-    if name == TRAINER:
+def _import_peers(names: Sequence[str]) -> None:
+    """Import before memory is measured, as for the library."""
+    if TRAINER in names:
         import accelerate  # noqa: F401
-    if name in (THEIRS, TRAINER):
+    if THEIRS in names or TRAINER in names:
         import transformers
 
-        transformers.AutoModelForCausalLM  # noqa: B018  loads at the first look
-
-
-def _rows_before(rows: Sequence[Row], step: int) -> list[Row]:
-    return [row for row in rows if row["step"] < step]
+        transformers.AutoModelForCausalLM  # noqa: B018  loads on first access
 
 
 def _about(settings: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
-    spec, architecture = find_model(_named(settings))
+    spec, architecture = find_model(ModelConfig(name=settings["model"], flavor=settings["flavor"]))
     counts = count(spec.build_meta(architecture))
-    dtype = getattr(torch, settings["dtype"])
-    peak = peak_flops(device, dtype=dtype) or PeakFlops(
-        value=multiply(device, dtype=dtype, seconds=0.5), source="a timed matrix product"
-    )
+    peak = peak_flops(device, dtype=getattr(torch, settings["dtype"]))
     return {
         "device": device_name(device),
         "device_type": device.type,
         "flops_per_token": counts.flops_per_token(settings["seq_len"]),
-        "peak_flops": peak.value,
-        "peak_source": peak.source,
+        "peak_flops": peak.value if peak else None,
     }
 
 
 def check_losses(name: str, losses: Sequence[float], *, rows: Sequence[Row], dtype: str) -> float:
-    """Return the largest gap between losses of all steps and those of the reported steps.
+    """Return the largest difference between `losses` of all steps and those of logged rows.
 
     Raises:
-        DisagreementError: It is too large.
+        DisagreementError: It exceeds the tolerance of `dtype`.
     """
-    theirs = [losses[int(row["step"]) - 1] for row in rows]
-    ours = [row["loss"] for row in rows]
-    return check_close(f"losses of ours and {name}", ours, theirs, tolerance=TOLERANCES[dtype])
+    logged = [row["loss"] for row in rows]
+    other = [losses[int(row["step"]) - 1] for row in rows]
+    return check_close(f"losses with {name}", logged, other, tolerance=TOLERANCES[dtype])
 
 
 def peak_gib() -> float:
-    """Return the most memory that this process has had; see the docstring of `train`."""
+    """Return the peak memory: allocated on a GPU, else the resident set of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -48,11 +48,11 @@ class Leg:
 
 @dataclass(frozen=True)
 class Job:
-    """A run of one leg, or of several, each of which resumes what the one before it saved."""
+    """A run of one leg, or of several; each resumes the checkpoint of the previous one."""
 
     legs: tuple[Leg, ...]
     fixture: str = ""
-    """The folder in FIXTURES that a copy is resumed of; "": it starts anew."""
+    """The folder in FIXTURES whose copy is resumed; "": the run starts from scratch."""
 
 
 def _options(text: str) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ FIXTURE_JOBS: Mapping[str, Job] = {
     "second_house/lora": _job(f"{ADAPTERS} {THREE}"),
     "second_house/experts": _job(f"{EXPERTS} {THREE}"),
 }
-"""What wrote the folders in FIXTURES; README.md there says with which commit."""
+"""The jobs that wrote the folders in FIXTURES; README.md there names the commit."""
 
 WORDS = ("red", "blue", "stone", "river", "nine", "bird", "over", "slow")
 

@@ -1,8 +1,8 @@
 """Start the trainer's command on several ranks without importing torch for each of them.
 
-The ranks are forks of this process, which has imported all that the command does. Everything that
-chooses between instructions of the CPU does so when it is loaded, hence `pin_instructions`, which
-starts this Python again with an environment under which all choose the oldest ones:
+The ranks are forks of this process, which has imported all modules of the command. Libraries choose
+CPU instructions when they are loaded, so `pin_instructions` restarts this Python with an
+environment in which they choose the oldest ones:
 
     ATEN_CPU_CAPABILITY   torch's own kernels
     MKL_CBWR              matrix products of MKL; only COMPATIBLE is the same on all CPUs
@@ -43,7 +43,7 @@ SECONDS_FOR_A_LEG = 300
 
 
 class RunError(Exception):
-    """A job ended with another exit code than 0, or not in time."""
+    """A job failed or timed out."""
 
 
 def pin_instructions(argv: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ def preload() -> None:
 
 
 def add_smallest() -> None:
-    """Give Llama a flavor of which checkpoints are small enough for git."""
+    """Add a flavor to Llama whose checkpoints are small enough for git."""
     from torchtitan.models.families import MODELS
 
     flavors = MODELS["llama3"].flavors
@@ -143,7 +143,7 @@ def wait_for(processes: Sequence[int], *, seconds: float) -> None:
     """Wait until all forks have ended well.
 
     Raises:
-        RunError: One has not; the others are killed.
+        RunError: One failed or timed out; the remaining ones are killed.
     """
     running, deadline = set(processes), time.monotonic() + seconds
     try:

@@ -1,8 +1,8 @@
-"""What is recorded of a run, and how two records differ.
+"""The record of a run, and the differences of two records.
 
 Floats are written as Python's `repr` of them, the shortest text that reads back as the same bits.
-Tensors are read with torch's own reader of checkpoints, whole and without a process group: our
-reader is among what these numbers watch.
+Tensors are read with torch's reader of checkpoints, unsharded and without a process group, because
+these numbers also guard the library's reader.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ FIGURES = (
     "valid_token_fraction",
     "validation_loss",
 )
-"""All of a row but for what depends on the machine's speed."""
+"""All figures of a row that do not depend on the machine's speed."""
 TOLERANCE = 1e-5
 DIGITS = 8
-"""Of the hash of one tensor: enough to say which one differs."""
+"""Digits of the hash of one tensor: enough to identify those that differ."""
 Record = dict[str, Any]
 
 
@@ -95,7 +95,7 @@ def _whole(digests: Mapping[str, str]) -> str:
 
 
 def about_machine() -> dict[str, str]:
-    """Say what the bits may depend on."""
+    """Return the properties of this machine that the bits may depend on."""
     import torch
 
     info = Path("/proc/cpuinfo")
@@ -110,16 +110,16 @@ def about_machine() -> dict[str, str]:
     }
 
 
-def why_no_bits(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Say why two machines may compute other bits; "" where they must not."""
+def why_no_bits(found: Mapping[str, str], recorded: Mapping[str, str]) -> str:
+    """Return why two machines may compute different bits; "" if they must not."""
     keys = ("torch", "machine", "capability", "libc", "cpu")
-    return ", ".join(f"{k} {ours[k]}, not {theirs[k]}" for k in keys if ours[k] != theirs[k])
+    return ", ".join(f"{k} {found[k]}, not {recorded[k]}" for k in keys if found[k] != recorded[k])
 
 
 def differences(recorded: Record, found: Record, *, exact: bool) -> Iterator[str]:
-    """Yield what differs: figures step by step, then the state behind them.
+    """Yield the differences: figures step by step, then the final state.
 
-    Where not `exact`, figures may differ by a relative TOLERANCE, and hashes are not compared.
+    Unless `exact`, figures may differ by a relative TOLERANCE, and hashes are not compared.
     """
     for old, new in zip(recorded["rows"], found["rows"], strict=False):
         for key in (key for key in FIGURES if key in old or key in new):
@@ -138,7 +138,7 @@ def differences(recorded: Record, found: Record, *, exact: bool) -> Iterator[str
         yield f"weights: {len(apart)} of {len(old)} tensors differ, first {', '.join(apart[:3])}"
     for key in ("optimizer", "generators"):
         if recorded[key] != found[key]:
-            yield f"{key}: another state"
+            yield f"{key}: different state"
 
 
 def _equal(old: float | None, new: float | None, *, exact: bool) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from scripts.benchmarks import files
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 
@@ -73,26 +71,3 @@ def test_a_file_of_tensors_is_opened_once(asked: dict[str, dict]) -> None:
         opened = {path: n for (event, path), n in counts.items() if event == "open"}
         for component in ("model", "optimizer"):
             assert opened[f"/step-1/{component}/__own_0.distcp"] == 1
-
-
-def test_calls_are_told_apart_by_what_they_are_for(tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
-    trace.write_text(
-        '12 openat(AT_FDCWD</x>, "/p/job.toml", O_RDONLY) = 3</p/job.toml>\n'
-        '12 newfstatat(3</p/job.toml>, "", {st_mode=S_IFREG|0644, st_size=1}, AT_EMPTY_PATH) = 0\n'
-        '12 newfstatat(AT_FDCWD</x>, "/p/run/checkpoint/step-2/manifest.json", {}, 0) = 0\n'
-        '12 openat(AT_FDCWD</x>, "/p/run/checkpoint/step-2/model/__0_0.distcp", 0) = 3</p/run>\n'
-        '12 mkdir("/p/run/checkpoint/.step-4.tmp/model", 0777) = 0\n'
-        "12 getdents64(3</p/run/checkpoint>, 0x1 /* 2 entries */, 32768) = 48\n"
-        '12 unlinkat(5</p/run/checkpoint/.step-2.deleted/model>, "__0_0.distcp", 0) = 0\n'
-        '12 openat(AT_FDCWD</x>, "/elsewhere", O_RDONLY) = 3</elsewhere>\n'
-    )
-    assert files.count_calls(trace, folder="/p") == {
-        **{"settings": 1, "look for checkpoints": 2, "read": 1, "write": 1, "remove": 1}
-    }
-
-
-def test_a_line_through_the_two_largest() -> None:
-    assert files.extend({1: 50, 2: 7, 4: 9, 8: 13}, 4096) == 13 + 4088
-    assert files.extend({8: 5}, 4096) == 5
-    assert files.extend({4: 28, 8: 22}, 4096) == 22

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from scripts.crash_campaign import TINY
+from scripts.campaign import TINY
 from scripts.ports import hold_port
 from torchtitan import build as assembling
 from torchtitan.base.errors import UserError

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from scripts.campaign import CampaignError
 from scripts.node_campaign import (
     CASES,
-    CampaignError,
-    Job,
+    ElasticRun,
     compare,
     lose_and_return,
     losses,
     samples,
+    signal_rank,
 )
 
 pytestmark = pytest.mark.long
@@ -25,23 +26,23 @@ SECONDS = 240
 
 def test_two_nodes_one_two(tmp_path: Path) -> None:
     """The first node is killed: rank 0 with its log, its figures and the store of the ranks."""
-    job = Job(folder=tmp_path, fewest=1, most=2, ranks=1, steps=45, seconds=SECONDS)
+    run = ElasticRun(folder=tmp_path, fewest=1, nodes=2, steps=45, seconds=SECONDS)
     try:
-        lose_and_return(job, victim=0)
-        compare(job.results, job.train_undisturbed())
+        lose_and_return(run, victim=0)
+        compare(run.results, run.train_undisturbed(steps=45, ranks=1))
     finally:
-        job.close()
-    assert job.starts() == [2, 1, 2]
+        run.close()
+    assert run.starts() == [2, 1, 2]
 
 
 def test_a_rank_that_crashes_is_started_again(tmp_path: Path) -> None:
-    job = Job(folder=tmp_path, fewest=1, most=2, ranks=1, steps=20, seconds=SECONDS)
+    run = ElasticRun(folder=tmp_path, fewest=1, nodes=2, steps=20, seconds=SECONDS)
     try:
-        CASES["crash"](job)
-        compare(job.results, job.train_undisturbed())
+        signal_rank(run, CASES["crash"])
+        compare(run.results, run.train_undisturbed(steps=20, ranks=1))
     finally:
-        job.close()
-    assert job.starts() == [2, 2]
+        run.close()
+    assert run.starts() == [2, 2]
 
 
 def without_one(rows: list[str]) -> list[str]:
@@ -76,21 +77,20 @@ def test_the_campaign_sees_lost_and_doubled_samples(
 
 def launch(tmp_path: Path, *overrides: str) -> tuple[int, str]:
     """Start one node alone, which must end by itself; return its code and what it says."""
-    job = Job(
+    run = ElasticRun(
         folder=tmp_path,
         fewest=1,
-        most=2,
-        ranks=1,
+        nodes=2,
         steps=2,
         seconds=SECONDS,
-        overrides=overrides,
+        options=overrides,
         max_restarts=0,
     )
     try:
-        job.start_node(0)
-        return job.nodes[0].wait(SECONDS), job.output()
+        run.start_node(0)
+        return run.launchers[0].wait(SECONDS), run.output
     finally:
-        job.close()
+        run.close()
 
 
 def test_a_job_without_checkpoints_is_refused(tmp_path: Path) -> None:

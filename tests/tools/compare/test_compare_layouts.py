@@ -33,7 +33,7 @@ from torchtitan.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
-TOML = Path(__file__).parents[2] / "train_configs" / "compare_layouts.toml"
+TOML = Path(__file__).parents[3] / "train_configs" / "compare_layouts.toml"
 
 
 @pytest.mark.parametrize(
