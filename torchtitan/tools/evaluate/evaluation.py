@@ -28,7 +28,6 @@ from torchtitan.hf.config import read_config
 from torchtitan.hf.names import CONFIG
 from torchtitan.hf.tokenizer_files import tokenizer_file
 from torchtitan.resume_rules import find_run_step, read_settings
-from torchtitan.tools.evaluate.command import Files
 from torchtitan.tools.evaluate.perplexity import measure, open_domain
 
 logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ def _begin_token(tokenizer_path: str, generator: Generator) -> int:
     return tokenizer.special_tokens.get(named, tokenizer.eos_id)
 
 
-def evaluate(args: argparse.Namespace, files: Files) -> dict[str, Any]:
+def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return all figures and the settings that they depend on.
 
     Args:

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval import simple_evaluate
@@ -33,8 +33,10 @@ from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 from torchtitan.finetune.chat import Conversation
 from torchtitan.finetune.encoder import with_begin
 from torchtitan.generate.sampling import generate
-from torchtitan.tools.evaluate.evaluation import Subject
 from torchtitan.tools.evaluate.report import is_first_rank, tracked
+
+if TYPE_CHECKING:
+    from torchtitan.tools.evaluate.evaluation import Subject
 
 Row = tuple[int, ...]
 MAX_NEW_TOKENS = 256
