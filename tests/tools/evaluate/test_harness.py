@@ -50,7 +50,13 @@ def ours(
     folder: Path, *, chats: bool = False, max_length: int = 64, batch_size: int = 3
 ) -> Adapter:
     subject = open_subject(folder, device=torch.device("cpu"), chats=chats)
-    return Adapter(subject, max_length=max_length, batch_size=batch_size, chats=chats)
+    return Adapter(
+        subject.generator,
+        first_id=subject.first_id,
+        max_length=max_length,
+        batch_size=batch_size,
+        chats=chats,
+    )
 
 
 def theirs(of: type[Any], model: tuple[Path, PreTrainedModel], *, max_length: int = 64) -> Any:

@@ -142,7 +142,8 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
     if args.tasks:
         tasks = run_tasks(
             Adapter(
-                subject,
+                subject.generator,
+                first_id=subject.first_id,
                 max_length=max_length,
                 batch_size=args.batch_size,
                 chats=args.apply_chat_template,

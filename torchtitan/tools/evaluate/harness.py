@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval import simple_evaluate
@@ -32,11 +32,9 @@ from torch import Tensor
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 from torchtitan.finetune.chat import Conversation
 from torchtitan.finetune.encoder import with_begin
+from torchtitan.generate.generator import Generator
 from torchtitan.generate.sampling import generate
 from torchtitan.tools.evaluate.report import is_first_rank, tracked
-
-if TYPE_CHECKING:
-    from torchtitan.tools.evaluate.evaluation import Subject
 
 Row = tuple[int, ...]
 MAX_NEW_TOKENS = 256
@@ -120,18 +118,25 @@ class Adapter(TemplateLM):
     """Answer the harness's requests.
 
     Args:
-        subject: The model.
+        generator: The model.
+        first_id: Token before a text whose first token is scored.
         max_length: Most tokens of the model's input.
         batch_size: Sequences per batch.
         chats: Whether the requests are rendered by the chat template.
     """
 
     def __init__(
-        self, subject: Subject, *, max_length: int, batch_size: int, chats: bool = False
+        self,
+        generator: Generator,
+        *,
+        first_id: int,
+        max_length: int,
+        batch_size: int,
+        chats: bool = False,
     ) -> None:
         super().__init__()
         self.max_length, self._batch_size, self._chats = max_length, batch_size, chats
-        self._subject, self._generator = subject, subject.generator
+        self._generator, self._first_id = generator, first_id
         assert self._generator.template is not None or not chats, "checked before"
         self._stop_ids = self._generator.answer_stop_ids() if chats else self._generator.stop_ids
 
@@ -143,7 +148,7 @@ class Adapter(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Return the token before a text whose first token is scored."""
-        return self._subject.first_id
+        return self._first_id
 
     @property
     def tokenizer_name(self) -> str:
