@@ -110,7 +110,7 @@ class Runs:
         batch = rows[0]["num_tokens"] // SEQ_LEN
         key = (*shaping, f"--training.global_batch_size={batch}")
         if key not in self._references:
-            one = f"one-rank-{len(self._references)}"
+            one = f"one-rank-{name}-{len(self._references)}"
             code, log = self._start(one, 1, " ".join(key), log=f"{one}.log")
             assert code == 0, log
             done = read_rows(self.folder / ARTIFACTS / one / "metrics.jsonl")
