@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests: ./scripts/run_tests.sh [--all | pytest arguments]
-# Without arguments, tests marked `long` are left out: campaigns, benchmarks, commands of docs/.
+# Without arguments: the gate, without the slow tests of tests/gate.py and those marked `long`
+# (campaigns, benchmarks, commands of docs/). Continuous integration runs -m "not long".
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
@@ -10,7 +11,7 @@ python -m ruff format --check .
 python -m ruff check .
 python -m mypy
 case "${1-}" in
-  "") set -- -m "not long" ;;
+  "") set -- -m "not long" --gate ;;
   --all) shift ;;
 esac
 # two at a time: tests with ranks mostly wait for each other; whoever is done takes of the rest

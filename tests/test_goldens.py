@@ -75,8 +75,8 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
         ),
         "weights: 1 of 21 tensors differ, first norm.weight",
     ),
-    "optimizer": (lambda record: record.update(optimizer="0"), "optimizer: another state"),
-    "generators": (lambda record: record.update(generators="0"), "generators: another state"),
+    "optimizer": (lambda record: record.update(optimizer="0"), "optimizer: "),
+    "generators": (lambda record: record.update(generators="0"), "generators: "),
 }
 
 

@@ -72,7 +72,7 @@ def test_a_size_of_a_flavor_may_be_taken_away() -> None:
         (["dim=4", "num_heads=6", "num_kv_heads=6"], "model.dim", "write dim = 6"),
         (["dim=48"], "model.head_dim", "write head_dim = 4"),
         (["head_dim=7"], "model.head_dim", "write head_dim = 8"),
-        (["num_heads=6", "dim=192"], "model.num_kv_heads", "one of 1, 2, 3"),
+        (["num_heads=6", "dim=192"], "model.num_kv_heads", "1, 2, 3, 6"),
         (["window=5"], "model.window", "take mistral"),
         (["flavor=hf"], "model.flavor", "dim, num_layers, num_heads"),
         (["flavor=hf", "dim=32", "vocab_size=8"], "model.flavor", "num_layers"),

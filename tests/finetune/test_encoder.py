@@ -16,7 +16,6 @@ from torchtitan.base.errors import DataError
 from torchtitan.data.text import encode_with_special
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.finetune.chat import Conversation, find_template
-from torchtitan.finetune.data import FileExamples
 from torchtitan.finetune.encoder import (
     Encoder,
     WrittenSpecialTokenError,
@@ -24,6 +23,7 @@ from torchtitan.finetune.encoder import (
     overlaps_spans,
 )
 from torchtitan.finetune.examples import Completion, Example, check_has_rows, read_examples
+from torchtitan.finetune.sources import FileExamples
 
 BYTE = ByteTokenizer()
 

@@ -257,7 +257,7 @@ def test_sizes_that_the_degree_does_not_divide_are_named_with_the_degrees_that_f
 
 
 def test_the_width_of_dense_layers_counts_only_where_there_are_some() -> None:
-    config = replace(MODELS["qwen3_moe"].flavors["tiny"], hidden_dim=97)
+    config = replace(MODELS["qwen3_moe"].flavors["tiny"], hidden_dim=97, vocab_size=264)
     assert find_uneven_sizes(replace(config, num_dense_layers=None), tp=2) == ""
     assert "hidden_dim 97" in find_uneven_sizes(replace(config, num_dense_layers=1), tp=2)
 

@@ -151,7 +151,7 @@ class DecoderConfig:
             yield Violation(
                 ("num_kv_heads", "num_heads"),
                 f"num_kv_heads must divide num_heads, got num_kv_heads = {kv_heads} and "
-                f"num_heads = {heads}; write num_kv_heads = {' or '.join(fitting[-7:])}",
+                f"num_heads = {heads}; num_kv_heads may be {', '.join(fitting[-7:])}",
             )
 
     def _head_violations(self) -> Iterator[Violation]:
