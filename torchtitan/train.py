@@ -267,7 +267,7 @@ def main_and_exit(argv: Sequence[str]) -> None:
     except (Exception, CheckpointException) as error:
         if is_communication_error(error):  # another rank failed; this traceback is in the log
             text = f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
-            _say(text.splitlines()[0])
+            _say(f"{text.splitlines()[0]} (traceback: this rank's log)")
         else:
             traceback.print_exc()
         leave(exit_code_of(error))

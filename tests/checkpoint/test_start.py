@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import ParameterFilter
-from torchtitan.checkpoint.start import EFFECTIVE_MODE, LoadMode, SourceKind
+from torchtitan.checkpoint.start import (
+    EFFECTIVE_MODE,
+    Comparison,
+    LoadMode,
+    SourceKind,
+    _start_from_own,
+)
 from torchtitan.checkpoint.steps import resolve_step
 from torchtitan.config.sources import to_toml
 from torchtitan.job import load_config
@@ -21,6 +29,20 @@ from torchtitan.resume_rules import Job
 def test_every_case_is_decided() -> None:
     assert set(EFFECTIVE_MODE) == set(product(get_args(SourceKind), get_args(LoadMode)))
     assert {EFFECTIVE_MODE["same job", asked] for asked in get_args(LoadMode)} == {"recover"}
+
+
+def test_an_exclusion_that_was_applied_lets_no_other_settings_pass(tmp_path: Path) -> None:
+    """The same command resumes; with another rate, it would be another training."""
+    given = CheckpointConfig(
+        enable=True, initial_load_path="base", exclude_from_loading=("output.*",)
+    )
+    same, other = (
+        Comparison(differences=lines, then=given, is_longer=False) for lines in ((), ("lr",))
+    )
+    group = cast(dist.ProcessGroup, None)
+    assert _start_from_own(given, tmp_path, comparison=same, group=group).mode == "recover"
+    with pytest.raises(CheckpointError, match="lr"):
+        _start_from_own(given, tmp_path, comparison=other, group=group)
 
 
 def test_a_filter_excludes_patterns_and_what_the_source_has_none_of() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.data.helpers import dataset_of, loader_of
+from torchtitan.data.padding import PadToBatch
 from torchtitan.data.synthetic import SyntheticCorpus
-from torchtitan.validate import PadToBatch
 
 
 @pytest.mark.parametrize(("degree", "batch"), [(1, 4), (3, 2), (2, 5), (7, 90)])

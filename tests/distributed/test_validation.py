@@ -22,12 +22,12 @@ from tests.distributed.test_resume import exact
 from torchtitan import validate
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import read_manifest
+from torchtitan.data.padding import PadToBatch
 from torchtitan.job import load_config
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.models.families import MODELS
 from torchtitan.models.interface import Documents, HeadLoss
 from torchtitan.trainer import Trainer
-from torchtitan.validate import PadToBatch
 
 NUM_SAMPLES, SEQ_LEN = 13, 32
 TP2 = "--parallelism.tensor_parallel_degree=2"

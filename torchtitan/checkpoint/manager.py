@@ -258,7 +258,10 @@ class CheckpointManager:
                 self._remote.push_export(f"{EXPORT}/{name}")
         elif self._settings.last_save_model_only:
             dtype, model = getattr(torch, self._settings.export_dtype), components["model"]
-            tensors = {name: tensor.to(dtype) for name, tensor in (model.tensors or {}).items()}
+            tensors = {  # routers' biases stay float32, as in Hugging Face folders
+                name: tensor if name.endswith(".expert_bias") else tensor.to(dtype)
+                for name, tensor in (model.tensors or {}).items()
+            }
             self._write(self.folder / EXPORT, step, {"model": replace(model, tensors=tensors)})
             if self._remote is not None:
                 self._remote.push(f"{EXPORT}/{name}")

@@ -240,6 +240,8 @@ def _start_from_own(
         requested = "continue"
     mode = EFFECTIVE_MODE[kind, requested]
     assert mode is not None
+    if settings.mode == "recover" and has_same_exclusions and not comparison.is_longer:
+        refuse_differences(own, comparison.differences)
     exclude = settings.exclude_from_loading if requested == "continue" else ()
     already_excluded = exclude if has_same_exclusions else ()
     if mode == "recover":

@@ -86,7 +86,13 @@ def find_all(entries: Iterable[str], *, cache: str, once: Once = alone) -> list[
     """Return the files of each entry of `dataset_path`, as `find_files` does."""
     from torchtitan.data.readers import check_each
 
-    found = once(lambda: check_each(entries, lambda e: [*map(str, find_files(e, cache=cache))]))
+    def find() -> list[list[str]]:
+        remote = [entry for entry in entries if is_url(entry)]
+        if remote:  # a mistake beside them is reported before anything is downloaded
+            check_each([entry for entry in entries if not is_url(entry)], find_files)
+        return check_each(entries, lambda e: [*map(str, find_files(e, cache=cache))])
+
+    found = once(find)
     return [[*map(Path, files)] for files in found]
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import plural
 from torchtitan.data.cache import cached_store, open_cached
 from torchtitan.data.corpus import FileCorpus
@@ -157,7 +157,12 @@ def _run_alone(parts: Sequence[FileCorpus], tokenizer: Tokenizer, *, cache: Path
 
 
 def _add_mistakes(error: DataError, parts: Sequence[FileCorpus]) -> DataError:
-    """Return the error together with the mistakes of parts that were not tokenized."""
+    """Return the error together with the mistakes of parts that were not tokenized.
+
+    An error of the cache, such as a full disk, is returned alone.
+    """
+    if isinstance(error.problem, Violation) and "dataset_cache" in error.problem.keys:
+        return error
     by_file = {file: replace(part, files=(file,)) for part in parts for file in part.files}
     return add_mistakes(
         error, [*by_file], lambda file: by_file[file].pieces(lambda num_bytes: None)

@@ -171,16 +171,15 @@ def check_each(items: Iterable[U], check: Callable[[U], T]) -> list[T]:
 
 
 def join_errors(errors: Sequence[DataError], *, more: str = "") -> DataError:
-    """Return one error with the lines of all, each once, and `more`.
+    """Return one error with the texts of all, each once, and `more`.
 
-    It names their setting if all name the same.
+    It names their setting if those that name one name the same.
     """
     problems = [error.problem for error in errors]
-    keys = {problem.keys if isinstance(problem, Violation) else () for problem in problems}
+    keys = {problem.keys for problem in problems if isinstance(problem, Violation)}
     shared = keys.pop() if len(keys) == 1 else ()
     texts = [p.rule if shared and isinstance(p, Violation) else str(p) for p in problems]
-    lines = dict.fromkeys(line for text in (*texts, more) for line in text.splitlines())
-    text = "\n".join(lines)
+    text = "\n".join(dict.fromkeys(filter(None, (*texts, more))))
     return DataError(Violation(shared, text) if shared else text)
 
 

@@ -93,4 +93,5 @@ def without_home(path: str) -> str:
         return hide_credentials(path)
     name, folder = Path(path).name, Path(path).parent
     is_home = folder.parent.name in ("home", "Users") or folder.name.startswith("~")
+    is_home |= folder.name == Path.home().name
     return name if is_home or not has_magic(name) else f"{folder.name}/{name}"

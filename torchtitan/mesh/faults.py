@@ -57,8 +57,13 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether a collective failed, usually because another rank ended or hangs."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error) or is_timeout(error)
+    """Return whether a collective failed because another rank ended or hangs.
+
+    gloo reports a closed connection or a timeout. Any other error, also NCCL's, may be the cause.
+    """
+    is_lost = re.search("connection (closed|reset)", str(error), re.IGNORECASE) is not None
+    has_others = os.environ.get("WORLD_SIZE", "1") != "1"
+    return is_timeout(error) or (is_lost and has_others and isinstance(error, RuntimeError))
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
 def describe_model(settings: ModelConfig, *, spec: ModelSpec) -> str:
     """Return the flavor, and the sizes that replace its own."""
     given = given_sizes(settings, of=spec.sizes)
-    sizes = ", ".join(f"{name} {value}" for name, value in given.items())
+    sizes = ", ".join(f"{name} {value or 0}" for name, value in given.items())
     return f"{settings.flavor} ({sizes})" if sizes else settings.flavor
 
 

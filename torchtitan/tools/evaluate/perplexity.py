@@ -23,6 +23,7 @@ from torchtitan.base.errors import DataError, UserError
 from torchtitan.data.cache import open_cached
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
+from torchtitan.data.padding import PadToBatch
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ from torchtitan.optim.loss import count_valid
 from torchtitan.parallel.context.shard import SequenceShard
 from torchtitan.parallel.execution import WholeModel
 from torchtitan.tools.evaluate.report import tracked
-from torchtitan.validate import PadToBatch, perplexity_of
+from torchtitan.validate import perplexity_of
 
 
 @dataclass(frozen=True, kw_only=True)
