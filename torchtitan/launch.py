@@ -29,7 +29,6 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -40,12 +39,9 @@ from torch.distributed.run import (
     run,
 )
 
-from torchtitan.base.errors import NonFiniteError, StoppedError, UserError
+from torchtitan.base.errors import NonFiniteError, StoppedError, UserError, printable
 from torchtitan.mesh.dims import FULL_WORLD_SIZE
 from torchtitan.mesh.stop import STARTED
-
-if TYPE_CHECKING:
-    from torchtitan.resume_rules import Job
 
 SHUTDOWN_SECONDS = 3600
 """Default of `--shutdown_timeout`: as long as a save may take. Who sent the signal often kills the
@@ -70,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     is_given = getattr(arguments, "shutdown_timeout", None) is not None
     if not is_given and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
         arguments.shutdown_timeout = SHUTDOWN_SECONDS
+    started = time.time()
     os.environ[STARTED] = str(time.monotonic())
     min_nodes, max_nodes = parse_min_max_nnodes(arguments.nnodes)
     if min_nodes < max_nodes:
@@ -86,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
         return StoppedError.exit_code
     except ChildFailedError as error:
         code = _exit_code(error)
-        sys.stderr.write(describe_failure(error, job=_find_job(arguments)))
+        folder = _find_folder(arguments)
+        sys.stderr.write(describe_failure(error, folder=folder, since=started))
         return code
     return 0
 
@@ -101,11 +99,9 @@ def _exit_code(error: ChildFailedError) -> int:
     return max(first.exitcode, 1)  # negative: a signal
 
 
-def _find_job(arguments: argparse.Namespace) -> Job | None:
-    """Return the settings that the failed training stored in its folder, None if it stored none."""
+def _find_folder(arguments: argparse.Namespace) -> Path | None:
+    """Return the folder of the training that failed, None if another program was started."""
     from torchtitan.config.sources import COMMAND_LINE, CONFIG_FILE, Setting, read_layers
-    from torchtitan.job import CONFIG_FILE as STORED
-    from torchtitan.resume_rules import Job
 
     words = [arguments.training_script, *arguments.training_script_args]
     if words[:2] != ["torchtitan", "train"] and words[0] != "torchtitan.train":
@@ -116,38 +112,53 @@ def _find_job(arguments: argparse.Namespace) -> Job | None:
             for layer in read_layers(Setting(file, COMMAND_LINE, CONFIG_FILE, file)):
                 if (found := layer.get(("job", "dump_folder"))) is not None:
                     folder = str(found.value)
-        return Job.stored_in(Path(folder or "outputs").expanduser() / STORED)
-    except UserError:
+        return Path(folder or "outputs").expanduser()
+    except (UserError, RuntimeError):  # RuntimeError: no such home
         return None
 
 
-def describe_failure(error: ChildFailedError, *, job: Job | None) -> str:
+def describe_failure(error: ChildFailedError, *, folder: Path | None, since: float) -> str:
     """Return the last paragraph of a failed job's output: which rank ended first and why, its log,
     and the commands that resume the job and find a hanging rank.
 
     It is empty if the ranks have printed everything.
+
+    Args:
+        error: What torchrun raised.
+        folder: Folder of the training, if known.
+        since: Time of the start. Older logs and records are those of an earlier run.
     """
     rank, first = error.get_first_failure()
     codes = {number: each.exitcode for number, each in error.failures.items()}
-    folder = Path() if job is None else Path(job.config.job.dump_folder)
     lines = []
-    if not {*codes.values()} & {*REPORTED} and first.exitcode not in KILLED_IN_SETUP:
+    if first.exitcode not in (*REPORTED, *KILLED_IN_SETUP):
         cause = f"with exit code {first.exitcode}"
         if first.exitcode < 0:
-            cause = f"by {signal.Signals(-first.exitcode).name}"
+            cause = f"by {_signal_name(-first.exitcode)}"
             cause += ", perhaps of the OOM killer" if first.exitcode == -signal.SIGKILL else ""
         lines.append(f"rank {rank} was the first to end on {socket.gethostname()}, {cause}")
         if len(codes) > 1:
             lines.append(f"  codes: {', '.join(f'rank {n}: {code}' for n, code in codes.items())}")
-        if job is not None and (log := folder / "logs" / f"rank_{rank}.log").is_file():
-            lines.append(f"  log: {log}")
-        if job is not None and job.config.checkpoint.enable:
+        lines += [f"  log: {log}" for log in _written(folder, f"logs/rank_{rank}.log", since)]
+        if folder is not None and any(folder.glob("checkpoint/step-*")):
             lines.append("  run the same command to resume from the last checkpoint")
-    # each rank removes its records at its start
-    if job is not None and any((folder / job.config.comm.save_traces_folder).glob("*")):
+    if folder is not None and _written(folder, "comm_traces/*", since):
         hang = f"python -m torchtitan hang {shlex.quote(str(folder))}"
         lines.append(f"  to name a rank that other ranks waited for: {hang}")
-    return "\n".join(lines).strip() + "\n" * bool(lines)
+    return printable("\n".join(lines).strip()) + "\n" * bool(lines)
+
+
+def _written(folder: Path | None, pattern: str, since: float) -> list[Path]:
+    """Return the files of a folder that were written after a time."""
+    files = () if folder is None else folder.glob(pattern)
+    return [file for file in files if file.stat().st_mtime >= since]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 if __name__ == "__main__":

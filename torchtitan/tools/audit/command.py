@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from torchtitan.base.custom import add_trust_code, trusting_stored
-from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.errors import ConfigError
 from torchtitan.base.urls import local_path
-from torchtitan.tools.verbs import Verbs, build_parser, choose
+from torchtitan.tools.verbs import Verbs, build_parser, choose, report_errors
 
 VERBS: Verbs = {
     "explain": (
@@ -33,18 +32,15 @@ VERBS: Verbs = {
 }
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Run a verb; return 0, 1 if `verify` finds a difference, or 2 for a mistake."""
-    try:
-        verb = choose(VERBS, argv, prog="python -m torchtitan audit", noun="verb", what="the verb")
-        if verb is None:
-            return 0
-        options = PARSERS[verb](argv[1:])
-        with trusting_stored(options.trust_code):
-            code: int = import_module(VERBS[verb][0]).main(options)
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    verb = choose(VERBS, argv, prog="python -m torchtitan audit", noun="verb", what="the verb")
+    if verb is None:
+        return 0
+    options = PARSERS[verb](argv[1:])
+    with trusting_stored(options.trust_code):
+        code: int = import_module(VERBS[verb][0]).main(options)
     return code
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.errors import ConfigError
 from torchtitan.base.urls import local_path
 from torchtitan.tools.compare.layouts.gaps import (
     GRADIENTS_TOLERANCE,
@@ -26,7 +26,7 @@ from torchtitan.tools.compare.layouts.gaps import (
     WEIGHTS_TOLERANCE,
 )
 from torchtitan.tools.compare.layouts.words import option_key
-from torchtitan.tools.verbs import Verbs, build_parser, choose
+from torchtitan.tools.verbs import Verbs, build_parser, choose, report_errors
 
 TOLERATED = {
     "loss_tolerance": (TOLERANCES["loss"], "relative"),
@@ -37,20 +37,17 @@ TOLERATED = {
 }
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Run a comparison; return 0 if it finds no difference, 1 if it finds one, 2 for a mistake."""
-    try:
-        kind = choose(
-            KINDS, argv, prog="python -m torchtitan compare", noun="kind", what="what to compare"
-        )
-        if kind is None:
-            return 0
-        options = PARSERS[kind](argv[1:])
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        code: int = import_module(KINDS[kind][0]).main(options)
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    kind = choose(
+        KINDS, argv, prog="python -m torchtitan compare", noun="kind", what="what to compare"
+    )
+    if kind is None:
+        return 0
+    options = PARSERS[kind](argv[1:])
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    code: int = import_module(KINDS[kind][0]).main(options)
     return code
 
 
