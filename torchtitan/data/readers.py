@@ -171,15 +171,16 @@ def check_each(items: Iterable[U], check: Callable[[U], T]) -> list[T]:
 
 
 def join_errors(errors: Sequence[DataError], *, more: str = "") -> DataError:
-    """Return one error with the texts of all, each once, and `more`.
+    """Return one error with the lines of all, each once, and `more`.
 
-    It names their setting if those that name one name the same.
+    It names their setting if all name the same.
     """
     problems = [error.problem for error in errors]
-    keys = {problem.keys for problem in problems if isinstance(problem, Violation)}
+    keys = {problem.keys if isinstance(problem, Violation) else () for problem in problems}
     shared = keys.pop() if len(keys) == 1 else ()
     texts = [p.rule if shared and isinstance(p, Violation) else str(p) for p in problems]
-    text = "\n".join(dict.fromkeys(filter(None, (*texts, more))))
+    lines = dict.fromkeys(line for text in (*texts, more) for line in text.splitlines())
+    text = "\n".join(lines)
     return DataError(Violation(shared, text) if shared else text)
 
 
