@@ -120,6 +120,7 @@ SLOW: tuple[str, ...] = (
     "tests/tools/check/test_check.py::test_a_folder_that_is_not_shared",
     "tests/tools/check/test_check.py::test_a_slow_group_is_told_from_the_others",
     "tests/tools/evaluate/test_main.py::test_the_report_holds_figures_and_settings",
+    "tests/tools/compare/test_compare_layouts.py::test_layouts_that_fail_are_reported_and_the_others_run",
     "tests/tools/plan/test_account.py::test_context_parallel_ranks_share_the_products_of_attention",
     "tests/tools/plan/test_account.py::test_products_of_experts",
     "tests/tools/plan/test_explain.py",
