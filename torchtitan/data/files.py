@@ -11,7 +11,7 @@ import glob
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os.path import exists, realpath
 from pathlib import Path
 
@@ -82,15 +82,17 @@ def find_files(
     return [file for file in files if file not in empty]
 
 
-def find_all(entries: Iterable[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
+def find_all(entries: Sequence[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
     """Return the files of each entry of `dataset_path`, as `find_files` does."""
     from torchtitan.data.readers import check_each
 
     def find() -> list[list[str]]:
-        remote = [entry for entry in entries if is_url(entry)]
-        if remote:  # a mistake beside them is reported before anything is downloaded
-            check_each([entry for entry in entries if not is_url(entry)], find_files)
-        return check_each(entries, lambda e: [*map(str, find_files(e, cache=cache))])
+        found: dict[str, list[str]] = {}
+        for is_remote in (False, True):  # mistakes in local entries are reported before downloads
+            named = [entry for entry in entries if is_url(entry) is is_remote]
+            files = check_each(named, lambda e: [*map(str, find_files(e, cache=cache))])
+            found |= zip(named, files, strict=True)
+        return [found[entry] for entry in entries]
 
     found = once(find)
     return [[*map(Path, files)] for files in found]

@@ -1,6 +1,6 @@
 """Samples without labels that fill the last batch of a validation.
 
-Data workers import this file anew at each validation, so it imports little.
+Each validation starts new data workers, which import this file, so it imports little.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def _run_alone(parts: Sequence[FileCorpus], tokenizer: Tokenizer, *, cache: Path
 def _add_mistakes(error: DataError, parts: Sequence[FileCorpus]) -> DataError:
     """Return the error together with the mistakes of parts that were not tokenized.
 
-    An error of the cache, such as a full disk, is returned alone.
+    An error of the cache, such as a full disk, is returned unchanged.
     """
     if isinstance(error.problem, Violation) and "dataset_cache" in error.problem.keys:
         return error
