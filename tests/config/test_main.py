@@ -208,14 +208,6 @@ def test_adapters_without_a_base_are_warned_of(
         assert ("name the base by checkpoint.initial_load_path" in caplog.text) == warns
 
 
-def test_a_pattern_that_only_the_checkpoint_can_match_is_a_remark(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert checked(*CONTINUE, "layers.8.*,output.*", capsys=capsys)[0] == 0
-    (remark,) = [text for text in caplog.messages if CONTINUE[-1].removeprefix("--") in text]
-    assert "'layers.8.*'" in remark
-
-
 def test_there_are_job_files() -> None:
     names = {path.stem for path in TRAIN_CONFIGS}
     sizes = {"1b", "3b", "8b", "70b", "405b"}

@@ -17,7 +17,7 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import CheckpointError, Mistakes, did_you_mean
+from torchtitan.base.errors import CheckpointError, Mistakes
 from torchtitan.base.log import plural
 from torchtitan.base.patterns import matches
 from torchtitan.checkpoint.load import stored_shapes
@@ -45,31 +45,18 @@ def check_excluded(entries: Collection[str], *, model: HasParameters) -> None:
         name = entry.removeprefix(OPTIMIZER)
         if entry in COMPONENTS or name in parameters or set(name) & set(".*?["):
             continue
-        parts = {f"{parameter.partition('.')[0]}.*" for parameter in parameters}
         mistakes.add(
             KEY,
             f"'{entry}' must be a component ({', '.join(COMPONENTS)}) or a pattern of parameters, "
-            f'as "output.*"{did_you_mean(entry, [*COMPONENTS, *sorted(parts)])}',
+            f'as "output.*"',
         )
     mistakes.report()
-
-
-def warn_of_unmatched(entries: Collection[str], *, model: HasParameters) -> None:
-    """Log a warning for each pattern that matches no parameter of the model."""
-    for entry in sorted(set(entries) - {*COMPONENTS}):
-        pattern = entry.removeprefix(OPTIMIZER)
-        if not any(matches(name, [pattern, entry]) for name, _ in model.named_parameters()):
-            logger.warning(
-                "%s: '%s' matches no parameter of the model, so the checkpoint must have one",
-                KEY,
-                entry,
-            )
 
 
 def log_excluded(
     state: RunState, start: Start, *, loaded: Collection[str], group: dist.ProcessGroup
 ) -> None:
-    """Log what each pattern excludes; warn if it drops stored weights. Collective.
+    """Log the parameters that each pattern excludes. Collective.
 
     Raises:
         CheckpointError: A pattern matches nothing.
@@ -77,31 +64,21 @@ def log_excluded(
     patterns = [entry for entry in start.exclude if entry not in COMPONENTS]
     if not patterns:
         return
-    sizes = union({n: p.numel() for n, p in model_tensors(state.model).items()}, group=group)
-    stored = set(start.source.shapes()) if "model" in loaded else set[str]()
+    names = set(union(dict.fromkeys(model_tensors(state.model)), group=group))
+    if "model" in loaded:
+        names |= set(start.source.shapes())
     states = set[str]()
     if "optimizer" in loaded:
-        names = stored_shapes(start.source.path, "optimizer", group=group)
-        states = set(map(_parameter, names))
+        states = set(map(_parameter, stored_shapes(start.source.path, "optimizer", group=group)))
     for pattern in patterns:
-        found = {name for name in sizes.keys() | stored | states if matches(name, [pattern])}
+        found = {name for name in names | states if matches(name, [pattern])}
+        found |= {name for name in states if matches(OPTIMIZER + name, [pattern])}
         if not found:
-            found = {name for name in states if matches(OPTIMIZER + name, [pattern])}
-            if not found:
-                raise CheckpointError(
-                    f"{KEY}: '{pattern}' must be a component ({', '.join(COMPONENTS)}), or match a "
-                    f"parameter of the model or the checkpoint, or optimizer state that is loaded"
-                )
-            logger.info("Excluded by '%s': optimizer state of %s", pattern, _listed(found))
-        elif not stored & sizes.keys() & found:
-            logger.info("Excluded by '%s': %s", pattern, _listed(found))
-        else:
-            logger.warning(
-                "Excluded by '%s': %s; %s of the model keep their initial values",
-                pattern,
-                _listed(found),
-                plural(sum(sizes.get(name, 0) for name in found), "weight"),
+            raise CheckpointError(
+                f"{KEY}: '{pattern}' must be a component ({', '.join(COMPONENTS)}), or match a "
+                f"parameter of the model or the checkpoint, or optimizer state that is loaded"
             )
+        logger.info("Excluded by '%s': %s", pattern, _listed(found))
 
 
 def skipped_optimizer_state(

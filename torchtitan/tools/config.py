@@ -65,7 +65,6 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     """
     # not at the top: mistakes in the settings are reported before torch is imported
     from torchtitan.base.device import device_type
-    from torchtitan.checkpoint.partial import warn_of_unmatched
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
     from torchtitan.finetune.lora import warn_of_random_base
     from torchtitan.hf.model import warn_beyond_positions
@@ -86,11 +85,6 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     folder = Path(checkpoint.initial_load_path or "")
     if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
         warn_beyond_positions(folder, scaling=scaling, lengths=config.sequence_lengths)
-    if checkpoint.exclude_from_loading:
-        model = layout.spec.build_meta(layout.architecture)
-        if layout.adapt is not None:
-            layout.adapt(model)
-        warn_of_unmatched(checkpoint.exclude_from_loading, model=model)
     if checkpoint.initial_load_path is None:
         warn_of_random_base(config.lora)
     try:
