@@ -53,24 +53,14 @@ def test_a_filter_excludes_patterns_and_what_the_source_has_none_of() -> None:
     assert list(some) == ["a.weight", "a.lora_a"]
 
 
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        (".", "holds runs; name one of them: "),
-        ("run", "has no valid checkpoint"),
-        ("run/file", "is a file: name its folder"),
-        ("nowhere", "does not exist"),
-    ],
-)
-def test_what_is_found_instead_of_a_step_is_said(path: str, found: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [".", "run", "run/file", "nowhere"])
+@pytest.mark.parametrize("load_step", [-1, 3])
+def test_a_path_without_a_step_is_refused(path: str, load_step: int, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoint").mkdir(parents=True)
     (tmp_path / "run" / "file").touch()
-    with pytest.raises(CheckpointError, match=found):
-        resolve_step(tmp_path / path, subfolder="checkpoint", verifies=True, group=None)
-    with pytest.raises(CheckpointError, match="load_step 3 "):
-        resolve_step(
-            tmp_path / path, subfolder="checkpoint", load_step=3, verifies=True, group=None
-        )
+    path, how = tmp_path / path, {"subfolder": "checkpoint", "verifies": True, "group": None}
+    with pytest.raises(CheckpointError, match=str(path)):
+        resolve_step(path, load_step=load_step, **how)
 
 
 def test_settings_that_were_stored_with_load_only_still_load() -> None:

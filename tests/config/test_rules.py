@@ -257,18 +257,6 @@ BROKEN = [
         "[checkpoint] exclude_from_loading",
         'write mode = "continue"',
     ),
-    (
-        f'{ELSEWHERE}exclude_from_loading = ["model"]\nmode = "finetune"',
-        "[checkpoint] exclude_from_loading",
-        "remove it, or initial_load_path",
-    ),
-    *(
-        (f'{SAVES}initial_load_path = "x.pt"\n{line}', f"[checkpoint] {key}", "remove this")
-        for key, line in (
-            ("initial_load_in_hf", "initial_load_in_hf = true"),
-            ("initial_load_model_only", "initial_load_model_only = false"),
-        )
-    ),
     # held out without enable too
     (
         '[validation]\nholdout_fraction = 0.1\ndataset = "synthetic"',

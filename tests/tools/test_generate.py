@@ -101,9 +101,8 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
 @pytest.mark.parametrize(
     ("folder", "options", "message"),
     [
-        ("nowhere", [], "nowhere, which does not exist"),
-        ("config.toml", [], "config.toml, which is a file"),
-        ("..", [], "holds runs; name one of them: "),
+        ("nowhere", [], "nowhere holds none"),
+        ("config.toml", [], "config.toml holds none"),
         (".", ["--max_new_tokens", str(10**12)], "--max_new_tokens must be at most 1000000"),
         ("x" * 300, [], "File name too long"),
         (".", ["--seed", str(2**64)], "--seed must fit into 64 bits"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -70,19 +69,12 @@ def resolve_step(
             f"or a folder of checkpoints, and {path} has no such step"
         )
     for folder in folders:
-        plain = on_first_rank(partial(_plain_steps, folder), group=group)
-        if plain:
-            raise CheckpointError(
-                f"{path} holds steps of another writer, without checksums that tell the newest "
-                f"valid one; name one: {', '.join(plain)}"
-            )
         newest = newest_valid_step(folder, verifies=verifies, group=group)
         if newest is not None:
             return newest, True
-    instead = on_first_rank(lambda: _describe_content(path, subfolder), group=group)
     raise CheckpointError(
-        f"a checkpoint must be the folder of a step, of checkpoints or of a run, got {path}, which "
-        f"{instead}"
+        f"a checkpoint must be the folder of a step, of checkpoints or of a run, and {path} holds "
+        f"none"
     )
 
 
@@ -101,7 +93,7 @@ def newest_valid_step(
             another run may be writing them.
 
     Raises:
-        CheckpointError: All checkpoints are damaged.
+        CheckpointError: No checkpoint is valid.
     """
 
     def look() -> list[tuple[int, bool]]:
@@ -122,8 +114,9 @@ def newest_valid_step(
             logger.warning("%s is damaged and is not used: %s", path, summarize(mistakes))
     if steps:
         raise CheckpointError(
-            f"all {len(steps)} checkpoints in {folder} are damaged, the newest is step "
-            f"{steps[-1][0]}; restore one from a copy, or move them away to start from scratch"
+            f"none of {len(steps)} checkpoints in {folder} is valid, the newest is step "
+            f"{steps[-1][0]}; restore one from a copy, or move them away to start from scratch. "
+            f"Steps of other programs have no checksums: name the folder of one"
         )
     return None
 
@@ -189,21 +182,3 @@ def _refuse_damaged(step: Path, *, group: dist.ProcessGroup | None) -> None:
 def _is_plain_dcp(path: Path) -> bool:
     """Return whether another writer made this DCP folder: it lacks our manifest."""
     return (path / METADATA).is_file() and not (path / MANIFEST).is_file()
-
-
-def _plain_steps(folder: Path) -> list[str]:
-    """Return up to three newest steps of another writer, [] if this library wrote one."""
-    steps = list_steps(folder)
-    if any(has_manifest for _, has_manifest in steps):
-        return []
-    paths = [folder / f"step-{step}" for step, _ in reversed(steps)]
-    return [str(path) for path in paths if _is_plain_dcp(path)][:3]
-
-
-def _describe_content(path: Path, subfolder: str) -> str:
-    if not path.is_dir():
-        return "is a file: name its folder" if path.exists() else "does not exist"
-    runs = sorted(str(run.parent) for run in path.glob(f"*/{subfolder}") if run.is_dir())
-    if runs:
-        return f"holds runs; name one of them: {', '.join(runs[:8])}"
-    return "has no valid checkpoint; train with --checkpoint.enable to make one"

@@ -59,7 +59,7 @@ def open_initial(
             the settings name.
     """
     path, settings = find_initial(settings, folder=folder, group=group)
-    is_file = path.suffix in WEIGHT_FILES
+    is_file = path.suffix in WEIGHT_FILES and not settings.initial_load_in_hf
     if settings.load_step != -1 and (is_file or settings.initial_load_in_hf):
         raise ConfigError.at(
             ("checkpoint.load_step", INITIAL_PATH),
