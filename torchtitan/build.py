@@ -283,7 +283,6 @@ def open_initial(
         model=config.model,
         spec=layout.spec,
         architecture=layout.architecture,
-        lengths=config.sequence_lengths,
         optional=is_adapter if config.lora.rank else None,
         folder=io.folder,
         group=io.group,

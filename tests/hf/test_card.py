@@ -83,16 +83,14 @@ def test_it_says_what_the_run_was(tuned: Path, base: Path) -> None:
     }
     state = json.loads((tuned / "checkpoint" / "step-2" / "train_state" / "state.json").read_text())
     text = card.content
-    for line in (
-        "# run, step 2",
+    for row in (
         "| base | some-org/Base-1B |",
         "| LoRA | rank 12, alpha 16 |",
         "| data | `chats.jsonl` |",
         "| sequence length | 64 |",
         f"| tokens | {state['tokens_seen']} |",
-        "\nAdd a purpose before",
     ):
-        assert line in text, line
+        assert row in text, row
     assert str(tuned.parent) not in text
     assert str(base) not in text
     assert "Theirs" not in text
@@ -135,13 +133,9 @@ def test_a_run_from_nothing_names_no_base(ranks: RankPool, tmp_path: Path) -> No
     [
         (HEAD, {"license": "llama3.2", "license_name": "x"}),
         ("---\nlicense: other\nlicense_link: https://a.b/c\n---\n", {"license": "other"}),
-        ("---\ntags: []\n---\nlicense: mit\n", {}),
         ("license: mit\n", {}),
-        ("---\nlicense: mit\n", {}),
         ("---\nlicense:\n- mit\n---\n", {}),
-        ("---\nlicense: [mit]\n---\n", {}),
         ("---\nlicense: a b\n---\n", {}),
-        ("", {}),
         (None, {}),
     ],
 )
@@ -169,16 +163,9 @@ def test_the_hubs_name_is_known_in_its_cache_alone(path: str, expected: str | No
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("outputs/base/step-2", "outputs/base/step-2"),
         ("chats/*.jsonl", "chats/*.jsonl"),
         ("/home/me/chats.jsonl", "chats.jsonl"),
-        ("/data/chats/*.jsonl", "chats/*.jsonl"),
-        ("~/chats/*.jsonl", "chats/*.jsonl"),
-        ("/home/me/*.jsonl", "*.jsonl"),
-        ("~/*.jsonl", "*.jsonl"),
-        ("~me/*.jsonl", "*.jsonl"),
         ("~/models/mine/", "mine"),
-        ("bpe_2048", "bpe_2048"),
         ("https://me:secret@a.b/c", "https://***"),
     ],
 )

@@ -45,6 +45,7 @@ from torchtitan.models.spec import ModelSpec
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LLAMA = MODELS["llama3"]
 TOKENS = torch.arange(120).reshape(2, 60) * 7 % 263
+EXPERTS = "experts, first layer dense"
 NAMES = (
     "grouped",
     "single kv head",
@@ -61,7 +62,7 @@ NAMES = (
     "window",
     "window of one",
     "experts",
-    "experts, first layer dense",
+    EXPERTS,
     "latent",
     "latent, softmax",
 )
@@ -134,8 +135,10 @@ def test_any_rows_of_ours_are_found_in_theirs() -> None:
                 assert torch.equal(piece, ours[start:stop])
 
 
-@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "shard_size"),
+    [*((name, "5GB") for name in NAMES), ("grouped", "20KB"), ("tied", "20KB"), (EXPERTS, "20KB")],
+)
 def test_there_and_back(name: str, shard_size: str, tmp_path: Path) -> None:
     config = VARIANTS[name]
     original = random_decoder(config)
@@ -235,210 +238,71 @@ def test_both_spellings_of_the_rotation_are_read(tmp_path: Path) -> None:
         assert found.rope_scaling.factor == 9.0
 
 
-@pytest.mark.parametrize("flavor", ["1B", "3B", "8B", "70B", "405B"])
-def test_published_models_find_their_flavor(flavor: str, tmp_path: Path) -> None:
-    """By what the config.json of Llama 3.1 and 3.2 say, which leave out what they may."""
-    hidden, intermediate, layers, heads = {
-        "1B": (2048, 8192, 16, 32),
-        "3B": (3072, 8192, 28, 24),
-        "8B": (4096, 14336, 32, 32),
-        "70B": (8192, 28672, 80, 64),
-        "405B": (16384, 53248, 126, 128),
-    }[flavor]
-    is_small = flavor in ("1B", "3B")
-    said = {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "mlp_bias": False,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 32.0 if is_small else 8.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": is_small,
-        "vocab_size": 128256,
-        **({"head_dim": hidden // heads} if is_small else {}),
-    }
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    assert flavor_of(tmp_path) == ("llama3", flavor)
+def llama_rope(factor: float) -> dict[str, Any]:
+    table = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}
+    return {"rope_scaling": {**table, "high_freq_factor": 4.0, "low_freq_factor": 1.0}}
 
 
-@pytest.mark.parametrize("flavor", ["0.6B", "1.7B", "4B", "8B", "14B", "32B"])
-def test_published_qwen3_find_their_flavor(flavor: str, tmp_path: Path) -> None:
-    """By what their config.json say; newer writers add the kind of each layer."""
-    hidden, intermediate, layers, heads = {
-        "0.6B": (1024, 3072, 28, 16),
-        "1.7B": (2048, 6144, 28, 16),
-        "4B": (2560, 9728, 36, 32),
-        "8B": (4096, 12288, 36, 32),
-        "14B": (5120, 17408, 40, 40),
-        "32B": (5120, 25600, 64, 64),
-    }[flavor]
-    said = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 40960,
-        "max_window_layers": layers,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "tie_word_embeddings": flavor in ("0.6B", "1.7B", "4B"),
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    }
-    for more in ({}, {"layer_types": ["full_attention"] * layers}):
-        (tmp_path / "config.json").write_text(json.dumps({**said, **more}))
-        assert flavor_of(tmp_path) == ("qwen3", flavor)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"use_sliding_window": True}, "use_sliding_window must be False, got True"),
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "vocab_size", "rms_norm_eps", "rope_theta")
+FULL = {"use_sliding_window": False, "max_window_layers": 99, "sliding_window": None}
+TIED, HEADS = {"tie_word_embeddings": True}, {"head_dim": 128}
+EXPERT = {"norm_topk_prob": True, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
+EXPERT |= {"mlp_only_layers": [], "router_aux_loss_coef": 0.001, "output_router_logits": False}
+PUBLISHED: list[tuple[str, str, tuple[float, ...], dict[str, Any]]] = [
+    ("llama3", "1B", (2048, 8192, 16, 32, 8, 128_256, 1e-5, 5e5), {**TIED, **llama_rope(32.0)}),
+    ("llama3", "3B", (3072, 8192, 28, 24, 8, 128_256, 1e-5, 5e5), {**TIED, **llama_rope(32.0)}),
+    ("llama3", "8B", (4096, 14_336, 32, 32, 8, 128_256, 1e-5, 5e5), llama_rope(8.0)),
+    ("llama3", "70B", (8192, 28_672, 80, 64, 8, 128_256, 1e-5, 5e5), llama_rope(8.0)),
+    ("llama3", "405B", (16_384, 53_248, 126, 128, 8, 128_256, 1e-5, 5e5), llama_rope(8.0)),
+    ("qwen2", "0.5B", (896, 4864, 24, 14, 2, 151_936, 1e-6, 1e6), {**FULL, **TIED}),
+    ("qwen2", "1.5B", (1536, 8960, 28, 12, 2, 151_936, 1e-6, 1e6), {**FULL, **TIED}),
+    ("qwen2", "3B", (2048, 11_008, 36, 16, 2, 151_936, 1e-6, 1e6), {**FULL, **TIED}),
+    ("qwen2", "7B", (3584, 18_944, 28, 28, 4, 152_064, 1e-6, 1e6), FULL),
+    ("qwen2", "14B", (5120, 13_824, 48, 40, 8, 152_064, 1e-5, 1e6), FULL),
+    ("qwen2", "14B-Instruct", (5120, 13_824, 48, 40, 8, 152_064, 1e-6, 1e6), FULL),
+    ("qwen2", "32B", (5120, 27_648, 64, 40, 8, 152_064, 1e-5, 1e6), {**FULL, "use_mrope": False}),
+    ("qwen2", "32B-Instruct", (5120, 27_648, 64, 40, 8, 152_064, 1e-6, 1e6), FULL),
+    ("qwen2", "72B", (8192, 29_568, 80, 64, 8, 152_064, 1e-5, 1e6), {**FULL, "sliding_window": 9}),
+    ("qwen2", "72B-Instruct", (8192, 29_568, 80, 64, 8, 152_064, 1e-6, 1e6), FULL),
+    ("qwen3", "0.6B", (1024, 3072, 28, 16, 8, 151_936, 1e-6, 1e6), {**FULL, **HEADS, **TIED}),
+    ("qwen3", "1.7B", (2048, 6144, 28, 16, 8, 151_936, 1e-6, 1e6), {**FULL, **HEADS, **TIED}),
+    ("qwen3", "4B", (2560, 9728, 36, 32, 8, 151_936, 1e-6, 1e6), {**FULL, **HEADS, **TIED}),
+    ("qwen3", "8B", (4096, 12_288, 36, 32, 8, 151_936, 1e-6, 1e6), {**FULL, **HEADS}),
+    ("qwen3", "14B", (5120, 17_408, 40, 40, 8, 151_936, 1e-6, 1e6), {**FULL, **HEADS}),
+    ("qwen3", "32B", (5120, 25_600, 64, 64, 8, 151_936, 1e-6, 1e6), {**FULL, **HEADS}),
+    ("mistral", "7B-v0.1", (4096, 14_336, 32, 32, 8, 32_000, 1e-5, 1e4), {"sliding_window": 4096}),
+    ("mistral", "7B-v0.1", (4096, 14_336, 32, 32, 8, 32_000, 1e-5, 1e4), {}),  # the same by default
+    ("mistral", "7B", (4096, 14_336, 32, 32, 8, 32_768, 1e-5, 1e6), {"sliding_window": None}),
+    *(
         (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types must be 'full_attention', got 'sliding_attention'",
-        ),
-        (
-            {"layer_types": "sliding_attention"},
-            "layer_types must be 'full_attention', got 'sliding_attention'",
-        ),
-        ({"attention_bias": True}, "attention_bias must be False, got True"),
-        ({"head_dim": 8}, "head_dim: 8 in the file, 12 in this job"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06 in the file, 0.01 in this job"),
-        ({"architectures": ["LlamaForCausalLM"]}, 'architectures must be ["Qwen3ForCausalLM"]'),
-    ],
-)
-def test_what_does_not_fit_of_qwen3_is_named(
-    changes: dict[str, Any], said: str, tmp_path: Path
+            "qwen3_moe",
+            flavor,
+            sizes,
+            {**FULL, **HEADS, **EXPERT, "moe_intermediate_size": n, key: 128},
+        )
+        for flavor, sizes, n in (
+            ("30B-A3B", (2048, 6144, 48, 32, 4, 151_936, 1e-6, 1e6), 768),
+            ("235B-A22B", (4096, 12_288, 94, 64, 4, 151_936, 1e-6, 1e6), 1536),
+        )
+        for key in ("num_experts", "num_local_experts")  # the second as transformers 5 writes it
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "flavor", "sizes", "more"), PUBLISHED)
+def test_published_models_find_their_flavor(
+    family: str, flavor: str, sizes: tuple[float, ...], more: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = VARIANTS["normed heads"]
-    folder = theirs(tmp_path, config)
-    change_config(**changes)(folder)
-    with pytest.raises(CheckpointError) as error:
-        imported(folder, config)
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("flavor", "sizes"),
-    {
-        "0.5B": (896, 4864, 24, 14, 2, 151_936, 1e-6),
-        "1.5B": (1536, 8960, 28, 12, 2, 151_936, 1e-6),
-        "3B": (2048, 11_008, 36, 16, 2, 151_936, 1e-6),
-        "7B": (3584, 18_944, 28, 28, 4, 152_064, 1e-6),
-        "14B": (5120, 13_824, 48, 40, 8, 152_064, 1e-5),
-        "14B-Instruct": (5120, 13_824, 48, 40, 8, 152_064, 1e-6),
-        "32B": (5120, 27_648, 64, 40, 8, 152_064, 1e-5),
-        "32B-Instruct": (5120, 27_648, 64, 40, 8, 152_064, 1e-6),
-        "72B": (8192, 29_568, 80, 64, 8, 152_064, 1e-5),
-        "72B-Instruct": (8192, 29_568, 80, 64, 8, 152_064, 1e-6),
-    }.items(),
-)
-def test_published_qwen2_find_their_flavor(
-    flavor: str, sizes: tuple[Any, ...], tmp_path: Path
-) -> None:
-    """By what the config.json of Qwen2.5 say: of a window that is not used."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary, eps = sizes
-    said = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 131_072,
-        "max_window_layers": layers,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": eps,
-        "rope_theta": 1000000.0,
-        "sliding_window": 131_072,
-        "tie_word_embeddings": vocabulary == 151_936,
-        "use_sliding_window": False,
-        "vocab_size": vocabulary,
-    }
-    for more in ({}, {"layer_types": ["full_attention"] * layers}, {"use_mrope": False}):
-        (tmp_path / "config.json").write_text(json.dumps({**said, **more}))
-        assert flavor_of(tmp_path) == ("qwen2", flavor)
-
-
-@pytest.mark.parametrize(
-    ("flavor", "said"),
-    [
-        ("7B-v0.1", {"sliding_window": 4096, "rope_theta": 10000.0, "vocab_size": 32_000}),
-        ("7B-v0.1", {"rope_theta": 10000.0, "vocab_size": 32_000}),  # transformers' own value
-        ("7B", {"sliding_window": None, "rope_theta": 1000000.0, "vocab_size": 32_768}),
-    ],
-)
-def test_published_mistrals_find_their_flavor(
-    flavor: str, said: dict[str, Any], tmp_path: Path
-) -> None:
-    sizes = {
-        "architectures": ["MistralForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps({**sizes, **said}))
-    assert flavor_of(tmp_path) == ("mistral", flavor)
-
-
-@pytest.mark.parametrize(
-    ("variant", "changes", "said"),
-    [
-        ("biased", {"use_sliding_window": True}, "use_sliding_window must be False, got True"),
-        (
-            "biased",
-            {"layer_types": ["sliding_attention"]},
-            "layer_types must be 'full_attention', got 'sliding_attention'",
-        ),
-        ("biased", {"mlp_bias": True}, "mlp_bias must be False, got True"),
-        (
-            "biased",
-            {"architectures": ["LlamaForCausalLM"]},
-            'architectures must be ["Qwen2ForCausalLM"]',
-        ),
-        ("window", {"sliding_window": 8}, "sliding_window: 8 in the file, 7 in this job"),
-        ("window", {"sliding_window": None}, "sliding_window: None in the file, 7 in this job"),
-        ("window", {"sliding_window": "8"}, "'sliding_window' must be of type int, got '8'"),
-        ("window", {"sliding_window": 0}, "sliding_window: 0 in the file, 7 in this job"),
-        ("window", {"attention_bias": True}, "attention_bias must be False, got True"),
-        ("window", {"mlp_bias": True}, "mlp_bias must be False, got True"),
-    ],
-)
-def test_what_does_not_fit_of_qwen2_and_mistral_is_named(
-    variant: str, changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    folder = theirs(tmp_path, VARIANTS[variant])
-    change_config(**changes)(folder)
-    with pytest.raises(CheckpointError) as error:
-        imported(folder, VARIANTS[variant])
-    assert said in str(error.value)
+    """By the config.json of each; newer writers add the kind of each layer."""
+    said = {"architectures": [MODELS[family].hf.architecture], "hidden_act": "silu"}
+    said |= {**dict(zip(SIZES, sizes, strict=True)), **more}
+    kinds = (
+        {"layer_types": ["full_attention"] * int(sizes[2])} if family in ("qwen2", "qwen3") else {}
+    )
+    for added in ({}, kinds):
+        (tmp_path / "config.json").write_text(json.dumps({**said, **added}))
+        assert flavor_of(tmp_path) == (family, flavor)
 
 
 def test_a_plain_dcp_folder(tmp_path: Path) -> None:
@@ -468,9 +332,6 @@ def test_the_sizes_of_a_folder_as_settings(name: str, tmp_path: Path) -> None:
     assert 'model.flavor = "hf"' in str(error.value).splitlines()[-1]
 
 
-EXPERTS = "experts, first layer dense"
-
-
 def test_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
     """Byte for byte: one tensor per expert, as published folders have them."""
     config = VARIANTS[EXPERTS]
@@ -497,83 +358,8 @@ def test_experts_in_any_number_of_files(tmp_path: Path) -> None:
     assert equal(imported(folder, model.config).state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("flavor", "sizes"),
-    {
-        "30B-A3B": (2048, 6144, 48, 32, 768),
-        "235B-A22B": (4096, 12_288, 94, 64, 1536),
-    }.items(),
-)
-def test_published_qwen3_moe_find_their_flavor(
-    flavor: str, sizes: tuple[int, ...], tmp_path: Path
-) -> None:
-    hidden, intermediate, layers, heads, expert = sizes
-    said = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 40960,
-        "max_window_layers": layers,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": expert,
-        "norm_topk_prob": True,
-        "num_attention_heads": heads,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 4,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    }
-    for key in ("num_experts", "num_local_experts"):  # the second as transformers 5 writes it
-        (tmp_path / "config.json").write_text(json.dumps({**said, key: 128}))
-        assert flavor_of(tmp_path) == ("qwen3_moe", flavor)
-
-
 def without(part: str) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: [tensors.pop(name) for name in [*tensors] if part in name]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_local_experts": 6}, "num_experts: 6 in the file, 5 in this job"),
-        ({"num_experts_per_tok": 2}, "num_experts_per_tok: 2 in the file, 3 in this job"),
-        ({"num_experts_per_tok": "3"}, "'num_experts_per_tok' must be of type int, got '3'"),
-        ({"norm_topk_prob": True}, "norm_topk_prob: True in the file, False in this job"),
-        ({"norm_topk_prob": 1}, "'norm_topk_prob' must be of type bool, got '1'"),
-        ({"mlp_only_layers": []}, "mlp_only_layers: [] in the file, [0] in this job"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
-        (without(".experts.2.up"), "number 2 missing"),
-        (without(".experts.4.up"), "has shape [4, 20, 32], not [5, 20, 32]"),
-        (without(".mlp.gate.weight"), "1 missing: 'layers.1.moe.router.gate.weight'"),
-        (
-            lambda t: t.update({"model.layers.1.mlp.experts.3.up_proj.weight": torch.ones(2, 2)}),
-            "((2, 2), 'F32') and ((20, 32), 'F32')",
-        ),
-        (
-            lambda t: t.update({"layers.1.moe.experts.w3": torch.ones(5, 20, 32)}),
-            "'layers.1.moe.experts.w3' must be one tensor",
-        ),
-    ],
-)
-def test_what_does_not_fit_of_experts_is_named(changes: Any, said: str, tmp_path: Path) -> None:
-    folder = theirs(tmp_path, VARIANTS[EXPERTS])
-    change = change_config(**changes) if isinstance(changes, dict) else change_tensors(changes)
-    change(folder)
-    with pytest.raises(CheckpointError) as error:
-        imported(folder, VARIANTS[EXPERTS])
-    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -609,10 +395,6 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: rewrite(folder / "config.json", lambda content: content.update(changes))
 
 
-def change_rope(table: dict[str, Any], **changes: Any) -> Callable[[Path], None]:
-    return change_config(rope_parameters={**table, **changes})
-
-
 def change_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         state = load_file(folder / "model.safetensors")
@@ -644,101 +426,112 @@ def with_index(weight_map: object) -> Callable[[Path], None]:
     return apply
 
 
-ROPE = {"rope_type": "longrope", "rope_theta": 500_000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (cut, "model.safetensors cannot be read"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors file"),
-        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
-        (change_config(hidden_size="32"), "'hidden_size' must be of type int, got '32'"),
-        (change_config(num_attention_heads=None), "it lacks 'num_attention_heads'"),
-        (
-            change_tensors(lambda t: t.pop("model.norm.weight")),
-            "1 missing: 'norm.weight' (model.norm.weight)",
+def keys(said: str, **changes: Any) -> tuple[str, Callable[[Path], None]]:
+    return said, change_config(**changes)
+
+
+def rope(said: str, **changes: Any) -> tuple[str, Callable[[Path], None]]:
+    return said, change_config(rope_parameters=changes)
+
+
+def tensors(said: str, change: Callable[[dict[str, Tensor]], Any]) -> tuple[str, Any]:
+    return said, change_tensors(change)
+
+
+GATE = "model.layers.1.mlp.experts.3.up_proj.weight"
+SLIDING = "'full_attention', got 'sliding_attention'"
+MISFITS: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
+    "grouped": [
+        ("model.safetensors", cut),
+        (".bin files", lambda at: (at / "model.safetensors").rename(at / "model.bin")),
+        ("config.json", lambda at: (at / "config.json").unlink()),
+        ("config.json cannot be read", lambda at: (at / "config.json").write_text("{")),
+        keys("'hidden_size' must be of type int, got '32'", hidden_size="32"),
+        keys("it lacks 'num_attention_heads'", num_attention_heads=None),
+        tensors(
+            "1 missing: 'norm.weight' (model.norm.weight)", lambda t: t.pop("model.norm.weight")
         ),
-        (
-            change_tensors(lambda t: t.update(extra=torch.ones(1))),
-            "1 unexpected: 'extra'",
+        tensors("1 unexpected: 'extra'", lambda t: t.update(extra=torch.ones(1))),
+        tensors(
+            "[5, 32], not [263, 32]", lambda t: t.update({"lm_head.weight": torch.ones(5, 32)})
         ),
-        (
-            change_tensors(lambda t: t.update({"model.layers.1.mlp.up_proj.bias": torch.ones(96)})),
-            "1 unexpected: 'model.layers.1.mlp.up_proj.bias'",
-        ),
-        (
-            change_tensors(lambda t: t.update({"lm_head.weight": torch.ones(5, 32)})),
-            "1 of another shape: 'output.weight' (lm_head.weight) has shape [5, 32], not [263, 32]",
-        ),
-        (
-            change_tensors(lambda t: t.update({"model.norm.weight": torch.ones(32).char()})),
-            "1 of another type: 'norm.weight' (model.norm.weight) has type I8, not F64, F32, F16, ",
-        ),
-        (with_index({"extra": "one.safetensors"}), "names missing tensors: extra in one."),
-        (with_index({"extra": "two.safetensors"}), "two.safetensors cannot be read"),
-        (
-            with_index({"extra": "../one.safetensors"}),
-            "weight_map must name a file in the folder for each tensor, got '../",
-        ),
-        (with_index({}), None),
-        (with_index(["one.safetensors"]), "weight_map must name a file in the folder"),
-        (change_config(num_hidden_layers=3), "num_hidden_layers: 3 in the file, 2 in this job"),
-        (change_config(rms_norm_eps=1e-6), "rms_norm_eps: 1e-06 in the file, 1e-05 in this job"),
-        (
-            change_config(rope_parameters={"rope_theta": 1e4}),
-            "rope_theta: 10000.0 in the file, 500000.0",
-        ),
-        (change_config(num_attention_heads=8), "num_attention_heads: 8 in the file, 4 in this job"),
-        (
-            change_config(num_attention_heads=8, head_dim=4),
-            "num_attention_heads: 8 in the file, 4 in",
-        ),
-        (
-            change_config(rope_parameters=ROPE),
-            "rope_type must be default, linear or llama3 or yarn, got 'longrope'",
-        ),
-        (change_rope(YARN, truncate=False), "truncate = False"),
-        (change_rope(YARN, mscale=0.0), "'mscale' must be a number above 0, got 0.0"),
-        (change_rope(YARN, short_factor=[1.0]), "short_factor = [1.0]"),
-        (change_rope(YARN, factor=None), "rope_type 'yarn' needs 'factor'"),
-        (
-            change_rope(YARN, factor="8"),
-            "config.json is damaged: 'factor' must be a number above 0, got",
-        ),
-        (change_rope(YARN, factor=True), "'factor' must be a number above 0, got True"),
-        (change_rope(YARN, factor=-2.0), "'factor' must be a number above 0, got -2.0"),
-        (change_rope(YARN, beta_fast="32"), "'beta_fast' must be a number above 0, got '32'"),
-        (change_rope(YARN, beta_fast=None, mscale=None, truncate=True), "rope_scaling: {'rope_ty"),
-        (change_rope(YARN, rope_type=["yarn"]), "got ['yarn']"),
-        (change_rope({"rope_theta": "5"}), "'rope_theta' must be a number above 0, got '5'"),
-        (change_config(rope_parameters=None, rope_theta="5"), "'rope_theta' must be a number"),
-        (change_rope({"partial_rotary_factor": 0.5}), "partial_rotary_factor must be 1.0, got 0.5"),
-        (change_config(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0, got 0.5"),
-        (change_config(attention_bias=True), "attention_bias must be False, got True"),
-        (change_config(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
-        (change_config(sliding_window=4096), "sliding_window must be None, got 4096"),
-        (change_config(quantization_config={"bits": 4}), "got {'bits': 4}"),
-        (
-            change_config(architectures=["MistralForCausalLM"]),
-            "architectures must be [\"LlamaForCausalLM\"], got ['MistralForCausalLM']",
+        tensors("type I8", lambda t: t.update({"model.norm.weight": torch.ones(32).char()})),
+        ("extra in one.", with_index({"extra": "one.safetensors"})),
+        ("two.safetensors cannot be read", with_index({"extra": "two.safetensors"})),
+        ("got '../", with_index({"extra": "../one.safetensors"})),
+        ("weight_map", with_index(["one.safetensors"])),
+        keys("num_hidden_layers: 3 in the file, 2 in this job", num_hidden_layers=3),
+        keys("rms_norm_eps: 1e-06 in the file, 1e-05 in", rms_norm_eps=1e-6),
+        keys("num_attention_heads: 8 in the file, 4 in", num_attention_heads=8, head_dim=4),
+        keys("attention_bias must be False, got True", attention_bias=True),
+        keys("hidden_act must be 'silu', got 'gelu'", hidden_act="gelu"),
+        keys("sliding_window must be None, got 4096", sliding_window=4096),
+        keys("got {'bits': 4}", quantization_config={"bits": 4}),
+        keys("got ['MistralForCausalLM']", architectures=["MistralForCausalLM"]),
+        keys("'rope_theta' must be", rope_parameters=None, rope_theta="5"),
+        keys("partial_rotary_factor must be 1.0, got 0.5", partial_rotary_factor=0.5),
+        rope("partial_rotary_factor must be 1.0, got 0.5", partial_rotary_factor=0.5),
+        rope("rope_theta: 10000.0 in the file, 500000.0", rope_theta=1e4),
+        rope("got 'longrope'", rope_type="longrope", factor=2.0),
+        rope("truncate = False", **YARN, truncate=False),
+        rope("short_factor = [1.0]", **YARN, short_factor=[1.0]),
+        rope("'mscale' must be a number above 0, got 0.0", **YARN, mscale=0.0),
+        rope("'beta_fast' must be a number above 0, got '32'", **YARN, beta_fast="32"),
+        rope("'factor' must be a number above 0, got True", **{**YARN, "factor": True}),
+        rope("'yarn' needs 'factor'", **{**YARN, "factor": None}),
+        rope("rope_scaling: {'rope_ty", **YARN, beta_fast=None, truncate=True),
+        rope("got ['yarn']", **{**YARN, "rope_type": ["yarn"]}),
+    ],
+    "normed heads": [
+        keys("use_sliding_window must be False, got True", use_sliding_window=True),
+        keys(SLIDING, layer_types=["full_attention", "sliding_attention"]),
+        keys(SLIDING, layer_types="sliding_attention"),
+        keys("head_dim: 8 in the file, 12 in this job", head_dim=8),
+    ],
+    "biased": [keys("mlp_bias must be False, got True", mlp_bias=True)],
+    "window": [
+        keys("sliding_window: None in the file, 7 in this job", sliding_window=None),
+        keys("'sliding_window' must be of type int, got '8'", sliding_window="8"),
+    ],
+    EXPERTS: [
+        keys("num_experts: 6 in the file, 5 in this job", num_local_experts=6),
+        keys("norm_topk_prob: True in the file, False in this job", norm_topk_prob=True),
+        keys("'norm_topk_prob' must be of type bool, got '1'", norm_topk_prob=1),
+        keys("mlp_only_layers: [] in the file, [0] in this job", mlp_only_layers=[]),
+        keys("decoder_sparse_step must be 1, got 2", decoder_sparse_step=2),
+        tensors("number 2 missing", without(".experts.2.up")),
+        tensors("has shape [4, 20, 32], not [5, 20, 32]", without(".experts.4.up")),
+        tensors("'layers.1.moe.router.gate.weight'", without(".mlp.gate.weight")),
+        tensors("((2, 2), 'F32') and", lambda t: t.update({GATE: torch.ones(2, 2)})),
+        tensors(
+            "'layers.1.moe.experts.w3' must be one tensor",
+            lambda t: t.update({"layers.1.moe.experts.w3": torch.ones(5, 20, 32)}),
         ),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "damage"), [(name, *row) for name, rows in MISFITS.items() for row in rows]
 )
 def test_what_does_not_fit_is_named(
-    damage: Callable[[Path], None], said: str | None, tmp_path: Path
+    name: str, said: str, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
+    folder = theirs(tmp_path, VARIANTS[name])
+    damage(folder)
+    with pytest.raises(CheckpointError) as error:
+        imported(folder, VARIANTS[name])
+    assert said in str(error.value)
+
+
+def test_one_file_may_have_an_index(tmp_path: Path) -> None:
     config = VARIANTS["grouped"]
     folder = theirs(tmp_path, config)
-    damage(folder)
-    if said is None:
-        assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
-        return
-    with pytest.raises(CheckpointError) as error:
-        imported(folder, config)
-    assert said in str(error.value)
+    with_index({})(folder)
+    assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
 
 
 def test_another_flavor_is_named_with_each_size_that_differs(tmp_path: Path) -> None:
@@ -763,19 +556,6 @@ def test_a_larger_vocabulary_may_grow(stored: int, may_grow: bool, tmp_path: Pat
     with pytest.raises(CheckpointError) as error:
         open_folder(folder, spec=LLAMA, architecture=LLAMA.flavors["tiny"], group=None)
     assert ("checkpoint.grow_vocab = true" in str(error.value)) == may_grow
-
-
-def test_a_file_is_refused_with_its_folder(tmp_path: Path) -> None:
-    file = theirs(tmp_path) / "model.safetensors"
-    with pytest.raises(CheckpointError, match="it is a file"):
-        open_folder(file, spec=LLAMA, architecture=VARIANTS["grouped"], group=None)
-
-
-def test_pickles_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    folder = theirs(tmp_path)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickles and never read"):
-        imported(folder, VARIANTS["grouped"])
 
 
 def test_what_is_left_out_may_be_of_another_size(tmp_path: Path) -> None:

@@ -185,41 +185,26 @@ def test_another_tokenizer_than_the_one_beside_the_weights_is_warned_of(
     origin = write_tokenizer(tmp_path / "origin")
     content = json.loads((origin / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
-
-    def variant(name: str, *, added: tuple[str, ...] = (), **changed: int) -> Path:
-        folder = shutil.copytree(origin, tmp_path / name)
-        first = max(token["id"] for token in content["added_tokens"]) + 1
-        more = [
-            {**content["added_tokens"][-1], "id": first + i, "content": text}
-            for i, text in enumerate(added)
-        ]
-        model = {**content["model"], "vocab": {**vocabulary, **changed}}
-        whole = {**content, "model": model, "added_tokens": [*content["added_tokens"], *more]}
-        (folder / "tokenizer.json").write_text(json.dumps(whole))
-        return folder
-
-    grown = variant("grown", added=("<new>", "<newer>"))
-    renamed = variant("renamed", added=("<other>",))
-    swapped = variant("swapped", a=vocabulary["b"], b=vocabulary["a"])
-    damaged = shutil.copytree(origin, tmp_path / "damaged")
-    (damaged / "tokenizer.json").write_text("{}")
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    same = [origin, origin / "tokenizer.json", origin / "original" / "tokenizer.model", grown]
-    cases: list[tuple[Path, Path | str, list[str]]] = [(origin, path, []) for path in same]
-    first, total = vocabulary["a"], max(vocabulary.values()) + 2
-    cases += [
-        (grown, origin, []),  # ids that one of them lacks are no other meanings
-        (bare, swapped, []),
-        (origin, swapped, [f"in 2 of the {total} ids", f"{first} is 'b'", "it is 'a'"]),
-        (grown, renamed, [f"in 1 of the {total + 1} ids", f"{total} is '<other>'", "'<new>'"]),
-        (origin, "byte", ["ids of both"]),
-        (damaged, origin, [str(damaged / "tokenizer.json")]),
-    ]
-    for folder, path, named in cases:
+    swapped = shutil.copytree(origin, tmp_path / "swapped")
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (swapped / "tokenizer.json").write_text(json.dumps(content))
+    grown = shutil.copytree(origin, tmp_path / "grown")
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    tokens = content["added_tokens"]
+    first = max(token["id"] for token in tokens) + 1
+    tokens.append({**tokens[-1], "id": first, "content": "<new>"})
+    (grown / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "bare").mkdir()
+    for folder, path, warns in (
+        (origin, origin, False),
+        (origin, origin / "original" / "tokenizer.model", False),
+        (origin, grown, False),  # ids that one of them lacks have no other meaning
+        (grown, origin, False),
+        (tmp_path / "bare", swapped, False),
+        (origin, swapped, True),
+        (origin, "byte", True),
+    ):
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            warn_of_other_tokenizer(str(path), base=folder)
-        assert len(caplog.messages) == bool(named)
-        for text in [f"model.tokenizer_path {path}", *named] if named else []:
-            assert text in caplog.text
+        warn_of_other_tokenizer(str(path), base=folder)
+        assert len(caplog.messages) == warns
+        assert not warns or f"model.tokenizer_path {path}" in caplog.text

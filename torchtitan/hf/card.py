@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +84,5 @@ def find_hub_id(path: Path) -> str | None:
 
 
 def without_home(path: str) -> str:
-    """Return a path for the card: only the last name if it is absolute, and no credentials.
-
-    A pattern keeps the folder before it, unless that is a home.
-    """
-    if not path.startswith(("/", "~")):
-        return hide_credentials(path)
-    name, folder = Path(path).name, Path(path).parent
-    is_home = folder.parent.name in ("home", "Users") or folder.name.startswith("~")
-    is_home |= folder.name == Path.home().name
-    return name if is_home or not has_magic(name) else f"{folder.name}/{name}"
+    """Return a path for the card: only the last name if it is absolute, and no credentials."""
+    return Path(path).name if path.startswith(("/", "~")) else hide_credentials(path)

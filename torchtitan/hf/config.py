@@ -252,7 +252,7 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
 
 
 def _check_counts(config: StoredJSON, sizes: Sizes, *, format: HFFormat) -> None:
-    """Raise CheckpointError if a count is out of range, or heads cannot be divided."""
+    """Raise CheckpointError if a count is out of range."""
     counts = {k: sizes[k] for k, size in size_table(format).items() if size.kind is int}
     for key, count in counts.items():
         least = 0 if format.none_as.get(key) == 0 else 1
@@ -261,14 +261,6 @@ def _check_counts(config: StoredJSON, sizes: Sizes, *, format: HFFormat) -> None
             raise CheckpointError(
                 f"{config.path}: {key} must be from {least} to {most}, got {str(count)[:20]}"
             )
-    heads, kv_heads = counts["num_attention_heads"], counts["num_key_value_heads"]
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"{config.path}: num_key_value_heads must divide num_attention_heads, got {kv_heads} "
-            f"and {heads}"
-        )
-    if counts.get("head_dim", 0) % 2:
-        raise CheckpointError(f"{config.path}: head_dim must be even, got {counts['head_dim']}")
 
 
 def new_config(

@@ -85,7 +85,11 @@ def open_folder(
     """
 
     def survey() -> dict[str, StoredTensor]:
-        _check_is_folder(path)
+        if not is_hf_folder(path):
+            raise CheckpointError(
+                f"{path} must be a folder with {CONFIG} and {WEIGHTS} or {INDEX}: .bin files are "
+                f"pickles and never read (checkpoint.initial_load_path, initial_load_in_hf)"
+            )
         # with parameters excluded, only the remaining names and shapes must match
         exempt = {*may_differ, *(VISIBLE_IN_SHAPES if filter.exclude else ())}
         exempt |= {"vocab_size"} if filter.may_grow else set()
@@ -134,23 +138,6 @@ def to_dcp(
     write_json(draft / STATE, MODEL_STATE)
     commit(target)
     return spec, architecture
-
-
-def _check_is_folder(path: Path) -> None:
-    if is_hf_folder(path):
-        return
-    if not path.is_dir():
-        problem = "it is a file, name its folder" if path.exists() else "it does not exist"
-    elif not (path / CONFIG).is_file():
-        problem = f"it has no {CONFIG}"
-    else:
-        problem = "it has no safetensors file"
-    if path.is_dir() and any(path.glob("*.bin")):
-        problem += "; .bin files are pickles and never read, convert them to safetensors"
-    raise CheckpointError(
-        f"{path} is not a Hugging Face folder with {CONFIG} and {WEIGHTS} or {INDEX}: {problem}; "
-        f"see checkpoint.initial_load_path and checkpoint.initial_load_in_hf"
-    )
 
 
 def _read_headers(

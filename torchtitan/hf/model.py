@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,18 +15,14 @@ from torchtitan.hf.config import (
     family_of,
     find_inexpressible,
     read_config,
-    read_scaling,
-    rope_table,
 )
 from torchtitan.hf.folder import is_hf_folder
-from torchtitan.hf.names import CONFIG, Names
+from torchtitan.hf.names import Names
 from torchtitan.models.families import MODELS, find_spec, to_settings
 from torchtitan.models.interface import LanguageModel
 from torchtitan.models.settings import ALL_SIZES, HF, ModelConfig, given_sizes
-from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import ModelSpec
 
-logger = logging.getLogger(__name__)
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
@@ -77,28 +71,6 @@ def with_model_of(found: ModelConfig, settings: ModelConfig) -> ModelConfig:
     own_scaling = settings.rope_scaling.type != "flavor"
     scaling = settings.rope_scaling if own_scaling else found.rope_scaling
     return replace(settings, name=found.name, rope_scaling=scaling, **sizes)
-
-
-def warn_beyond_positions(
-    folder: Path, *, scaling: RopeScaling | None, lengths: Mapping[str, int]
-) -> None:
-    """Log a warning if sequences are longer than a Hugging Face folder states for its model.
-
-    Args:
-        folder: The folder.
-        scaling: The model's. With YaRN's, `warn_beyond_rope` does this; with another one than the
-            folder's, the folder does not say how far it reaches.
-        lengths: Tokens of the sequences by key.
-    """
-    config = read_config(folder)
-    stated = config.get("max_position_embeddings", math.inf)
-    is_folders = scaling is not None and scaling == read_scaling(rope_table(config))
-    if scaling is not None and not (scaling.type == "llama3" and is_folders):
-        return
-    for key, seq_len in lengths.items():
-        if stated < seq_len:
-            text = "%s is %d, beyond max_position_embeddings = %d in %s"
-            logger.warning(text, key, seq_len, stated, folder / CONFIG)
 
 
 def missing_folder(path: Path) -> ConfigError:

@@ -6,7 +6,7 @@ torch.save, or a DCP folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchtitan.checkpoint.start import LoadMode
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
-from torchtitan.hf.model import chosen_rotation, missing_folder, warn_beyond_positions
+from torchtitan.hf.model import chosen_rotation, missing_folder
 from torchtitan.hf.names import Names
 from torchtitan.hf.tokenizer_files import warn_of_other_tokenizer
 from torchtitan.mesh.ranks import on_first_rank
@@ -36,7 +36,6 @@ def open_initial(
     model: ModelConfig,
     spec: ModelSpec,
     architecture: DecoderConfig,
-    lengths: Mapping[str, int],
     optional: Callable[[str], bool] | None,
     folder: Path,
     group: dist.ProcessGroup,
@@ -49,7 +48,6 @@ def open_initial(
         model: The section [model].
         spec: Family of the model.
         architecture: Sizes of the model.
-        lengths: Tokens per sequence, by the key that sets them.
         optional: Selects parameters that the source may lack.
         folder: Parent of the run's own `step-N` folders.
         group: All ranks.
@@ -75,7 +73,11 @@ def open_initial(
     if is_file:
         return open_file(path, rope=settings.initial_load_rope, **sizes, **how)
     if settings.initial_load_in_hf:
-        return _open_folder(path, model=model, lengths=lengths, **sizes, **how)
+        if not on_first_rank(path.is_dir, group=group):
+            raise missing_folder(path)
+        found = open_folder(path, may_differ=chosen_rotation(model), **sizes, **how)
+        on_first_rank(lambda: warn_of_other_tokenizer(model.tokenizer_path, base=path), group=group)
+        return found
     if on_first_rank(lambda: is_hf_folder(path), group=group):
         raise CheckpointError(
             f"{INITIAL_PATH} {path} is a Hugging Face folder; to start from its weights write "
@@ -83,22 +85,3 @@ def open_initial(
         )
     head_dim = Names(spec.hf, architecture).rope_head_dim
     return open_step(path, settings=settings, spec=spec, rope_head_dim=head_dim, **how)
-
-
-def _open_folder(
-    path: Path,
-    *,
-    model: ModelConfig,
-    architecture: DecoderConfig,
-    lengths: Mapping[str, int],
-    group: dist.ProcessGroup,
-    **how: Any,
-) -> WeightSource:
-    """Open a Hugging Face folder; warn of another tokenizer, and of too long sequences."""
-    if not on_first_rank(path.is_dir, group=group):
-        raise missing_folder(path)
-    how |= {"architecture": architecture, "group": group}
-    found = open_folder(path, may_differ=chosen_rotation(model), **how)
-    on_first_rank(lambda: warn_of_other_tokenizer(model.tokenizer_path, base=path), group=group)
-    warn_beyond_positions(path, scaling=architecture.rope_scaling, lengths=lengths)
-    return found

@@ -14,7 +14,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from math import gcd, lcm
-from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.config.sources import to_toml
@@ -67,8 +66,6 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     from torchtitan.base.device import device_type
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
     from torchtitan.finetune.lora import warn_of_random_base
-    from torchtitan.hf.model import warn_beyond_positions
-    from torchtitan.hf.names import CONFIG
     from torchtitan.layout import find_layout
     from torchtitan.models.positions import warn_beyond_rope
     from torchtitan.parallel.layout import check_device
@@ -79,13 +76,9 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     tokenizer = find_tokenizer(config.model.tokenizer_path)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
-    checkpoint, scaling = config.checkpoint, layout.architecture.rope_scaling
-    if scaling is not None:
-        warn_beyond_rope(scaling, lengths=config.sequence_lengths)
-    folder = Path(checkpoint.initial_load_path or "")
-    if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
-        warn_beyond_positions(folder, scaling=scaling, lengths=config.sequence_lengths)
-    if checkpoint.initial_load_path is None:
+    if layout.architecture.rope_scaling is not None:
+        warn_beyond_rope(layout.architecture.rope_scaling, lengths=config.sequence_lengths)
+    if config.checkpoint.initial_load_path is None:
         warn_of_random_base(config.lora)
     try:
         check_device(config.compile, float8=layout.float8, device_type=device_type())
