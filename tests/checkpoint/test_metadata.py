@@ -9,7 +9,6 @@ import random
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -145,12 +144,6 @@ def test_the_attacks_are_real(attack: Callable[[Metadata], None], folder: Path) 
     assert Path("run").exists()
 
 
-def test_a_pickle_of_something_else_is_refused(folder: Path) -> None:
-    rewrite(folder, lambda metadata: {"a": 1})
-    with pytest.raises(CheckpointError, match="a dict, not a Metadata"):
-        read(folder)
-
-
 def test_names_within_names_are_refused(folder: Path) -> None:
     evil = b"\x80\x04\x8c\x29torch.distributed.checkpoint.metadata\x8c\x0bMetadata.os\x93."
     evil = evil.replace(b"\x29", bytes([len("torch.distributed.checkpoint.metadata")]))
@@ -178,8 +171,6 @@ LASTING = {
     "the class of a record": named(PLACE, "StorageMeta") + STATE + b"b",
     "the class of an enumeration": named(PLACE, "_MEM_FORMAT_ENCODING") + STATE + b"b",
     "a member of an enumeration": MEMBER + b"}" + text("_value_") + b"K\x07sb",
-    "a member, by attributes": MEMBER + b"N}" + text("_value_") + b"K\x07s\x86b",
-    "a type of numbers": named("torch", "float32") + STATE + b"b",
     "a class as a list": named("torch", "Size") + b"K\x01a",
     "a class as a dictionary": named(PLACE, "Metadata") + text("a") + b"K\x01s",
 }
@@ -265,32 +256,13 @@ def test_pieces_that_many_tensors_share_are_not_counted_for_each(folder: Path) -
         read_metadata(folder)
 
 
-@pytest.mark.parametrize("file", ["../secret", "/etc/hostname", "..", "x/y"])
-def test_a_file_elsewhere_is_refused(file: Any, folder: Path) -> None:
-    def point_elsewhere(metadata: Metadata) -> None:
-        metadata.storage_data[MetadataIndex("a", (0,))].relative_path = file
+def placed(**fields: Any) -> Callable[[Metadata], None]:
+    """Change the location of `a`."""
 
-    rewrite(folder, point_elsewhere)
-    with pytest.raises(CheckpointError, match=r"'a' is in .* not a file"):
-        read(folder)
+    def change(metadata: Metadata) -> None:
+        vars(metadata.storage_data[MetadataIndex("a", (0,))]).update(fields)
 
-
-def test_a_file_without_a_name_is_refused(folder: Path) -> None:
-    def number(metadata: Metadata) -> None:
-        metadata.storage_data[MetadataIndex("a", (0,))].relative_path = 7
-
-    rewrite(folder, number)
-    with pytest.raises(CheckpointError, match="a location that is not a file name"):
-        read(folder)
-
-
-def test_a_transformed_entry_is_refused(folder: Path) -> None:
-    def transform(metadata: Metadata) -> None:
-        metadata.storage_data[MetadataIndex("a", (0,))].transform_descriptors = ["zip"]
-
-    rewrite(folder, transform)
-    with pytest.raises(CheckpointError, match=r"'a' was transformed when it was saved"):
-        read(folder)
+    return change
 
 
 def chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
@@ -331,33 +303,23 @@ BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])
         (with_pieces(([2], [4])), r"'a' has a piece of \[4\] at \[2\], outside of its shape \[4\]"),
         (with_pieces(([0, 0], [4, 1])), "outside of its shape"),
         (place_elsewhere, "a piece without a file"),
+        *((placed(relative_path=file), "'a' is in") for file in ("../x", "/etc/x", "..", "x/y")),
+        (placed(relative_path=7), "a location that is not"),
+        (placed(transform_descriptors=["zip"]), "'a' was transformed"),
+        (lambda metadata: {"a": 1}, "a dict, not a Metadata"),
     ],
 )
-def test_a_tensor_is_stored_whole_or_refused(change: Any, said: str, folder: Path) -> None:
+def test_a_tensor_is_stored_whole_in_the_folder_or_refused(
+    change: Any, said: str, folder: Path
+) -> None:
     """What no piece covers would keep its initial value, and nobody would see."""
-    rewrite(folder, lambda metadata: change(metadata) and None)
-    with pytest.raises(CheckpointError, match=said) as caught:
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=said):
         read(folder)
-    if " elements (" in str(caught.value):
-        assert "no_dist" in str(caught.value)
-        assert "save it again from all ranks" in str(caught.value)
 
 
 def test_pieces_need_not_be_a_grid(folder: Path) -> None:
     rewrite(folder, with_pieces(*BRICKS, ([0, 4], [2, 0]), shape=(2, 4)))
-    assert find_misses(read_metadata(folder).state_dict_metadata["a"]) is None
-
-
-def test_many_staggered_pieces_are_a_whole(folder: Path) -> None:
-    """Each second row of bricks is shifted by one element."""
-    rows, wide = 60, 50
-    bricks = [
-        ([row, start], [1, min(start + 2, 2 * wide) - start])
-        for row in range(rows)
-        for start in (range(0, 2 * wide, 2) if row % 2 else [0, *range(1, 2 * wide, 2)])
-    ]
-    bricks = [(at, [1, 1]) if at[1] == 0 and at[0] % 2 == 0 else (at, of) for at, of in bricks]
-    rewrite(folder, with_pieces(*bricks, shape=(rows, 2 * wide)))
     assert find_misses(read_metadata(folder).state_dict_metadata["a"]) is None
 
 
@@ -409,17 +371,12 @@ def test_what_a_file_holds_is_what_the_metadata_say(there: Any, said: str, folde
     payload = folder / "__0_0.distcp"
     torch.save(there, payload)
 
-    def take_it_whole(metadata: Metadata) -> None:
-        place = metadata.storage_data[MetadataIndex("a", (0,))]
-        place.offset, place.length = 0, payload.stat().st_size
-
-    rewrite(folder, take_it_whole)
+    rewrite(folder, placed(offset=0, length=payload.stat().st_size))
     with pytest.raises(CheckpointError, match=said):
         read(folder)
 
 
 def save_own_part(folder: Path) -> None:
-    """What a script does that calls dcp.save on rank 0 alone, which would wait for the others."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = {"a": distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)]), "b": torch.ones(2)}
     if dist.get_rank() == 0:
@@ -470,11 +427,7 @@ def test_a_crafted_payload_is_refused_and_nothing_runs(protocol: str, folder: Pa
         Call(os.system, "touch run"), payload, _use_new_zipfile_serialization=protocol == "zip"
     )
 
-    def take_it_whole(metadata: Metadata) -> None:
-        place = metadata.storage_data[MetadataIndex("a", (0,))]
-        place.offset, place.length = 0, payload.stat().st_size
-
-    rewrite(folder, take_it_whole)
+    rewrite(folder, placed(offset=0, length=payload.stat().st_size))
     with pytest.raises(CheckpointError, match=r"cannot be read, nothing .* was run") as caught:
         read(folder)
     assert "__0_0.distcp" in str(caught.value)
@@ -490,29 +443,3 @@ def test_damaged_metadata_are_named_whatever_pickle_makes_of_them(folder: Path) 
         (folder / ".metadata").write_bytes(correct[:length])
         with pytest.raises(CheckpointError, match=r"model/\.metadata"):
             read_metadata(folder)
-
-
-class PicklerOfOtherPython(pickle.Pickler):
-    """Python 3.11.0 to 3.11.3 pickle the member of an enumeration as an attribute of it."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Enum):
-            return getattr, (type(value), value.name)
-        return NotImplemented
-
-
-def test_members_of_enumerations_are_read_whatever_python_wrote_them(folder: Path) -> None:
-    expected = read_metadata(folder)
-    with (folder / ".metadata").open("wb") as file:
-        PicklerOfOtherPython(file).dump(expected)
-    assert b"getattr" in (folder / ".metadata").read_bytes()
-    assert read_metadata(folder) == expected
-
-
-@pytest.mark.parametrize(
-    ("of", "name"), [(Metadata, "__init__"), (Kind, "mro"), (Kind, "__class__")]
-)
-def test_no_other_attribute_is_handed_out(of: Any, name: str, folder: Path) -> None:
-    rewrite(folder, lambda metadata: Call(getattr, of, name))
-    with pytest.raises(CheckpointError, match="a getattr"):
-        read_metadata(folder)

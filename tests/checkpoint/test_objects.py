@@ -38,7 +38,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_store(url: str = "faulty://bucket/run", **how: Any) -> ObjectStore:
-    settings = {"key": "checkpoint.folder", "patience_seconds": 5, "check": "checksum", **how}
+    settings = {"key": "checkpoint.folder", "patience_seconds": 5, **how}
     return ObjectStore(url, **settings)
 
 

@@ -94,7 +94,7 @@ def runs(ranks: RankPool, server: stores.S3Server, tmp_path: Path) -> Runs:
 
 
 def open_store(url: str = URL) -> objects.ObjectStore:
-    return objects.ObjectStore(url, key="checkpoint.folder", patience_seconds=5, check="checksum")
+    return objects.ObjectStore(url, key="checkpoint.folder", patience_seconds=5)
 
 
 @pytest.mark.parametrize(
@@ -129,30 +129,6 @@ def test_the_last_step_is_exported_to_the_store(runs: Runs, tmp_path: Path) -> N
     assert "config.json" in os.listdir(folder)
     for path in folder.iterdir():
         assert store.read(f"export/step-2/{path.name}") == path.read_bytes()
-
-
-def count_parts_read(job: list[str]) -> int:
-    """Train; return how many parts of objects were read, which comparing by ETag does not need."""
-    reads = []
-    read = objects.ObjectStore._part
-
-    def noted(store: objects.ObjectStore, *which: Any) -> bytes:
-        reads.append(which)
-        return read(store, *which)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objects.ObjectStore, "_part", noted)
-        train(job)
-    return len(reads)
-
-
-def test_read_back_reads_what_was_written(runs: Runs, ranks: RankPool) -> None:
-    def reads(check: str) -> int:
-        job = runs.job(2, f"folder=s3://bucket/{check}", f"upload_check={check}", name=check)
-        return ranks.run(with_environ, runs.environ, False, count_parts_read, job, world=1)[0][0]
-
-    assert reads("checksum") == 0
-    assert reads("read_back") > 3
 
 
 def test_a_restart_on_the_same_disk_fetches_nothing(runs: Runs) -> None:

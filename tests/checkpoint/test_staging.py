@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.checkpoint import manager
 from torchtitan.checkpoint.manager import Staging, check_staging
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component
@@ -51,62 +50,6 @@ def test_another_shape_gets_other_memory() -> None:
         copy = stage.copy({"model": Component(tensors={"a": tensor})})["model"].tensors["a"]
         assert copy.dtype == tensor.dtype
         assert torch.equal(copy, tensor)
-
-
-def test_copies_from_a_gpu_are_finished_once_and_before_training_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With a stand-in for the GPU, whose copies are done only when they are waited for."""
-    begun: list[tuple[torch.Tensor, torch.Tensor]] = []
-    waits: list[int] = []
-
-    class Remote(torch.Tensor):
-        """A tensor that is copied from late."""
-
-    class Buffer(torch.Tensor):
-        """Page-locked memory."""
-
-        def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-            assert non_blocking
-            begun.append((self, other))
-            return self
-
-    def finish() -> None:
-        waits.append(len(begun))
-        for buffer, source in begun:
-            buffer.as_subclass(torch.Tensor).copy_(source.as_subclass(torch.Tensor))
-        begun.clear()
-
-    monkeypatch.setattr(manager, "_is_on_gpu", lambda t: isinstance(t, Remote))
-    monkeypatch.setattr(
-        manager, "_pinned_like", lambda t: torch.full_like(t, -1.0).as_subclass(Buffer)
-    )
-    monkeypatch.setattr(manager, "_finish_copies", finish)
-    tensors = {name: torch.rand(3).as_subclass(Remote) for name in "ab"}
-    tensors["on the host"] = torch.rand(2)
-    stage = Staging(pinned=True)
-    addresses = []
-    for _ in range(2):
-        copy = stage.copy({"model": Component(tensors=tensors)})["model"].tensors
-        for name, t in tensors.items():
-            assert torch.equal(copy[name].as_subclass(torch.Tensor), t.as_subclass(torch.Tensor))
-            t.mul_(2)
-        addresses.append([t.data_ptr() for t in copy.values()])
-    assert waits == [2, 2]
-    assert addresses[0] == addresses[1]
-
-
-def empty_like_elsewhere() -> tuple[bool, bool, list[int]]:
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
-    like = torch.empty_like(sharded, device="meta")
-    assert isinstance(like, DTensor)
-    return like.to_local().is_meta, like.placements == sharded.placements, list(like.shape)
-
-
-def test_memory_like_a_sharded_tensor_may_lie_on_another_device(ranks: RankPool) -> None:
-    """What page-locked memory for a GPU's shards is made by: the options reach the local part."""
-    assert ranks.run(empty_like_elsewhere, world=2) == [(True, True, [5])] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

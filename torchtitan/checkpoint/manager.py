@@ -363,35 +363,23 @@ class Staging:
             for name, component in components.items()
         }
         if self._pinned:
-            _finish_copies()  # the next step changes the originals
+            torch.cuda.current_stream().synchronize()  # the next step changes the originals
         return copies
 
     def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
         source = tensor.detach()
         buffer = self._buffers.get(key)
         is_new = buffer is None or not _has_same_shape(buffer, source)
-        if self._pinned and _is_on_gpu(source):
+        if self._pinned and local_part(source).is_cuda:
             if is_new:
-                self._buffers[key] = _pinned_like(source)
+                # a DTensor for a DTensor: the options apply to the local part
+                self._buffers[key] = torch.empty_like(source, device="cpu", pin_memory=True)
             local_part(self._buffers[key]).copy_(local_part(source), non_blocking=True)
         elif is_new:
             self._buffers[key] = source.to("cpu", copy=True)
         else:
             local_part(self._buffers[key]).copy_(local_part(source))
         return self._buffers[key]
-
-
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return local_part(tensor).is_cuda
-
-
-def _pinned_like(tensor: Tensor) -> Tensor:
-    # a DTensor for a DTensor: the options apply to the local part, on any device of the mesh
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)
-
-
-def _finish_copies() -> None:
-    torch.cuda.current_stream().synchronize()
 
 
 def _has_same_shape(a: Tensor, b: Tensor) -> bool:

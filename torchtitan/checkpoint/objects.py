@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 import xxhash
@@ -49,7 +49,6 @@ MOST_PARTS = 9000
 LONGEST_PAUSE = 30.0
 NUM_TRIES = 3
 """Number of times to write an object that reads back differently."""
-Check = Literal["checksum", "read_back"]
 _OPTIONS: dict[str, dict[str, Any]] = {"file": {"auto_mkdir": True}}
 _FINAL = (PermissionError, FileNotFoundError, IsADirectoryError)
 _FINAL_BY_NAME = re.compile(r"(No|Partial|Default)Credentials|ProfileNotFound|InvalidRegion")
@@ -63,11 +62,11 @@ class ObjectStore:
             package is not installed.
     """
 
-    def __init__(self, url: str, *, key: str, patience_seconds: float, check: Check) -> None:
+    def __init__(self, url: str, *, key: str, patience_seconds: float) -> None:
         if problem := url_problem(url):
             raise ConfigError.at(key, problem)
         self.url = url.rstrip("/")
-        self._patience, self._check = patience_seconds, check
+        self._patience = patience_seconds
         protocol = url.partition("://")[0]
         self._in_parts = protocol in ("s3", "s3a")
         how = {"use_listings_cache": False, "skip_instance_cache": True}
@@ -192,7 +191,7 @@ class ObjectStore:
         info = self._info(name)
         if info is None or info["size"] != record.size:
             return False
-        if self._check == "checksum" and _said(info) == digest:
+        if _said(info) == digest:
             return True
         found = xxhash.xxh3_128()
         for content in self._parts(name, record.size):

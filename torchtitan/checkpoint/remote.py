@@ -119,12 +119,7 @@ class RemoteCheckpoints:
         Raises:
             ConfigError: The package for such URLs is not installed.
         """
-        store = ObjectStore(
-            url,
-            key=key,
-            patience_seconds=settings.upload_timeout_seconds,
-            check=settings.upload_check,
-        )
+        store = ObjectStore(url, key=key, patience_seconds=settings.upload_timeout_seconds)
         disk = find_disks(folder, group=group, timeout_seconds=settings.save_timeout_seconds)
         verifies = settings.verify_on_load
         return cls(store, folder=folder, group=group, disk=disk, verifies=verifies)

@@ -23,7 +23,7 @@ from torchtitan.config.schema import (
 
 WEIGHT_FILES = (".pt", ".pth")
 """Endings of a single file of weights."""
-_OF_A_STORE = ("staging_folder", "staging_keep_latest_k", "upload_check", "upload_timeout_seconds")
+_OF_A_STORE = ("staging_folder", "staging_keep_latest_k", "upload_timeout_seconds")
 
 
 def _folder_or_url(value: str) -> None:
@@ -49,9 +49,6 @@ class CheckpointConfig:
     """With a URL: folder inside dump_folder for checkpoints before they are uploaded."""
     staging_keep_latest_k: PositiveInt = 1
     """With a URL: how many checkpoints stay in staging_folder, for fast restarts."""
-    upload_check: Literal["checksum", "read_back"] = "checksum"
-    """With a URL: how a file that was uploaded is verified. checksum: by the one that the store
-    computed, or where it tells none by reading the file back. read_back: always so."""
     upload_timeout_seconds: PositiveInt = 600
     """With a URL: for how long a request that fails is repeated; then the run ends."""
     interval: PositiveInt = 500
