@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -79,14 +78,6 @@ def fail_in_the_background(job: list[str]) -> tuple[str, int]:
     finally:
         storage._save_tensors = correct
     return "no error", run.progress.step
-
-
-def test_a_failed_background_save_stops_the_run(ranks: RankPool, tmp_path: Path) -> None:
-    overrides = ["--checkpoint.async_mode=async", "--checkpoint.interval=2"]
-    job = [*jobs.write_job(tmp_path), *overrides]
-    [(message, step)] = ranks.run(fail_in_the_background, job, world=1)
-    assert "the disk is gone" in message
-    assert 3 <= step <= 4  # at the latest when the next save is due
 
 
 def test_what_a_dead_save_left_is_replaced(ranks: RankPool, tmp_path: Path) -> None:
@@ -249,13 +240,6 @@ def test_a_failed_background_save_stops_all_ranks_at_the_same_step(
     overrides = ["--checkpoint.async_mode=async", "--checkpoint.interval=2"]
     job = [*jobs.write_job(tmp_path), *overrides]
     answers = ranks.run(fail_in_the_background, job, world=2)
-    # each rank asks how much is free, at its own moment
-    answers = [(re.sub(r"[\d.]+ GiB", "N GiB", said), step) for said, step in answers]
-    assert answers[0] == answers[1]
-    assert "the disk is gone" in answers[0][0]
-
-
-def test_page_locked_staging_is_refused_on_a_cpu(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), "--checkpoint.async_mode=async_with_pinned_mem"]
-    for message in ranks.run(jobs.refusal, job, world=2):
-        assert message.endswith('write "async"')
+    messages, steps_done = zip(*answers, strict=True)
+    assert all("the disk is gone" in message for message in messages)
+    assert steps_done[0] == steps_done[1] in (3, 4)  # at the latest when the next save is due

@@ -143,18 +143,6 @@ def test_all_ranks_name_what_is_wrong_and_take_the_newest_whole_step(
     assert found == [([expected], folder / "step-3")] * 2
 
 
-def test_a_stray_file_does_no_harm_and_is_named(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As a file manager leaves it."""
-    (folder / "step-9" / "model" / ".DS_Store").write_bytes(b"x")
-    with caplog.at_level(logging.WARNING):
-        assert newest_valid_step(folder, group=None, verifies=True) == folder / "step-9"
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "step-9" in said
-    assert "model/.DS_Store" in said
-
-
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
 def test_one_that_the_disk_does_not_give_is_passed_over(
     code: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -296,6 +284,7 @@ def test_a_folder_or_draft_of_another_name_is_no_step(name: str, folder: Path) -
     assert find_steps(folder) == [3, 6]
 
 
-def test_a_link_to_nothing_as_editors_leave_it_damages_nothing(folder: Path) -> None:
-    (folder / "step-9" / ".#manifest.json").symlink_to("nowhere")
+@pytest.mark.parametrize("name", [".#manifest.json", "model/.DS_Store"])
+def test_files_that_editors_leave_damage_nothing(name: str, folder: Path) -> None:
+    (folder / "step-9" / name).symlink_to("nowhere")
     assert verify(folder / "step-9", group=None) == []

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import re
 from collections.abc import Generator, Mapping
@@ -33,7 +32,6 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.base.stored_json import StoredJSON, read_json
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 
-logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20  # hashed while still in the processor's cache
 _SEALED = re.compile(rb'(\{.*,\n) "checksum": "([0-9a-f]{32})"\n\}\n', re.DOTALL)
@@ -54,18 +52,12 @@ class HashingFile(io.BufferedWriter):
         super().__init__(io.FileIO(path, "wb"))
         self._hash = xxhash.xxh3_128()
         self._size = 0
-        self.failure: OSError | None = None
-        """Error of a failed write. The writer may raise another one because of it."""
 
     def write(self, data: Any) -> int:
         """Write and hash bytes."""
         self._hash.update(data)
         self._size += memoryview(data).nbytes
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.failure = error
-            raise
+        return super().write(data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Refuse: hashed bytes cannot be overwritten."""
@@ -101,14 +93,8 @@ class HashingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with HashingFile(Path(path)) as file:
-            try:
-                yield file
-            except Exception as error:
-                if file.failure is None:
-                    raise
-                # on a full disk torch's zip writer complains about its position instead
-                raise file.failure from error
+        with HashingFile(Path(path)) as file:  # closing it raises the error of a full disk again
+            yield file
         self.records[Path(path).name] = file.record
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -173,13 +159,13 @@ def list_files(manifest: StoredJSON) -> dict[str, FileRecord]:
 def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
     """Compare a checkpoint's files with its manifest; return the mistakes, the same on every rank.
 
-    Rank 0 lists the folder, the ranks share the hashing and exchange the results.
+    The ranks share the files and exchange the results. Files that it does not list are never read.
 
     Args:
         checkpoint: Folder of one checkpoint.
         group: Ranks that share the work. None: this process only.
     """
-    mistakes, to_hash = on_first_rank(lambda: _compare_names(checkpoint), group=group)
+    mistakes, to_hash = on_first_rank(lambda: _stored_files(checkpoint), group=group)
     rank, num_ranks = (
         (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     )
@@ -194,42 +180,19 @@ def summarize(mistakes: list[str]) -> str:
     return "; ".join(mistakes[:5]) + more
 
 
-def _compare_names(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
-    """Compare the manifest with the names on disk; return mistakes and the files to hash."""
+def _stored_files(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
+    """Return the mistakes of the manifest, and the files that it lists."""
     path = checkpoint / MANIFEST
     try:
         if not path.is_file():
             return [f"{MANIFEST} is missing"], {}
         if not is_sealed(path.read_bytes()):
             return [f"{MANIFEST} is damaged: its checksum differs"], {}
-        listed = list_files(read_json(path))
-        names = _walk(checkpoint)
-        extra = [
-            name
-            for name in sorted(names - listed.keys() - {MANIFEST})
-            if (checkpoint / name).is_file()  # an editor's lock is a dangling link
-        ]
+        return [], list_files(read_json(path))
     except OSError as error:  # a bad disk or missing permissions: an older step may be readable
         return [f"it cannot be read: {error}"], {}
     except CheckpointError as error:
         return [str(error)], {}
-    if extra:  # file managers leave some; nothing reads them
-        logger.warning("%s has files that its manifest lacks: %s", checkpoint, summarize(extra))
-    mistakes = [f"{name} is missing" for name in listed.keys() - names]
-    return mistakes, {name: record for name, record in listed.items() if name in names}
-
-
-def _walk(folder: Path) -> set[str]:
-    """Return the names of all files below a folder without a stat of each."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    return {
-        Path(place, name).relative_to(folder).as_posix()
-        for place, _, names in os.walk(folder, onerror=fail)
-        for name in names
-    }
 
 
 def share_files(
@@ -265,6 +228,8 @@ def find_damage(folder: Path, files: Mapping[str, FileRecord], *, hashes: bool =
                 mistakes.append(f"{name} has {about.st_size} bytes, not {record.size}")
             elif hashes and hash_file(path) != record.digest:
                 mistakes.append(f"{name} is damaged: its checksum differs")
+        except FileNotFoundError:
+            mistakes.append(f"{name} is missing")
         except OSError as error:
             mistakes.append(f"{name} cannot be read: {error}")
     return mistakes

@@ -59,15 +59,6 @@ def build_group(timeout_seconds: int) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
-def check_staging(settings: CheckpointConfig, *, device_type: str) -> None:
-    """Raise ConfigError for pinned staging without a GPU."""
-    if settings.enable and settings.async_mode == PINNED and device_type != "cuda":
-        raise ConfigError.at(
-            "checkpoint.async_mode",
-            f'"{PINNED}" copies from a GPU, and this job computes on {device_type}; write "async"',
-        )
-
-
 @dataclass(frozen=True)
 class CheckpointIO:
     """The process group, folder and store of checkpoints."""
@@ -94,7 +85,11 @@ def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -
         ConfigError: The store's package is missing, ranks do not share a disk that they need to
             share, or pinned staging needs a GPU.
     """
-    check_staging(settings, device_type=device_type)
+    if settings.enable and settings.async_mode == PINNED and device_type != "cuda":
+        raise ConfigError.at(
+            "checkpoint.async_mode",
+            f'"{PINNED}" copies from a GPU, and this job computes on {device_type}; write "async"',
+        )
     timeout = settings.save_timeout_seconds
     group, folder = build_group(timeout), run_folder / settings.local_folder
     if not settings.enable:

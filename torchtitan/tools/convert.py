@@ -120,7 +120,7 @@ def _to_url(checkpoint: Path, url: str, **options: Any) -> str:
             "OUT must be the URL of a folder without credentials or options; give these to the "
             "store's client, in its environment variables or its own files"
         )
-    store = ObjectStore(url, key="OUT", patience_seconds=PATIENCE_SECONDS, check="checksum")
+    store = ObjectStore(url, key="OUT", patience_seconds=PATIENCE_SECONDS)
     if any(store.size(name) is not None for name in WHOLE_EXPORT):
         raise _exists(url)
     with tempfile.TemporaryDirectory() as temporary:
