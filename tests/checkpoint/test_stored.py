@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tests.checkpoint.test_metadata import DTYPES
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.load import read_tensors
@@ -81,7 +80,7 @@ COLUMNS = (slice(None), slice(5, None), slice(7, 9))
 
 
 @pytest.mark.parametrize("region", [EVERYTHING, ROWS, COLUMNS], ids=["all", "rows", "columns"])
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", ["float64", "bfloat16", "complex64", "uint16", "bool"])
 def test_any_region_of_any_type_is_read(
     name: str, region: Any, opened: Callable[[bytes], StoredPiece], places: list[str]
 ) -> None:
@@ -183,16 +182,6 @@ def test_what_lies_otherwise_is_read_by_torch(
     assert places[-1] == "cpu"
 
 
-def test_one_that_another_writer_stored_as_it_is_needs_no_torch(
-    opened: Callable[[bytes], StoredPiece], places: list[str]
-) -> None:
-    """So the cases above differ from it in one thing each."""
-    into = torch.zeros_like(NOISE)
-    opened(zipped_anew(saved(NOISE))).read((slice(None),), into=into)
-    assert torch.equal(into, NOISE)
-    assert places == ["meta"]
-
-
 @pytest.mark.parametrize("tensor", [NOISE, NOISE[0, 0].clone()], ids=["large", "small"])
 def test_compressed_records_are_refused(
     tensor: Tensor, opened: Callable[[bytes], StoredPiece]
@@ -200,17 +189,6 @@ def test_compressed_records_are_refused(
     """A few of their bytes may unpack to gigabytes."""
     with pytest.raises(CheckpointError, match=r"archive/data/0.*compressed"):
         opened(zipped_anew(saved(tensor), method=zipfile.ZIP_DEFLATED))
-
-
-def _with_odd_extra(content: bytes) -> bytes:
-    """Let the first entry of the directory have a field of its own that is too short."""
-    at, end = content.find(b"PK\1\2"), content.rfind(b"PK\5\6")
-    name, extra = struct.unpack_from("<HH", content, at + 28)
-    changed = bytearray(content)
-    struct.pack_into("<I", changed, end + 12, struct.unpack_from("<I", content, end + 12)[0] + 4)
-    struct.pack_into("<H", changed, at + 30, extra + 4)
-    changed[at + 46 + name + extra : at + 46 + name + extra] = struct.pack("<HH", 0x9999, 100)
-    return bytes(changed)
 
 
 def _with_a_second_directory(content: bytes) -> bytes:
@@ -224,30 +202,15 @@ def _with_a_second_directory(content: bytes) -> bytes:
     return content[:end] + directory + content[end:]
 
 
-@pytest.mark.parametrize("change", [_with_odd_extra, _with_a_second_directory])
-def test_archives_that_torch_reads_otherwise_are_refused(
-    change: Callable[[bytes], bytes], opened: Callable[[bytes], StoredPiece]
-) -> None:
-    content = change(zipped_anew(saved(NOISE[0, 0].clone()), method=zipfile.ZIP_DEFLATED))
-    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), NOISE[0, 0])
-    with pytest.raises(CheckpointError, match="damaged"):
-        opened(content)
-
-
-def test_elements_that_are_not_there_are_not_made_up(
+def test_an_archive_with_two_directories_is_refused(
     opened: Callable[[bytes], StoredPiece],
 ) -> None:
-    """A header that tells of more than the record holds."""
-    stream = io.BytesIO()
-    header, elements = (
-        zipfile.ZipFile(io.BytesIO(saved(x))) for x in (NOISE.repeat(2, 1, 1), NOISE)
-    )
-    with header, elements, zipfile.ZipFile(stream, "w") as crafted:
-        for name in header.namelist():
-            crafted.writestr(name, (elements if "/data/" in name else header).read(name))
-        crafted.writestr("archive/.more", bytes(2 * NOISE.nbytes))
-    with pytest.raises(RuntimeError, match="record size"):
-        opened(stream.getvalue())
+    """zipfile reads one of them, torch the other."""
+    small = NOISE[0, 0].clone()
+    content = _with_a_second_directory(zipped_anew(saved(small), method=zipfile.ZIP_DEFLATED))
+    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), small)
+    with pytest.raises(CheckpointError, match="damaged"):
+        opened(content)
 
 
 def test_a_size_that_is_not_there_is_not_asked_of_memory(
@@ -344,7 +307,7 @@ def read_as(folder: Path, placement: Placement) -> bool:
     return torch.equal(into.to_local(), expected)
 
 
-@pytest.mark.parametrize("before", [Shard(0), Shard(1), Replicate()])
+@pytest.mark.parametrize("before", [Shard(0), Shard(1)])
 def test_large_pieces_go_into_any_layout(
     before: Placement, ranks: RankPool, tmp_path: Path
 ) -> None:
