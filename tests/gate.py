@@ -19,7 +19,6 @@ SLOW: tuple[str, ...] = (
     "tests/checkpoint/test_remote.py",
     "tests/checkpoint/test_second_house.py::test_they_are_resumed_bit_for_bit",
     "tests/checkpoint/test_second_house.py::test_two_ranks_start_from_the_weights_of_one",
-    "tests/checkpoint/test_storage.py::test_a_disk_that_is_full_or_read_only",
     "tests/checkpoint/test_stored.py::test_damage_is_refused_or_read_as_torch_reads_it",
     "tests/config/test_main.py::test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_code",
     "tests/data/test_dataset.py::test_built_in_data",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 import pytest
 import torch
@@ -13,22 +12,11 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import ParameterFilter
-from torchtitan.checkpoint.start import (
-    EFFECTIVE_MODE,
-    Comparison,
-    LoadMode,
-    SourceKind,
-    _start_from_own,
-)
+from torchtitan.checkpoint.start import Comparison, _start_from_own
 from torchtitan.checkpoint.steps import resolve_step
 from torchtitan.config.sources import to_toml
 from torchtitan.job import load_config
 from torchtitan.resume_rules import Job
-
-
-def test_every_case_is_decided() -> None:
-    assert set(EFFECTIVE_MODE) == set(product(get_args(SourceKind), get_args(LoadMode)))
-    assert {EFFECTIVE_MODE["same job", asked] for asked in get_args(LoadMode)} == {"recover"}
 
 
 def test_an_exclusion_that_was_applied_lets_no_other_settings_pass(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,18 +40,12 @@ from torchtitan.models.init import local_part
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.remote import RemoteCheckpoints
+    from torchtitan.metrics.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 PINNED = "async_with_pinned_mem"
 EXPORT = "export"  # folder of final exports, beside the steps
 Export = Callable[[Path, Path], None]
-
-
-class Recorder(Protocol):
-    """Records which checkpoints a run has saved."""
-
-    def checkpoint(self, folder: Path, *, step: int) -> None:
-        """Record a checkpoint; raise CheckpointError if it cannot be recorded."""
 
 
 def build_group(timeout_seconds: int) -> dist.ProcessGroup:
@@ -140,7 +134,7 @@ class CheckpointManager:
         manifest: Mapping[str, Any],
         export: Export | None = None,
         validation_data: str | None = None,
-        ledger: Recorder | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.folder, self._group, remote = io.folder, io.group, io.remote
         self._state = state

@@ -33,24 +33,19 @@ from torchtitan.mesh.ranks import on_first_rank
 
 logger = logging.getLogger(__name__)
 LoadMode = Literal["recover", "continue", "finetune"]
-SourceKind = Literal["same job", "own folder", "other folder", "weights"]
-"""A checkpoint in the run's folder, of this job or of one with other settings; a checkpoint of this
-library elsewhere; weights that another program saved."""
-EFFECTIVE_MODE: Mapping[tuple[SourceKind, LoadMode], LoadMode | None] = {
-    ("same job", "recover"): "recover",
-    ("same job", "continue"): "recover",
-    ("same job", "finetune"): "recover",
+SourceKind = Literal["own folder", "other folder", "weights"]
+"""A checkpoint in the run's folder, a checkpoint of this library elsewhere, or weights that another
+program saved."""
+EFFECTIVE_MODE: Mapping[tuple[SourceKind, LoadMode], LoadMode] = {
     ("own folder", "recover"): "recover",
     ("own folder", "continue"): "continue",
     ("own folder", "finetune"): "recover",
     ("other folder", "recover"): "recover",
     ("other folder", "continue"): "continue",
     ("other folder", "finetune"): "finetune",
-    ("weights", "recover"): None,
-    ("weights", "continue"): None,
     ("weights", "finetune"): "finetune",
 }
-"""Mode by the kind of the source and the requested mode. None: refused."""
+"""Mode by the kind of the source and the requested mode. A pair that is missing is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +207,7 @@ def _start_from_elsewhere(
     requested: LoadMode = "finetune" if settings.initial_load_model_only else settings.mode
     source = open_initial(requested)
     is_checkpoint = isinstance(source, Checkpoint)
-    mode = EFFECTIVE_MODE["other folder" if is_checkpoint else "weights", requested]
+    mode = EFFECTIVE_MODE.get(("other folder" if is_checkpoint else "weights", requested))
     if mode is None:
         raise CheckpointError(
             f"{source.path} has no {MANIFEST}: another program wrote it, and only its weights can "
@@ -234,12 +229,10 @@ def _start_from_own(
     then = comparison.then
     has_same_exclusions = then.exclude_from_loading == settings.exclude_from_loading
     is_same_job = then.mode == settings.mode and has_same_exclusions and not comparison.differences
-    kind: SourceKind = "same job" if is_same_job else "own folder"
     requested = settings.mode
     if requested == "recover" and (comparison.is_longer or settings.exclude_from_loading):
         requested = "continue"
-    mode = EFFECTIVE_MODE[kind, requested]
-    assert mode is not None
+    mode = "recover" if is_same_job else EFFECTIVE_MODE["own folder", requested]
     if settings.mode == "recover" and has_same_exclusions and not comparison.is_longer:
         refuse_differences(own, comparison.differences)
     exclude = settings.exclude_from_loading if requested == "continue" else ()

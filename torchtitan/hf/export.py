@@ -32,6 +32,7 @@ from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor
 from torchtitan.checkpoint.rows import to_their_rows
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.checkpoint.storage import commit, draft_of
+from torchtitan.finetune.lora import is_adapter
 from torchtitan.hf.config import find_inexpressible, new_config
 from torchtitan.hf.names import (
     ADAPTER_CONFIG,
@@ -82,7 +83,7 @@ class HFExport:
 
     def is_adapter(self, name: str) -> bool:
         """Return whether a tensor of the checkpoint is part of the adapter."""
-        return self.adapter is not None and self.adapter.owns(name)
+        return self.adapter is not None and is_adapter(name)
 
     def file_name(self, number: int, *, num_files: int) -> str:
         """Return the name of a file of weights, as transformers numbers them."""
@@ -217,7 +218,7 @@ def _plan_tensors(parameter: str, entry: Any, *, settings: HFExport) -> list[Pla
     assert is_tensor(entry), f"{parameter} is not a parameter"
     names, shape = settings.names, tuple(entry.size)
     dtype = names.stored_dtype(parameter, settings.dtype or entry.properties.dtype)
-    if settings.adapter is not None and settings.adapter.owns(parameter):
+    if settings.adapter is not None and is_adapter(parameter):
         name = settings.adapter.to_hf(parameter, names=names)
     else:
         name = names.to_hf(parameter)

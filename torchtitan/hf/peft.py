@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan.finetune.lora import DOWN, UP, is_adapter, merged
+from torchtitan.finetune.lora import DOWN, UP, merged
 from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.hf.names import Names
 
@@ -44,10 +44,6 @@ class AdapterExport:
             return None
         merge = settings.export_format == "merged"
         return cls(rank=settings.rank, alpha=settings.alpha, merge=merge, base=base)
-
-    def owns(self, name: str) -> bool:
-        """Return whether a tensor is part of the adapter."""
-        return is_adapter(name)
 
     def factors_of(self, weight: str) -> Sequence[str]:
         """Return the names of A and B of a weight; a bias has none."""
