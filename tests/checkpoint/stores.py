@@ -19,7 +19,7 @@ __all__ = ["SECRET", "FaultyStore", "S3Server", "environ_of", "faulty_store", "s
 
 
 class FaultyStore(MemoryFileSystem):
-    """A store in memory whose requests may fail, be cut short, or list too little."""
+    """A store in memory whose requests may fail or be cut short."""
 
     protocol = "faulty"
     store: dict[str, Any] = {}  # noqa: RUF012 - fsspec's own way: one for the process
@@ -28,13 +28,11 @@ class FaultyStore(MemoryFileSystem):
     """Called before each request, with its kind and path; it may raise."""
     answer: Callable[[str, bytes], bytes] = staticmethod(lambda path, content: content)
     """Changes what a read returns."""
-    unlisted: Callable[[str], bool] = staticmethod(lambda path: False)
 
     @classmethod
     def heal(cls, *, empty: bool = True) -> None:
         cls.before = staticmethod(lambda request, path: None)
         cls.answer = staticmethod(lambda path, content: content)
-        cls.unlisted = staticmethod(lambda path: False)
         if empty:
             cls.store.clear()
             cls.pseudo_dirs[:] = [""]
@@ -73,23 +71,8 @@ class FaultyStore(MemoryFileSystem):
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         type(self).before("list", path)
-        found = super().ls(path, detail=True, **kwargs)
-        seen = [
-            entry
-            for entry in found
-            if not (
-                type(self).unlisted(entry["name"])
-                or (
-                    entry["type"] == "directory"
-                    and all(
-                        type(self).unlisted(name)
-                        for name in self.store
-                        if name.startswith(entry["name"] + "/")
-                    )
-                )
-            )
-        ]
-        return seen if detail else [entry["name"] for entry in seen]
+        found: list[Any] = super().ls(path, detail=detail, **kwargs)
+        return found
 
 
 @contextmanager

@@ -103,13 +103,6 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
     job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
     [through] = ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
     checkpoints = tmp_path / "run" / "checkpoint"
-    [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.load_step=2"], world=1)
-    assert "checkpoint.load_step must be the newest step" in message
-    remedy = f"another --job.dump_folder, with --checkpoint.initial_load_path {checkpoints}"
-    assert remedy in message
-    [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.load_step=3"], world=1)
-    assert "load_step 3 " in message
-    assert ranks.run(first_step, [*job, "--checkpoint.load_step=6"], world=1) == [6]
     for place in (tmp_path / "run", checkpoints):
         back = [
             *jobs.write_job(tmp_path, name=f"back_from_{place.name}", cache=tmp_path / "cache"),
@@ -123,9 +116,8 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
         assert [row["loss"] for row in result.rows] == [row["loss"] for row in through.rows[2:]]
         assert result.state_hash == through.state_hash
         assert ranks.run(first_step, back, world=1) == [6]  # its own steps come first
-        # not in its own folder either
         [message] = ranks.run(jobs.refusal, [*back, "--checkpoint.load_step=4"], world=1)
-        assert "checkpoint.load_step must be the newest step" in message
+        assert "checkpoint.load_step 4 " in message
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-4", "step-6"]
     [message] = ranks.run(
         jobs.refusal,
@@ -179,18 +171,6 @@ def test_commands_of_torchtitan_in_a_folder_with_steps(ranks: RankPool, tmp_path
     assert f"{stored}6" in message
 
 
-def test_a_job_that_names_its_newest_step_is_started_again_by_its_own_command(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """It resumes from what it has saved since, also where retention has removed the step."""
-    job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
-    ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
-    named = [*job, "--checkpoint.load_step=2", "--checkpoint.keep_latest_k=1"]
-    ranks.run(jobs.train, [*named, "--training.steps=6"], world=1)
-    assert steps(tmp_path) == [6]
-    assert ranks.run(first_step, named, world=1) == [6]
-
-
 def test_an_export_has_a_type_of_its_own_and_is_read_in_the_jobs(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -224,14 +204,6 @@ def test_damaged_newer_steps_come_before_none_of_ours(ranks: RankPool, tmp_path:
     assert result.state_hash == through.state_hash
     assert steps(tmp_path) == [6]
     assert verify(folder / "step-6", group=None) == []
-
-
-def test_a_complete_draft_can_be_gone_back_to(ranks: RankPool, tmp_path: Path) -> None:
-    job = jobs.write_job(tmp_path)
-    ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
-    checkpoints = tmp_path / "run" / "checkpoint"
-    (checkpoints / "step-2").rename(checkpoints / ".step-2.tmp")
-    assert ranks.run(first_step, [*job, "--checkpoint.load_step=2"], world=1) == [2]
 
 
 def test_a_failed_background_save_stops_all_ranks_at_the_same_step(

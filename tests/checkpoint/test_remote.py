@@ -148,7 +148,7 @@ def test_a_restart_fetches_only_what_the_disk_lost(runs: Runs, tmp_path: Path) -
 def test_an_upload_that_did_not_end_is_ended(world: int, own_disks: bool, runs: Runs) -> None:
     runs.run(steps=4, world=world, own_disks=own_disks)
     store = open_store()
-    store.remove(["step-4/manifest.json", "step-4/model/__0_0.distcp", "latest"])
+    store.remove(["step-4/manifest.json", "step-4/model/__0_0.distcp"])
     assert find_stored(store) == [2]
     state, lines = runs.run(steps=6, world=world, own_disks=own_disks)
     assert any("step-4 was not uploaded by the run" in line for line in lines)
@@ -217,27 +217,11 @@ def taken_over(job: list[str]) -> str:
         return jobs.failure(job)
 
 
-def test_a_listing_that_is_late_hides_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), f"--checkpoint.folder={ALONE}", "--checkpoint.interval=2"]
-    assert ranks.run(late_listing, job, world=1) == [["Resumed from step-4", 4]]
-
-
-def late_listing(job: list[str]) -> list[Any]:
-    with stores.faulty_store() as store:
-        jobs.train([*job, "--training.steps=4"])
-        shutil.rmtree(_folder_of(job))
-        store.unlisted = staticmethod(lambda path: "/step-4" in path)
-        with jobs.listening() as lines:
-            step = jobs.start([*job, "--training.steps=6"]).progress.step
-        [resumed] = [line for line in lines if line.startswith("Resumed")]
-        return [resumed.replace(resumed.split()[-1], os.path.basename(resumed)), step]
-
-
 def test_no_manifest_before_all_files(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), f"--checkpoint.folder={ALONE}", "--training.steps=2"]
     [(order, message)] = ranks.run(order_of_writes, job, world=1)
-    assert order[-2:] == ["step-2/manifest.json", "latest"]
-    assert len(order) == 10 + 2
+    assert order[-1] == "step-2/manifest.json"
+    assert len(order) == 10 + 1
     assert "could not write" in message
 
 

@@ -150,13 +150,7 @@ BROKEN = [
         "[lora] export_format",
         "needs checkpoint.last_save_in_hf",
     ),
-    *(
-        (f"[checkpoint]\n{line}", f"[checkpoint] {line.split()[0]}", "needs enable = true")
-        for line in (
-            "load_step = 5",
-            'mode = "continue"',
-        )
-    ),
+    ('[checkpoint]\nmode = "continue"', "[checkpoint] mode", "needs enable = true"),
     ("[job]\ntime_limit_seconds = 60", "[job] time_limit_seconds", "checkpoint.enable = true"),
     (f'{SAVES}mode = "finetune"', "[checkpoint] mode", "needs initial_load_path"),
     (
@@ -165,6 +159,7 @@ BROKEN = [
         'mode = "continue"',
     ),
     (f"{SAVES}grow_vocab = true", "[checkpoint] grow_vocab", "needs initial_load_path"),
+    (f"{SAVES}load_step = 5", "[checkpoint] load_step", "needs initial_load_path"),
     (
         f'{SAVES}initial_load_rope = "halves"',
         "[checkpoint] initial_load_rope",
@@ -374,7 +369,6 @@ INSIDE = [
     "[parallelism]\ndata_parallel_shard_degree = 1",
     "[parallelism]\nfsdp_reshard_after_forward = 8",
     '[parallelism]\nfsdp_reshard_after_forward = "8"\ncontext_parallel_degree = 2',
-    "[checkpoint]\nload_step = 0\nenable = true",
     "[debug]\ndeterministic_warn_only = true\ndeterministic = true",
     '[checkpoint]\nenable = true\nmode = "continue"\nexclude_from_loading = ["dataloader"]',
     '[checkpoint]\nenable = true\ninitial_load_path = "x"\nexclude_from_loading = "output.*"',

@@ -79,8 +79,7 @@ def test_a_step_that_is_trained_again_is_logged_once(ranks: RankPool, tmp_path: 
     with (tmp_path / "run" / "samples" / "rank_3.jsonl").open("a") as file:
         file.write('{"step": 6, "ind')
     shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-5")
-    resume = ["--checkpoint.load_step=4", "--training.steps=5"]
-    ranks.run(jobs.train, [*job, *resume], world=2)
+    ranks.run(jobs.train, [*job, "--training.steps=5"], world=2)
     assert samples(tmp_path / "run") == whole
 
 

@@ -111,7 +111,7 @@ def test_a_run_that_died_between_checkpoints_repeats_what_was_lost(
     ranks.run(jobs.train, job, world=1)
     for step in (12, 18, 20):
         shutil.rmtree(tmp_path / "died" / "checkpoint" / f"step-{step}")
-    resumed = ranks.run(jobs.train, [*job, "--checkpoint.load_step=6"], world=1)
+    resumed = ranks.run(jobs.train, job, world=1)
     assert exact(resumed[0].rows) == exact(through[0].rows)
     assert resumed[0].state_hash == through[0].state_hash
 
@@ -157,13 +157,3 @@ def test_a_checkpoint_without_the_generators_of_a_gpu_is_resumed(
         assert list(taken) == [f"rank_{rank}.cpu"]
         [said] = [line for line in lines if f"rank_{rank}.cuda" in line]
         assert "debug.seed" in said
-
-
-def test_a_step_that_was_not_saved_is_an_error_that_says_what_is_there(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path), "--training.steps=2"]
-    ranks.run(jobs.train, job, world=2)
-    for message in ranks.run(jobs.failure, [*job, "--checkpoint.load_step=7"], world=2):
-        assert "load_step 7 is not in" in message
-        assert "[2]" in message

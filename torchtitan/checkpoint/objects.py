@@ -1,8 +1,7 @@
 """Objects in a store by fsspec, with retries and verified uploads.
 
 An object store has no rename and no partial objects: a name has all of its bytes or does not exist.
-It also answers late, refuses requests when it is busy, truncates answers and may not list a new
-object yet. So no object of a known name is looked up in a listing; an answer of the wrong length is
+It also refuses requests when it is busy, and truncates answers. So an answer of the wrong length is
 requested again; and an upload is compared with the digest that the store computed (S3's ETag, the
 MD5 of Google Cloud Storage), or is read back if it computed none. An ETag that is not the MD5, as
 with some encryption, is no error: then the bytes decide.

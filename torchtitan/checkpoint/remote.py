@@ -7,13 +7,12 @@ The next save waits for the upload, so the disk holds the retained checkpoints a
 
     s3://bucket/run/step-20/model/__0_0.distcp ...   uploaded under their final names
     s3://bucket/run/step-20/manifest.json            uploaded last: commits the checkpoint
-    s3://bucket/run/latest                           the newest step, in case a listing is late
     s3://bucket/run/.owner                           the run that may commit
 
 A store has no rename, so the manifest commits a checkpoint. It lists every file with size and
 checksum. Rank 0 uploads it after all ranks have uploaded their files and the store shows each file
-with its size. Readers find files by the manifest, never by a listing. A checkpoint is deleted or
-replaced by removing its manifest first.
+with its size. Stores list an object as soon as it is written (S3, Google Cloud Storage and Azure
+do). A checkpoint is deleted or replaced by removing its manifest first.
 
 Machines may share a disk or have their own (`disks.py`). The ranks of a disk upload its files, and
 download all files of the checkpoint from which the run resumes. A checkpoint that was saved but not
@@ -63,7 +62,7 @@ from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-LATEST, OWNER, ASIDE = "latest", ".owner", f"{MANIFEST}.aside"
+OWNER, ASIDE = ".owner", f"{MANIFEST}.aside"
 WHOLE_EXPORT = ("config.json", "adapter_config.json")
 """Files that identify a Hugging Face folder to other programs; uploaded last."""
 
@@ -332,23 +331,18 @@ class RemoteCheckpoints:
     def _commit(self, name: str, manifest: bytes) -> None:
         """Write the manifest of a checkpoint after checking the size of each file in the store."""
         self._check_owner()
-        files, there = listed(manifest), self._store.list_sizes(name)
-
-        def is_there(file: str) -> bool:
-            path, size = f"{name}/{file}", files[file].size
-            # a listing may be late
-            return there.get(path) == size or self._store.size(path) == size
-
-        found = in_parallel(is_there, files)
-        if missing := [file for file, is_found in zip(files, found, strict=True) if not is_found]:
-            mistakes = [f"{file} is missing or has another size" for file in missing]
+        there = self._store.list_sizes(name)
+        mistakes = [
+            f"{file} is missing or has another size"
+            for file, record in listed(manifest).items()
+            if there.get(f"{name}/{file}") != record.size
+        ]
+        if mistakes:
             raise CheckpointError(
                 f"{self.url}/{name} cannot be committed: {summarize(mistakes)}; run the same "
                 f"command again, and let no machine change or remove files of a checkpoint"
             )
         self._store.write(f"{name}/{MANIFEST}", manifest)
-        if STEP_NAME.fullmatch(name):
-            self._store.write(LATEST, name.encode())
 
     def push_export(self, name: str) -> None:
         """Upload a Hugging Face folder, its config last; raise CheckpointError on failure."""
@@ -420,10 +414,7 @@ def list_folders(store: ObjectStore) -> list[int]:
 
 
 def find_steps(store: ObjectStore) -> list[int]:
-    """Return the committed steps in a listing and in `latest`, ascending."""
-    found = set(list_folders(store))
-    if named := STEP_NAME.fullmatch((store.read(LATEST) or b"").decode(errors="replace")):
-        found.add(int(named[1]))
-    steps = sorted(found)
+    """Return the committed steps, ascending."""
+    steps = list_folders(store)
     sizes = in_parallel(lambda step: store.size(f"step-{step}/{MANIFEST}"), steps)
     return [step for step, size in zip(steps, sizes, strict=True) if size is not None]

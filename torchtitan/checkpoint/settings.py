@@ -32,6 +32,12 @@ def _folder_or_url(value: str) -> None:
 
 HAS_NO_EFFECT = Requires("enable", True, is_notice=True)
 ELSEWHERE = Requires("initial_load_path", GIVEN, "name what to read, or remove this")
+GOING_BACK = Requires(
+    "initial_load_path",
+    GIVEN,
+    "a run resumes from its newest step; to go back, name its folder there, with "
+    "initial_load_model_only = false and another job.dump_folder",
+)
 WEIGHTS_ALONE = Requires("initial_load_model_only", True)
 
 
@@ -70,9 +76,8 @@ class CheckpointConfig:
     keep_best: Annotated[NonNegativeInt, HAS_NO_EFFECT, Requires("validation.enable", True)] = 0
     """Number of checkpoints with the lowest validation loss to keep in addition. Each save is then
     preceded by a validation."""
-    load_step: Annotated[int, Ge(-1)] = -1
-    """Step of initial_load_path to start from; -1: the newest. Without initial_load_path it must be
-    the newest step of the run's own folder."""
+    load_step: Annotated[int, Ge(-1), GOING_BACK] = -1
+    """Step of initial_load_path to start from; -1: the newest."""
     mode: Annotated[
         Literal["recover", "continue", "finetune"],
         replace(ELSEWHERE, of=("finetune",)),
@@ -136,7 +141,7 @@ class CheckpointConfig:
         if self.enable or self.initial_load_path is not None:
             yield from self._load_violations()
             return
-        for key in ("load_step", "mode", "exclude_from_loading"):
+        for key in ("mode", "exclude_from_loading"):
             if getattr(self, key) != getattr(type(self), key):
                 is_notice = key == "exclude_from_loading"
                 rule = "needs enable = true or initial_load_path; set one, or remove this"

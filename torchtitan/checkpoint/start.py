@@ -26,7 +26,7 @@ from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.manager import CheckpointIO
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import Checkpoint, ParameterFilter, WeightSource
-from torchtitan.checkpoint.steps import own_step
+from torchtitan.checkpoint.steps import newest_valid_step
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.ranks import on_first_rank
@@ -172,20 +172,21 @@ def choose_start(
 
     own = None
     if settings.enable:
-        own = own_step(
-            folder,
-            load_step=settings.load_step,
-            may_be_elsewhere=settings.initial_load_path is not None,
-            requested_by=lambda step: compared(step).then.load_step,
-            verifies=settings.verify_on_load,
-            group=group,
+        own = newest_valid_step(
+            folder, verifies=settings.verify_on_load, group=group, recovers=True
         )
     if own is not None:
+        comparison = compared(own)
+        if settings.load_step not in (-1, comparison.then.load_step):
+            raise CheckpointError(
+                f"checkpoint.load_step {settings.load_step} cannot be loaded: {own}, of this run, "
+                f"takes precedence; choose another --job.dump_folder"
+            )
         if settings.initial_load_path is not None:
             logger.info(
                 "checkpoint.initial_load_path is not read: %s, of this run, takes precedence", own
             )
-        return _start_from_own(settings, own, comparison=compared(own), group=group)
+        return _start_from_own(settings, own, comparison=comparison, group=group)
     if settings.initial_load_path is None:
         if settings.mode == "continue":
             raise CheckpointError(

@@ -1,8 +1,7 @@
 """Which checkpoint a path means.
 
 `resolve_step` finds the checkpoint that `initial_load_path`, or the `--checkpoint` of a tool,
-names. `newest_valid_step` finds the newest valid checkpoint of a folder. `own_step` finds the
-checkpoint with which a run resumes in its own folder.
+names. `newest_valid_step` finds the newest valid checkpoint of a folder, with which a run resumes.
 
 A step that the user names is used or is an error. Among several steps, a damaged one is skipped for
 the step before it. A folder without our checksums is used only if the user names it.
@@ -11,14 +10,13 @@ the step before it. A folder without our checksums is used only if the user name
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
-from torchtitan.checkpoint.storage import METADATA, find_steps, list_steps, recover_commits
+from torchtitan.checkpoint.storage import METADATA, list_steps, recover_commits
 from torchtitan.mesh.ranks import on_first_rank
 
 logger = logging.getLogger(__name__)
@@ -119,55 +117,6 @@ def newest_valid_step(
             f"Steps of other programs have no checksums: name the folder of one"
         )
     return None
-
-
-def own_step(
-    folder: Path,
-    *,
-    load_step: int,
-    may_be_elsewhere: bool,
-    requested_by: Callable[[Path], int],
-    verifies: bool,
-    group: dist.ProcessGroup,
-) -> Path | None:
-    """Return the checkpoint with which a run resumes in its own folder, None if it has none.
-
-    The same command restarts a killed job, so a checkpoint that a job with the same `load_step`
-    saved takes precedence over the step of that number.
-
-    Args:
-        folder: Parent of the run's `step-N` folders.
-        load_step: Step that the user names. -1: the newest.
-        may_be_elsewhere: Whether `load_step` may be a step of `initial_load_path` instead.
-        requested_by: Returns the `load_step` of the job that saved a checkpoint.
-        verifies: Whether to compare checksums.
-        group: All ranks.
-
-    Raises:
-        CheckpointError: `load_step` does not exist or is not the newest step.
-    """
-    newest = newest_valid_step(folder, verifies=verifies, group=group, recovers=True)
-    if load_step == -1 or (newest is None and may_be_elsewhere):
-        return newest
-    if newest is not None and requested_by(newest) == load_step:
-        return newest
-    steps = on_first_rank(lambda: find_steps(folder), group=group)
-    named = folder / f"step-{load_step}"
-    if load_step not in steps:
-        raise CheckpointError(
-            f"checkpoint.load_step {load_step} is not in {folder}; it holds "
-            f"{steps or 'no checkpoint'}"
-        )
-    if newest is not None and load_step < int(newest.name.removeprefix("step-")):
-        raise CheckpointError(
-            f"checkpoint.load_step must be the newest step of {folder}, {newest}, got {load_step}: "
-            f"a run never goes back in its own folder. Go back in a new one: another "
-            f"--job.dump_folder, with --checkpoint.initial_load_path {folder} "
-            f"--checkpoint.initial_load_model_only false --checkpoint.load_step {load_step}"
-        )
-    if named != newest:  # it is damaged
-        _refuse_damaged(named, group=group)
-    return named
 
 
 def _refuse_damaged(step: Path, *, group: dist.ProcessGroup | None) -> None:
