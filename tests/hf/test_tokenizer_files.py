@@ -73,16 +73,12 @@ def test_the_base_models_keys_are_kept_but_not_those_that_name_code(
         "pad_token_id": 5,
         "own.table": {"sizes": [1, {"a": None}]},
     }
-    deep: list = []
-    for _ in range(50):
-        deep = [deep]
     code = {
         "auto_map": {"AutoModelForCausalLM": "someone/else--modeling.Model"},
         "custom_pipelines": {"text-generation": {"impl": "code.Pipeline"}},
         "attn_implementation": "someone/kernel",
         "text_config": {"inner": [{"auto_map": {"AutoConfig": "code.Config"}}]},
         "_name_or_path": "someone/else",
-        "deep": deep,
     }
     ours = {
         "torch_dtype": "float64",
@@ -129,16 +125,14 @@ def tuning(base: Path, *options: str) -> Config:
     ],
 )
 def test_a_fine_tune_ends_its_turn(
-    there: dict | None, eos: int | None, expected: dict, tmp_path: Path, caplog
+    there: dict | None, eos: int | None, expected: dict, tmp_path: Path
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        settings = describe_export(tuning(base_with(there, tmp_path / "base", eos=eos)), dtype=None)
+    settings = describe_export(tuning(base_with(there, tmp_path / "base", eos=eos)), dtype=None)
     generation = dict(settings.generation or {})
     if there is None:
         generation = {"eos_token_id": generation["eos_token_id"]}  # and config.json's begin
     assert generation == expected
     assert GENERATION_CONFIG not in settings.files
-    assert "at <|im_end|>, which ends a turn" in caplog.text
 
 
 def test_transformers_stops_where_an_answer_stops(tmp_path: Path) -> None:

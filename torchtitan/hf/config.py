@@ -79,8 +79,6 @@ NAMES_CODE = frozenset(
     {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
 )
 """Keys by which transformers loads code of others."""
-MAX_DEPTH = 8
-"""Tables and lists inside one another that an export copies."""
 MAX_COUNT, MAX_LAYERS = 10**8, 10**4
 """Limits of counts in a file, because the model is built before its weights are read."""
 Sizes = dict[str, Any]
@@ -319,7 +317,7 @@ def find_carried(
     return carried
 
 
-def _names_code(key: str, value: object, *, depth: int = 0) -> bool:
+def _names_code(key: str, value: object) -> bool:
     """Return whether a key, or one inside its value, may name code to load."""
     inner: Iterable[tuple[str, object]] = ()
     if isinstance(value, dict | list):
@@ -327,8 +325,7 @@ def _names_code(key: str, value: object, *, depth: int = 0) -> bool:
     return (
         key in NAMES_CODE
         or key.startswith("_")
-        or depth > MAX_DEPTH
-        or any(_names_code(name, item, depth=depth + 1) for name, item in inner)
+        or any(_names_code(name, item) for name, item in inner)
     )
 
 

@@ -122,19 +122,12 @@ def describe_generation(
     if ending is None:
         return None
     file = tokenizer_file(tokenizer_path)
-    found = build_generation_config(
+    return build_generation_config(
         None if file is None else file.parent,
         turn_id=tokenizer.special_tokens[ending],
         eos_id=tokenizer.eos_id,
         carried=carried,
     )
-    logger.info(
-        "The export's %s ends a text at %s, which ends a turn: eos_token_id = %s",
-        GENERATION_CONFIG,
-        ending,
-        found["eos_token_id"],
-    )
-    return found
 
 
 def describe_training(
