@@ -30,7 +30,7 @@ URL = "s3://bucket/run"
 ALONE = "faulty://bucket/run"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[stores.S3Server]:
     with stores.s3_server("bucket") as server:
         yield server
@@ -91,6 +91,8 @@ class Runs:
 
 @pytest.fixture
 def runs(ranks: RankPool, server: stores.S3Server, tmp_path: Path) -> Runs:
+    store = open_store()
+    store.remove(store.list_sizes(""))  # of the test before
     return Runs(ranks, server, tmp_path)
 
 
