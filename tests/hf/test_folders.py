@@ -327,9 +327,6 @@ def test_the_sizes_of_a_folder_as_settings(name: str, tmp_path: Path) -> None:
     spec, again = find_model(to_settings(LLAMA, found))
     assert spec == LLAMA
     assert sizes_of(again) == sizes_of(found) == sizes_of(config)
-    with pytest.raises(CheckpointError) as error:
-        open_folder(folder, spec=LLAMA, architecture=LLAMA.flavors["tiny8"], group=None)
-    assert 'model.flavor = "hf"' in str(error.value).splitlines()[-1]
 
 
 def test_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
@@ -532,30 +529,6 @@ def test_one_file_may_have_an_index(tmp_path: Path) -> None:
     folder = theirs(tmp_path, config)
     with_index({})(folder)
     assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
-
-
-def test_another_flavor_is_named_with_each_size_that_differs(tmp_path: Path) -> None:
-    folder = theirs(tmp_path, LLAMA.flavors["tiny8"])
-    with pytest.raises(CheckpointError) as error:
-        open_folder(folder, spec=LLAMA, architecture=LLAMA.flavors["tiny"], group=None)
-    rule, *differences, remedy = str(error.value).splitlines()
-    assert str(folder / "config.json") in rule
-    assert [line.split(":")[0].strip() for line in differences] == [
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-    ]
-    assert 'model.flavor = "hf"' in remedy
-
-
-@pytest.mark.parametrize(("stored", "may_grow"), [(200, True), (300, False)])
-def test_a_larger_vocabulary_may_grow(stored: int, may_grow: bool, tmp_path: Path) -> None:
-    folder = theirs(tmp_path, dataclasses.replace(LLAMA.flavors["tiny"], vocab_size=stored))
-    with pytest.raises(CheckpointError) as error:
-        open_folder(folder, spec=LLAMA, architecture=LLAMA.flavors["tiny"], group=None)
-    assert ("checkpoint.grow_vocab = true" in str(error.value)) == may_grow
 
 
 def test_what_is_left_out_may_be_of_another_size(tmp_path: Path) -> None:

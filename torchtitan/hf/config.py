@@ -210,14 +210,12 @@ def check_sizes(
     wrong = [k for k in expected if stored[k] != expected[k] and k not in may_differ]
     if not wrong:
         return
-    grows = "vocab_size" in wrong and stored["vocab_size"] < expected["vocab_size"]
     raise CheckpointError(
         f"{config.path} has other sizes than this job:\n  "
         + "\n  ".join(
             f"{k}: {stored[k]!r:.80} in the file, {expected[k]!r} in this job" for k in wrong
         )
         + '\nto use the sizes in the file set model.flavor = "hf" and no sizes in [model]'
-        + ("; to add rows set checkpoint.grow_vocab = true" if grows else "")
     )
 
 
