@@ -159,7 +159,7 @@ def list_files(manifest: StoredJSON) -> dict[str, FileRecord]:
 def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
     """Compare a checkpoint's files with its manifest; return the mistakes, the same on every rank.
 
-    The ranks share the files and exchange the results. Files that it does not list are never read.
+    The ranks share the files and exchange the results. Other files in the folder are never read.
 
     Args:
         checkpoint: Folder of one checkpoint.

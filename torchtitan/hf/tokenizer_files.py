@@ -54,6 +54,9 @@ def warn_of_other_tokenizer(tokenizer_path: str, *, base: Path) -> None:
     base_file, path = base / TOKENIZER, Path(tokenizer_path).expanduser()
     if not base_file.is_file() or path.resolve().is_relative_to(base.resolve()):
         return
+    file = tokenizer_file(tokenizer_path)
+    if file is not None and file.read_bytes() == base_file.read_bytes():
+        return
     theirs, ours = build_tokenizer(str(base_file)), build_tokenizer(tokenizer_path)
     # twice: some decoders remove the space that a text begins with
     ids = range(min(theirs.vocab_size, ours.vocab_size))
