@@ -159,11 +159,6 @@ def test_credentials_are_not_shown(text: str, monkeypatch: pytest.MonkeyPatch) -
         assert part not in said
 
 
-def test_what_went_wrong_is_shown() -> None:
-    text = "An error occurred (SlowDown) when calling the PutObject operation: bucket/run/step-20"
-    assert shown(OSError(text)) == f"OSError: {text}"
-
-
 def test_a_missing_package_and_an_unknown_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 

@@ -268,8 +268,8 @@ def test_a_crafted_manifest_is_passed_over_for_the_step_before(which: str, folde
     assert newest_valid_step(folder, group=None, verifies=True) == folder / "step-6"
 
 
-@pytest.mark.parametrize("key", ["step", "components", "layout"])
-@pytest.mark.parametrize("value", ["9", -1, ["../x"], ["."], [7], {"a": 1}, None])
+@pytest.mark.parametrize("key", ["step", "components", "layout", "config"])
+@pytest.mark.parametrize("value", [True, -1, ["../x"], ["."], [7], {"a": 1}, None])
 def test_a_manifest_with_other_entries_is_refused(key: str, value: object, folder: Path) -> None:
     resealed(folder / "step-3" / "manifest.json", lambda m: m.update({key: value}))
     with pytest.raises(CheckpointError, match=rf"manifest\.json.*{key}"):
