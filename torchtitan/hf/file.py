@@ -89,7 +89,8 @@ def open_file(
             )
             add_once(by_slot, slot, stored, path=path)
         found = stack_parts(path, by_slot)
-        if architecture.tie_embeddings and found.pop(OUTPUT, None):
+        if architecture.tie_embeddings and OUTPUT in found:
+            del found[OUTPUT]
             logger.info("%s: the head is not read, it is tied to the embedding", path)
         check_match(path, found, spec=spec, architecture=architecture, filter=filter)
         logger.info("%s has no sizes: they are those of model.flavor", path)
