@@ -22,6 +22,7 @@ from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint import objects
 from torchtitan.checkpoint.remote import RemoteCheckpoints
 from torchtitan.checkpoint.remote import find_steps as find_stored
+from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import load_config
 from torchtitan.trainer import Trainer
@@ -273,8 +274,8 @@ def commit_as_files_come(folder: Path) -> list[list[int]]:
     manifest = json.dumps({"files": {"a": {"size": 3, "xxh3_128": "0" * 32}}}).encode()
     found = []
     with stores.faulty_store():
-        store, group = open_store(ALONE), dist.group.WORLD
-        remote = RemoteCheckpoints(store, folder=folder, group=group, disk=None, verifies=True)
+        store, how = open_store(ALONE), {"settings": CheckpointConfig(), "key": "folder"}
+        remote = RemoteCheckpoints(ALONE, folder=folder, group=dist.group.WORLD, **how)
         remote.pull_newest()
         for content in (None, b"ab", b"abc"):
             if content is not None:

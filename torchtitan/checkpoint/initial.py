@@ -46,7 +46,7 @@ def find_initial(
     url, number = settings.initial_load_path.rstrip("/"), settings.load_step
     if (named := step_of(PurePosixPath(url))) is not None:
         url, number = url.rpartition("/")[0], named
-    remote = RemoteCheckpoints.open(
+    remote = RemoteCheckpoints(
         url, key=INITIAL_PATH, settings=settings, folder=folder / FETCHED, group=group
     )
     return remote.fetch(number), replace(settings, load_step=-1)

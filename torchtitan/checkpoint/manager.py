@@ -99,7 +99,7 @@ def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -
         return CheckpointIO(group, folder)
     from torchtitan.checkpoint.remote import RemoteCheckpoints
 
-    remote = RemoteCheckpoints.open(
+    remote = RemoteCheckpoints(
         settings.folder, key="checkpoint.folder", settings=settings, folder=folder, group=group
     )
     if remote.disk is not None and settings.last_save_in_hf:

@@ -71,57 +71,34 @@ class RemoteCheckpoints:
     """Checkpoints of one run in a store, with copies on local disks. All methods are collective.
 
     Args:
-        store: The objects of this run.
+        url: URL of the run's folder.
+        key: Setting that holds the URL, for errors.
+        settings: The section [checkpoint].
         folder: Local parent of the `step-N` folders.
         group: All ranks.
-        disk: Ranks that share this rank's disk. None: all of `group`.
-        verifies: Whether to compare the checksums of local copies.
+
+    Raises:
+        ConfigError: The package for such URLs is not installed.
     """
 
     def __init__(
         self,
-        store: ObjectStore,
-        *,
-        folder: Path,
-        group: dist.ProcessGroup,
-        disk: dist.ProcessGroup | None,
-        verifies: bool,
-    ) -> None:
-        self._store = store
-        self._folder = folder
-        self._group = group
-        self.disk = disk
-        self._verifies = verifies
-        who = f"process {os.getpid()} on host {platform.node()}"
-        self._owner = f"{secrets.token_hex(8)} {who}".encode()
-        self._damaged: set[int] = set()
-
-    @classmethod
-    def open(
-        cls,
         url: str,
         *,
         key: str,
         settings: CheckpointConfig,
         folder: Path,
         group: dist.ProcessGroup,
-    ) -> RemoteCheckpoints:
-        """Open a store.
-
-        Args:
-            url: URL of the run's folder.
-            key: Setting that holds the URL, for errors.
-            settings: The section [checkpoint].
-            folder: Local parent of the `step-N` folders.
-            group: All ranks.
-
-        Raises:
-            ConfigError: The package for such URLs is not installed.
-        """
-        store = ObjectStore(url, key=key, patience_seconds=settings.upload_timeout_seconds)
-        disk = find_disks(folder, group=group, timeout_seconds=settings.save_timeout_seconds)
-        verifies = settings.verify_on_load
-        return cls(store, folder=folder, group=group, disk=disk, verifies=verifies)
+    ) -> None:
+        self._store = ObjectStore(url, key=key, patience_seconds=settings.upload_timeout_seconds)
+        self._folder = folder
+        self._group = group
+        self.disk = find_disks(folder, group=group, timeout_seconds=settings.save_timeout_seconds)
+        """Ranks that share this rank's disk. None: all of `group`."""
+        self._verifies = settings.verify_on_load
+        who = f"process {os.getpid()} on host {platform.node()}"
+        self._owner = f"{secrets.token_hex(8)} {who}".encode()
+        self._damaged: set[int] = set()
 
     @property
     def url(self) -> str:
