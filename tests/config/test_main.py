@@ -137,8 +137,8 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--compile.components=model,los"], ["--compile.components", "model, loss", "got los"]),
         (["--compile.enable", "--compile.components", "los"], ["model, loss", "got los"]),
         (["--model.converters=float8,flot8"], ["--model.converters", "did you mean 'float8'?"]),
-        ([*CONTINUE, "lr_schedulr,dataloader"], ["'lr_schedulr'", "did you mean 'lr_scheduler'?"]),
-        ([*CONTINUE, "output"], [CONTINUE[-1], "'output'", "did you mean 'output.*'?"]),
+        ([*CONTINUE, "lr_schedulr,dataloader"], ["'lr_schedulr'", "lr_scheduler"]),
+        ([*CONTINUE, "output"], [CONTINUE[-1], "'output'"]),
         ([*CONTINUE, "optimizer.output"], ["'optimizer.output'", "dataloader, train_state"]),
         (["--parallelism.pipeline_parallel_schedule=zb"], ["did you mean 'ZBVZeroBubble'?"]),
         (
