@@ -36,22 +36,6 @@ KINDS: Mapping[str, str] = {
 }
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 """Relative to the largest norm in a module. The rounding of 32 layers is far below."""
-BETWEEN: Sequence[tuple[str, str, str, str]] = (
-    # axis, kind, end of the name, exchange
-    ("cp", "outputs", "attention", "the exchange of keys and values along cp"),
-    ("cp", "gradients", "", "the exchange of gradients of keys and values along cp"),
-    ("tp", "outputs", "attention", "the sum of wo's partial products along tp"),
-    ("tp", "outputs", "feed_forward", "the sum of w2's partial products along tp"),
-    ("tp", "outputs", "tok_embeddings", "the sum of the vocabulary's parts along tp"),
-    ("tp", "gradients", "", "the sum of gradients of the residual stream along tp"),
-    ("ep", "outputs", "moe", "the exchange of tokens between experts' ranks"),
-    ("pp", "outputs", "", "the receive from the previous stage, for the first module of a stage"),
-    ("pp", "gradients", "", "the receive from the next stage, for the last module of a stage"),
-    ("dp", "weight_gradients", "", "the sum of gradients over data-parallel ranks"),
-    ("cp", "weight_gradients", "", "the sum of gradients along cp"),
-    ("tp", "weight_gradients", "norm.weight", "the sum of gradients of norms along tp"),
-)
-"""The communication right before a recorded tensor, by axis."""
 Tokens = dict[tuple[int, int], list[tuple[int, Tensor]]]
 """By sample and place: (rank, norm and product), of each rank that has the token."""
 
@@ -81,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
     a, b = parse_layout(options.a), parse_layout(options.b)
     tolerance, sketches = 0.0, list[Sketch]()
     with tempfile.TemporaryDirectory() as temporary:
-        for layout, python in ((a, sys.executable), (b, options.python_b)):
+        for layout in (a, b):
             sys.stderr.write(f"{layout.name}: training to step {options.step}\n")
             folder = Path(temporary) / str(len(sketches))
             folder.mkdir()
@@ -93,7 +77,6 @@ def main(options: argparse.Namespace) -> int:
                 log=folder / "output.txt",
                 what=f"layout '{layout.name}' cannot be trained",
                 environ={STEP: str(options.step)},
-                python=python,
             )
             sketches.append(join(read_seen(folder)))
     tolerance = tolerance if options.tolerance is None else options.tolerance
@@ -104,12 +87,6 @@ def main(options: argparse.Namespace) -> int:
         say(f"no difference above {tolerance:g}")
         return 0
     say(f"{found.name}: {KINDS[found.kind]}: {found.text}")
-    degrees = {key.partition("_")[0]: degree for key, degree in b.degrees.items()}
-    of_axes = {"cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
-    for axis, kind, end, exchange in BETWEEN:
-        degree = b.dp if axis == "dp" else degrees[of_axes[axis]]
-        if degree > 1 and kind == found.kind and found.name.endswith(end):
-            say(f"  between it and what is equal: {exchange}")
     return 1
 
 
