@@ -21,7 +21,7 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.metrics.rows import RECORD, figure_of, read_rows
 from torchtitan.tools.audit.history import Stretch, stretch_of
 from torchtitan.tools.audit.rerun import rerun
-from torchtitan.tools.compare.watch import CALLBACK, STEP, Seen, columns, places_of, read_seen
+from torchtitan.tools.audit.watch import CALLBACK, STEP, Seen, columns, places_of, read_seen
 from torchtitan.tools.verbs import format_table
 
 FIGURES = ("loss", "grad_norm")
@@ -97,7 +97,7 @@ def _modules(ranks: Sequence[Seen]) -> list[dict[str, Any]]:
             outputs[name].append(tokens.flatten(0, 1))
     found = []
     for name, parts in outputs.items():
-        norm, _, largest = torch.cat(parts).unbind(1)
+        norm, largest = torch.cat(parts).unbind(1)
         rms = math.sqrt(float(norm.square().mean()) / widths[name])
         found.append({"module": name, "rms": rms, "largest": float(largest.max())})
     return found
@@ -115,7 +115,7 @@ def _parameters(ranks: Sequence[Seen], *, grad_norm: float) -> list[dict[str, An
             for name, shares in seen[kind].items():
                 sums[name] = sums.get(name, 0.0) + float(shares[0])
         for name, shares in seen["weight_gradients"].items():
-            largest[name] = max(largest.get(name, 0.0), float(shares[2]))
+            largest[name] = max(largest.get(name, 0.0), float(shares[1]))
     gradients = squares["weight_gradients"]
     total = math.sqrt(sum(gradients.values()))
     factor = grad_norm / total if total else 0.0

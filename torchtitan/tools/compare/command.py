@@ -2,9 +2,8 @@
 
     python -m torchtitan compare layouts my.toml single fsdp2 tp2
     python -m torchtitan compare runs outputs/a outputs/b
-    python -m torchtitan compare --bisect my.toml single fsdp2,tp2
 
-This module has the options of all three, so that `--help` does not import torch.
+This module has the options of both, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
@@ -120,37 +119,13 @@ def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def parse_bisect(argv: Sequence[str]) -> argparse.Namespace:
-    """Name the first module that differs between two layouts of a job.
-
-    Both train one step from the same initial weights on the same samples. Compared are, in this
-    order: samples, weights before the step, outputs of modules in forward order, gradients of
-    outputs backward, and gradients of weights backward.
-
-    Exit code 0: no difference. 1: a difference. 2: a mistake.
-    """
-    parser = _parser("--bisect", parse_bisect)
-    add = parser.add_argument
-    add("toml", type=Path, metavar="TOML", help="the job")
-    add("a", metavar="A", help="the layout that is correct, such as single")
-    add("b", metavar="B", help='the other layout, such as "fsdp2,tp2 --compile.enable"')
-    add("--step", type=int, default=1, metavar="N", help="the step to compare (1)")
-    text = "relative; default: 1e-4 in float32, otherwise 0.05"
-    add("--tolerance", type=float, metavar="X", help=text)
-    options, settings = parser.parse_known_args(argv)
-    options.settings = settings
-    if options.step < 1:
-        raise ConfigError(f"--step must be at least 1, got {options.step}")
-    return options
-
-
 def _parser(kind: str, parse: Callable[..., object]) -> argparse.ArgumentParser:
     parser = build_parser(f"compare {kind}", inspect.getdoc(parse))
     parser.allow_abbrev = False
     return parser
 
 
-PARSERS = {"layouts": parse_layouts, "runs": parse_runs, "--bisect": parse_bisect}
+PARSERS = {"layouts": parse_layouts, "runs": parse_runs}
 KINDS: Verbs = {
     "layouts": (
         "torchtitan.tools.compare.compare_layouts",
@@ -159,9 +134,5 @@ KINDS: Verbs = {
     "runs": (
         "torchtitan.tools.compare.compare_runs",
         "compare the figures and tensors of two runs",
-    ),
-    "--bisect": (
-        "torchtitan.tools.compare.bisect",
-        "name the first module that differs between two layouts",
     ),
 }
