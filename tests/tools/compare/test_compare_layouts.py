@@ -366,13 +366,13 @@ def test_two_layouts_that_train_the_same(tmp_path: Path) -> None:
 
 DECAY, SEED = "single --optimizer.weight_decay=0.5", "single --debug.seed=1"
 TINY = "--model.flavor=tiny"
-CRASH, REFUSED = "single --optimizer.lr=1e30", "fsdp2 --training.dataloader.num_workers=-1"
+CRASH = "single --optimizer.lr=1e30"
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = tmp_path_factory.mktemp("planted")
-    return compare(folder, "1", CRASH, REFUSED, DECAY, SEED, TINY, "--steps=2")
+    return compare(folder, "1", CRASH, DECAY, SEED, TINY, "--steps=2")
 
 
 def verdict(said: Said, layout: str) -> dict[str, Any]:
@@ -399,12 +399,11 @@ def test_other_initial_weights_are_found(planted: Said) -> None:
 
 
 def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> None:
-    crash, refused = verdict(planted, CRASH), verdict(planted, REFUSED)
-    assert [crash["verdict"], refused["verdict"]] == ["FAILED", "FAILED"]
+    crash = verdict(planted, CRASH)
+    assert crash["verdict"] == "FAILED"
     assert "exit code 3" in crash["problem"]
-    assert "a lower optimizer.lr" in crash["problem"]
+    assert "optimizer.lr" in crash["problem"]
     assert verdict(planted, DECAY)["steps"]["loss"]["beyond"]
-    assert "num_workers" in refused["problem"]
     assert crash["problem"] in planted.out
 
 
@@ -424,6 +423,7 @@ def test_nothing_else_is_trained_where_the_reference_fails(tmp_path: Path) -> No
         (["single", "fsdp2 --checkpoint.enable=false"], "checkpoint.enable"),
         (["fsdp2", "--training.steps=3"], "--steps"),
         (["fsdp2", "--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree=2"),
+        (["single", "fsdp2 --training.dataloader.num_workers=-1"], "num_workers"),
         (["fsdp2", "--stepz=3"], "--stepz=3"),
         (["fsdp2", "--steps=0"], "--steps"),
         (["fsdp2", "--training.seq_lem=3"], "did you mean --training.seq_len"),
@@ -460,7 +460,7 @@ def test_the_reference_gives_a_global_batch_that_is_not_set(
 ) -> None:
     common = [f"--job.config_file={TOML}", "--training.global_batch_size=-1"]
     plans = make_plans(["ddp2", "single", "fsdp8"], common=common)
-    sizes = [load_config(plan.arguments).training for plan in plans]
+    sizes = [load_config(arguments).training for _, arguments in plans]
     assert [training.global_batch_size for training in sizes] == [16, 16, 16]
     assert [training.local_batch_size for training in sizes] == [8, 8, 2]
     said = capsys.readouterr().err

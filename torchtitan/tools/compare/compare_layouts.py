@@ -11,14 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import load_config
-from torchtitan.metrics.rows import Row, read_rows
+from torchtitan.metrics.rows import read_rows
 from torchtitan.models.families import find_model
 from torchtitan.models.settings import ModelSection
 from torchtitan.models.sizes import MoEConfig
@@ -44,36 +43,6 @@ LOCAL_BATCH = "training.local_batch_size"
 CHECKPOINTS = "checkpoint"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A layout with the trainer's options for it."""
-
-    layout: Layout
-    arguments: tuple[str, ...]
-    refusal: str = ""
-    """Why it cannot be trained."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The result of one training."""
-
-    folder: Path
-    seconds: float = 0.0
-    rows: list[Row]
-    problem: str
-    """Why it did not train to its end."""
-
-    def weights(self, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
-        """Return the initial weights with `min`, the final ones with `max`."""
-        folder = self.folder / CHECKPOINTS
-        return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
-
-    def gradients(self, step: int) -> StoredTensors:
-        """Return the gradients of one of the first steps."""
-        return StoredTensors(self.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
-
-
 def main(options: argparse.Namespace) -> int:
     """Train all layouts, compare them with the first, print the result, return the exit code.
 
@@ -83,19 +52,22 @@ def main(options: argparse.Namespace) -> int:
     common = (file, *options.settings, *settings_of_all(steps=options.steps))
     plans = make_plans(options.layouts, common=common)
     config = load_config(common)
+    verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.out or Path(temporary)).resolve()
-        reference = _train(plans[0], 1, options=options, folder=folder)
-        verdicts = [_judge(plans[0], reference, options=options, is_reference=True)]
-        if reference.problem:
-            note("the reference failed: the other layouts are not trained")
-        else:
-            for number, plan in enumerate(plans[1:], start=2):
-                outcome = _train(plan, number, options=options, folder=folder, replayed=reference)
-                verdicts.append(_judge(plan, outcome, options=options))
-                if not outcome.problem:
-                    _compare(verdicts[-1], outcome, reference, options=options, model=config.model)
-            _show_reference(reference, max_norm=config.training.max_norm)
+        for number, (layout, arguments) in enumerate(plans, start=1):
+            replayed = verdicts[0].folder / CHOICES if verdicts else None
+            verdict = _train(
+                layout, arguments, folder=folder / str(number), options=options, replayed=replayed
+            )
+            verdicts.append(verdict)
+            if verdicts[0].problem:
+                note("the reference failed: the other layouts are not trained")
+                break
+            if verdict is not verdicts[0] and not verdict.problem:
+                _compare(verdict, verdicts[0], options=options, model=config.model)
+        if not verdicts[0].problem:
+            _show_reference(verdicts[0], max_norm=config.training.max_norm)
         show_table(verdicts)
     if options.json is not None:
         write_json(options.json, verdicts, toml=options.toml)
@@ -118,8 +90,12 @@ def settings_of_all(*, steps: int) -> tuple[str, ...]:
     )
 
 
-def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
-    """Parse the layouts. The first is the reference, whose global batch all of them get.
+def make_plans(
+    texts: Sequence[str], *, common: Sequence[str]
+) -> list[tuple[Layout, tuple[str, ...]]]:
+    """Return the layouts with the trainer's options for each.
+
+    The first is the reference, whose global batch all of them get.
 
     Raises:
         ConfigError: A layout makes no sense, or sets an option that all layouts must share.
@@ -137,92 +113,68 @@ def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
         note(f"training.global_batch_size is not set: using {batch}, as in {layouts[0].name}")
     if {training.mixed_precision_param, training.dtype} != {"float32"}:
         note("the tolerances are for float32, but this job may compute in bfloat16")
-    local = training.local_batch_size
-    return [_make_plan(each, common=common, batch=batch, local=local) for each in layouts]
-
-
-def _make_plan(layout: Layout, *, common: Sequence[str], batch: int, local: int) -> Plan:
-    keys = [option_key(option) for option in layout.overrides]
-    for key in keys:
-        if key in FIXED or key.startswith(FIXED_SECTIONS):
-            raise ConfigError(
-                f"layout '{layout.name}': {key} must be the same for all layouts; set it outside "
-                f"the quotes, or by an option of this command"
-            )
-    arguments = (*common, *layout.arguments, f"--training.global_batch_size={batch}")
-    if LOCAL_BATCH not in keys:
-        fitting = fit_local_batch(local, global_batch_size=batch, layout=layout)
-        if fitting != local:
-            note(f"{layout.name}: {LOCAL_BATCH} is {fitting} instead of {local}")
-        arguments += (f"--{LOCAL_BATCH}={fitting}",)
-    try:
-        load_config(arguments)
-    except ConfigError as error:
-        return Plan(
-            layout=layout, arguments=arguments, refusal=f"its settings are refused: {error}"
-        )
-    return Plan(layout=layout, arguments=arguments)
+    plans = []
+    for layout in layouts:
+        for key in map(option_key, layout.overrides):
+            if key in FIXED or key.startswith(FIXED_SECTIONS):
+                raise ConfigError(f"layout '{layout.name}': {key} must be the same for all layouts")
+        arguments = (*common, *layout.arguments, f"--training.global_batch_size={batch}")
+        if LOCAL_BATCH not in map(option_key, layout.overrides):
+            local = training.local_batch_size
+            fitting = fit_local_batch(local, global_batch_size=batch, layout=layout)
+            if fitting != local:
+                note(f"{layout.name}: {LOCAL_BATCH} is {fitting} instead of {local}")
+            arguments += (f"--{LOCAL_BATCH}={fitting}",)
+        load_config(arguments)  # mistakes cost no training
+        plans.append((layout, arguments))
+    return plans
 
 
 def _train(
-    plan: Plan,
-    number: int,
+    layout: Layout,
+    arguments: Sequence[str],
     *,
-    options: argparse.Namespace,
     folder: Path,
-    replayed: Outcome | None = None,
-) -> Outcome:
-    """Train a layout. With `replayed`, its tokens go to the experts of that run."""
-    folder = folder / str(number)
-    run, name = folder / "run", plan.layout.name
-    if plan.refusal:
-        return Outcome(folder=run, rows=[], problem=plan.refusal)
+    options: argparse.Namespace,
+    replayed: Path | None,
+) -> Verdict:
+    """Train a layout. With `replayed`, a folder of choices, its tokens go to these experts."""
+    run, start = folder / "run", time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    note(f"{name}, {plural(plan.layout.world_size, 'rank')}: training")
-    metrics, start = run / "metrics.jsonl", time.monotonic()
+    note(f"{layout.name}, {plural(layout.world_size, 'rank')}: training")
     problem = run_ranks(
-        [*plan.arguments, f"--job.dump_folder={run}"],
-        world_size=plan.layout.world_size,
+        [*arguments, f"--job.dump_folder={run}"],
+        world_size=layout.world_size,
         log=folder / "output.txt",
         module="torchtitan.tools.compare.layouts.rank",
         environ={
             NUM_STEPS: str(options.gradient_steps),
-            REPLAYED: "" if replayed is None else str(replayed.folder / CHOICES),
+            REPLAYED: str(replayed or ""),
             FLOAT64: "1" if options.float64 else "",
         },
         timeout_s=options.timeout,
     )
+    metrics = run / "metrics.jsonl"
     rows = read_rows(metrics) if metrics.is_file() else []
     if not problem and not rows:
         problem = f"trained no step{last_lines(folder / 'output.txt')}"
     seconds = time.monotonic() - start
-    note(f"{name}: {'failed' if problem else 'trained'}, {seconds:.0f} s")
-    return Outcome(folder=run, seconds=seconds, rows=rows, problem=problem)
-
-
-def _judge(
-    plan: Plan, outcome: Outcome, *, options: argparse.Namespace, is_reference: bool = False
-) -> Verdict:
-    """Return a verdict on whether a layout trained, and nothing compared yet."""
+    note(f"{layout.name}: {'failed' if problem else 'trained'}, {seconds:.0f} s")
     return Verdict(
-        layout=plan.layout.name,
-        world_size=plan.layout.world_size,
-        seconds=outcome.seconds,
-        is_reference=is_reference,
-        problem=outcome.problem,
-        rows=outcome.rows,
+        layout=layout.name,
+        world_size=layout.world_size,
+        folder=run,
+        seconds=seconds,
+        is_reference=replayed is None,
+        problem=problem,
+        rows=rows,
         gradients_tolerance=options.gradients_tolerance,
         weights_tolerance=options.weights_tolerance,
     )
 
 
 def _compare(
-    verdict: Verdict,
-    outcome: Outcome,
-    reference: Outcome,
-    *,
-    options: argparse.Namespace,
-    model: ModelSection,
+    verdict: Verdict, reference: Verdict, *, options: argparse.Namespace, model: ModelSection
 ) -> None:
     """Fill in the verdict on a layout that trained to its end."""
     _, sizes = find_model(model)
@@ -230,7 +182,7 @@ def _compare(
         groups = sizes.num_expert_groups or 1
         verdict.flips = compare_choices(
             reference.folder / CHOICES,
-            outcome.folder / CHOICES,
+            verdict.folder / CHOICES,
             num_steps=options.steps,
             groups=(groups, sizes.num_limited_groups or groups),
             tolerance=options.margin_tolerance,
@@ -240,19 +192,30 @@ def _compare(
         "loss": options.loss_tolerance,
         "grad_norm": options.grad_norm_tolerance,
     }
-    initial = reference.weights(min)
-    verdict.unequal = first_unequal(initial, outcome.weights(min))
-    verdict.steps = compare_rows(reference.rows, outcome.rows, tolerances=tolerances)
-    verdict.gradients = [
-        compare_gradients(reference.gradients(step), outcome.gradients(step))
-        for step in range(1, min(options.gradient_steps, options.steps) + 1)
-    ]
-    verdict.weights = compare_weights(initial, reference.weights(max), outcome.weights(max))
+    initial = _weights(reference, min)
+    verdict.unequal = first_unequal(initial, _weights(verdict, min))
+    verdict.steps = compare_rows(reference.rows, verdict.rows, tolerances=tolerances)
+    for step in range(1, min(options.gradient_steps, options.steps) + 1):
+        verdict.gradients.append(
+            compare_gradients(
+                *(
+                    StoredTensors(x.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
+                    for x in (reference, verdict)
+                )
+            )
+        )
+    verdict.weights = compare_weights(initial, _weights(reference, max), _weights(verdict, max))
 
 
-def _show_reference(reference: Outcome, *, max_norm: float) -> None:
+def _weights(of: Verdict, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
+    """Return the initial weights with `min`, the final ones with `max`."""
+    folder = of.folder / CHECKPOINTS
+    return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
+
+
+def _show_reference(reference: Verdict, *, max_norm: float) -> None:
     """Print how much the reference trained: without movement, agreement proves little."""
-    moved = largest_move(reference.weights(min), reference.weights(max))
+    moved = largest_move(_weights(reference, min), _weights(reference, max))
     rows = reference.rows
     clipped = sum(row["grad_norm"] > max_norm for row in rows)
     first, last = (

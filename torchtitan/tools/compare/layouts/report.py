@@ -31,6 +31,8 @@ class Verdict:
 
     layout: str
     world_size: int
+    folder: Path
+    """Of the run."""
     seconds: float
     is_reference: bool = False
     problem: str = ""
@@ -110,4 +112,6 @@ def write_json(path: Path, verdicts: Sequence[Verdict], *, toml: Path) -> None:
     """Write every figure of every verdict."""
     runs = [{**asdict(each), "verdict": each.summary, "why": each.complaints} for each in verdicts]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"toml": str(toml), "runs": runs}, indent=1), encoding="utf-8")
+    path.write_text(
+        json.dumps({"toml": toml, "runs": runs}, indent=1, default=str), encoding="utf-8"
+    )
