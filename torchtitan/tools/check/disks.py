@@ -90,7 +90,8 @@ def _try(folder: Path, seen: Path) -> tuple[int, bool]:
 def check_data(ranks: Ranks, config: Config) -> Checked:
     """Compare the tokenizer, and size and ends of the data files, between machines."""
     answers = ranks.gather_first(attempt(lambda: list_data(config)) if ranks.is_first else None)
-    faults, first = [], {}
+    faults: list[str] = []
+    first: dict[str, str] = {}
     for machine, found in answers.items():
         if isinstance(found, Failed):
             faults.append(f"every machine must be able to read the data, {machine}: {found.why}")

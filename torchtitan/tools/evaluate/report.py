@@ -45,9 +45,9 @@ def show(report: Mapping[str, Any]) -> None:
     if report["tasks"]:
         rows = [["task", "metric", "value", "stderr", "examples", "shots"]]
         for name, task in report["tasks"].items():
-            counts = [str(task["num_examples"]), str(task["num_fewshot"])]
+            examples, shots = str(task["num_examples"]), str(task["num_fewshot"])
             for metric, figure in task["figures"].items():
                 error = "" if figure["stderr"] is None else f"± {figure['stderr']:.4f}"
-                rows.append([name, metric, f"{figure['value']:.4f}", error, *counts])
+                rows.append([name, metric, f"{figure['value']:.4f}", error, examples, shots])
         lines += format_table(rows)
     sys.stdout.write("\n".join([*lines, ""]))
