@@ -159,16 +159,23 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
         "perplexity": perplexity,
         "tasks": tasks,
         "settings": {
-            **{key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()},
-            "seq_len": cut.seq_len if args.perplexity else None,
-            "seq_len_of_tasks": max_length if args.tasks else None,
-            "attn_mask_type": cut.attn_mask_type,
-            "reset_positions": cut.reset_positions,
-            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-            "version": __version__,
+            **_settings(args, subject=subject, cut=cut),
             "perplexity": files,
             "num_ranks": 1 if mesh is None else mesh.size(),
         },
+    }
+
+
+def _settings(args: argparse.Namespace, *, subject: Subject, cut: TrainingConfig) -> dict[str, Any]:
+    dtype = next(subject.generator.model.parameters()).dtype
+    return {
+        **{key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()},
+        "seq_len": cut.seq_len if args.perplexity else None,
+        "seq_len_of_tasks": (args.seq_len or subject.positions) if args.tasks else None,
+        "attn_mask_type": cut.attn_mask_type,
+        "reset_positions": cut.reset_positions,
+        "dtype": str(dtype).removeprefix("torch."),
+        "version": __version__,
     }
 
 
