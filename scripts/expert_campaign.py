@@ -219,7 +219,7 @@ def run_group(name: str, *, arguments: Sequence[str]) -> list[dict[str, Any]]:
         compare.main(["layouts", *words, f"--json={file}"])
         runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file.is_file() else []
     if not runs:
-        runs = [{"layout": name, "routing": "", "verdict": "FAILED", "why": ["refused, see above"]}]
+        runs = [{"layout": name, "verdict": "FAILED", "why": ["refused, see above"]}]
     return [{"group": name, **run} for run in runs]
 
 
@@ -245,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
     layouts = {(run["group"], run["layout"]) for run in runs if run["verdict"] != "reference"}
     print(f"{len(layouts)} layouts, {len(wrong)} of {len(runs)} trainings diverge or fail")
     for run in wrong:
-        print(f"{run['group']}: {run['layout']} ({run['routing']}): {'; '.join(run['why'])}")
+        print(f"{run['group']}: {run['layout']}: {'; '.join(run['why'])}")
     return int(bool(wrong))
 
 

@@ -135,5 +135,5 @@ def test_nccl_s_own_file_is_read_and_runs_nothing(tmp_path: Path) -> None:
         ]
     }
     file.write_bytes(pickle.dumps({"pg_config": groups, "entries": os.getcwd}))
-    with pytest.raises(DataError, match=r"names posix\.getcwd"):
+    with pytest.raises(DataError, match="getcwd"):
         read_calls(tmp_path, prefix="rank_")

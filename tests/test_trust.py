@@ -136,9 +136,10 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def start(command: Sequence[str], **options: Any) -> SimpleNamespace:
         seen.append({"command": command, **options})
-        return SimpleNamespace(poll=lambda: 1, returncode=1)
+        return SimpleNamespace(poll=lambda: 1, wait=lambda timeout: 1, returncode=1)
 
-    fake = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    names = ("DEVNULL", "TimeoutExpired")
+    fake = SimpleNamespace(Popen=start, **{name: getattr(subprocess, name) for name in names})
     monkeypatch.setattr(launch, "subprocess", fake)
     return seen
 

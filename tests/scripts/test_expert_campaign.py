@@ -17,8 +17,7 @@ def test_no_layout_of_the_campaign_is_refused(group: str) -> None:
     layouts = expert_campaign.GROUPS[group].layouts
     common = [f"--job.config_file={expert_campaign.TOML}", "--model.num_layers=4", *options]
     common.append("--model.name=scripts.expert_campaign:STRONG.qwen3_moe")
-    plans = make_plans(["single", *layouts], common=common)
-    assert [plan.refusal for plan in plans] == [""] * (1 + len(layouts))
+    assert len(make_plans(["single", *layouts], common=common)) == 1 + len(layouts)
 
 
 @pytest.mark.usefixtures("warm_starts")
@@ -31,12 +30,10 @@ def test_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options.append(f"--training.dataset_cache={tmp_path / 'cache'}")
     assert expert_campaign.main(["qwen3_moe", *options]) == 1
     runs = json.loads((tmp_path / "a.json").read_text())
-    assert [(run["routing"], bool(run["why"])) for run in runs] == [
-        ("", False),
-        ("replayed", False),
-        ("free", False),
-        ("replayed", True),
-        ("free", True),
-        ("", True),
+    assert [(run["verdict"], bool(run["why"])) for run in runs] == [
+        ("reference", False),
+        ("same", False),
+        ("DIVERGES at step 1", True),
+        ("FAILED", True),
     ]
-    assert all(run["gradients"][0]["largest"] < 1e-12 for run in runs[1:3])
+    assert runs[1]["gradients"][0]["largest"] < 1e-12

@@ -102,6 +102,8 @@ def to_hf(
         if error.key != "model.tokenizer_path":
             raise
         raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
+    if not (step / "train_state").is_dir():  # weights alone: a card would have no figures
+        settings = replace(settings, card=None)
     export(step, out, settings=settings, group=None)
     if not config.lora.rank:
         return f"{out}: the weights of {step}"

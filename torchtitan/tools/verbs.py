@@ -55,6 +55,16 @@ def build_parser(verb: str, doc: str | None) -> argparse.ArgumentParser:
     )
 
 
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines of aligned columns: the first to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"{first:<{widths[0]}}"
+        + "".join(f"  {cell:>{n}}" for cell, n in zip(cells, widths[1:], strict=True))
+        for first, *cells in rows
+    ]
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a verb that opens a model with `api.open_generator`."""
     add = parser.add_argument

@@ -52,7 +52,7 @@ def test_verify_finds_a_figure_and_a_byte_that_were_changed(
     measured = ("--validation.enable", "--validation.dataset=synthetic", "--validation.steps=1")
     run = train(ranks, tmp_path, "mixed", "one device", *measured, "--validation.freq=1")
     verify = ["verify", str(run), "--steps=2"]
-    assert audit.main([*verify, "--states"]) == 0
+    assert audit.main(verify) == 0
     assert "equal to the log" in capsys.readouterr().out
 
     metrics = run / "metrics.jsonl"
@@ -96,7 +96,7 @@ def test_a_run_that_exports_an_adapter_with_new_rows_is_trained_again(
     run = train(ranks, tmp_path, "mixed", "one device", *lora, *from_base, path)
     seen = replay(run)
     assert seen["replayed"] == seen["logged"]
-    assert audit.main(["verify", str(run), "--steps=4", "--states"]) == 0
+    assert audit.main(["verify", str(run), "--steps=4"]) == 0
 
 
 def test_mistakes(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import signal
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,26 +102,27 @@ def test_options_go_behind_the_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "said"),
     [
-        ("zero3", "'zero3'.*single, 1, fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN, epN"),
-        ("fsdp2 --a.b 3", "'3'.*--section.key=value"),
-        ("fsdp", "fsdp2, got 'fsdp'"),
-        ("hsdp4", "hsdp2x2, got 'hsdp4'"),
-        ("tp2x2", "tp2, got 'tp2x2'"),
-        ("tp0", "tp2, got 'tp0'"),
-        ("fsdp2,hsdp2x2", "fsdp2 and hsdp2x2.*data_parallel_shard_degree"),
-        ("single,tp2", "single"),
-        ("--debug.seed=1", "--debug.seed=1.*fsdpN"),
-        ("ep4", "ep.* 1 ranks.*got 4.*fsdp4"),
-        ("ddp2,tp2,ep4", "ep.* 2 ranks.*got 4"),
+        ("zero3", "zero3"),
+        ("fsdp2 --a.b 3", "got 3"),
+        ("fsdp", "got fsdp"),
+        ("hsdp4", "got hsdp4"),
+        ("tp2x2", "got tp2x2"),
+        ("tp0", "got tp0"),
+        ("fsdp2,hsdp2x2", "got hsdp2x2"),
+        ("single,tp2", "got single"),
+        ("--debug.seed=1", "fsdpN"),
+        ("ep4", "got 4"),
+        ("ddp2,tp2,ep4", "got 4"),
         ("fsdp2 '", "fsdp2 '"),
-        ("fsdp2 --parallelism.tensor_parallel_degree=2", "tensor_parallel_degree=2.*tpN"),
+        ("fsdp2 --parallelism.tensor_parallel_degree=2", "tensor_parallel_degree=2"),
     ],
 )
-def test_a_layout_that_makes_no_sense_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_layout_that_makes_no_sense_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         parse_layout(text)
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +136,9 @@ def test_the_local_batch_shrinks_where_ranks_share_the_global_one(
 
 
 def test_ranks_that_do_not_divide_the_global_batch() -> None:
-    with pytest.raises(ConfigError, match=r"global_batch_size.* 3 .*got 16.*batch_size=18"):
+    with pytest.raises(ConfigError) as caught:
         fit_local_batch(8, global_batch_size=16, layout=parse_layout("fsdp3"))
+    assert all(part in str(caught.value) for part in ("global_batch_size", "got 16", "=18"))
 
 
 def rows(losses: list[float]) -> list[dict[str, float]]:
@@ -144,60 +148,56 @@ def rows(losses: list[float]) -> list[dict[str, float]]:
 BOTH = {"loss": 1e-5, "grad_norm": 1e-4}
 
 
+def beyond(a: list[dict[str, float]], b: list[dict[str, float]]) -> list[gaps.Gap]:
+    return gaps.beyond_tolerance(gaps.compare_rows(a, b, tolerances=BOTH))
+
+
 def test_rounding_is_no_divergence() -> None:
-    found = gaps.compare_rows(rows([4.0, 3.0]), rows([4.0, 3.00002]), tolerances=BOTH)
-    assert not found.is_found
-    assert found.gaps["loss"].largest == pytest.approx(2e-5 / 3.00002)
+    a, b = rows([4.0, 3.0]), rows([4.0, 3.00002])
+    assert beyond(a, b) == []
+    assert gaps.compare_rows(a, b)["loss"].largest == pytest.approx(2e-5 / 3.00002)
 
 
 def test_the_first_step_beyond_the_tolerance_and_its_size() -> None:
-    found = gaps.compare_rows(rows([4, 3, 2, 1]), rows([4, 3, 2.002, 1.5]), tolerances=BOTH)
-    assert found.is_found
-    assert found.first is found.gaps["loss"]
-    assert [step for step, _ in found.first.beyond] == [3, 4]
-    assert found.first.beyond[0][1] == pytest.approx(0.002 / 2.002)
-    assert found.first.largest == pytest.approx(0.5 / 1.5)
-    for part in ("loss", "step 3", "0.001", "1e-05", "0.33"):
-        assert part in str(found)
+    [found] = beyond(rows([4, 3, 2, 1]), rows([4, 3, 2.002, 1.5]))
+    assert (found.figure, found.tolerance) == ("loss", 1e-5)
+    assert [step for step, _ in found.beyond] == [3, 4]
+    assert found.beyond[0][1] == pytest.approx(0.002 / 2.002)
+    assert found.largest == pytest.approx(0.5 / 1.5)
 
 
 def test_the_figure_that_parts_first_comes_first() -> None:
     other = rows([4.0, 3.1])
     other[0]["grad_norm"] = 1.0
-    found = gaps.compare_rows(rows([4.0, 3.0]), other, tolerances=BOTH)
-    assert found.first is found.gaps["grad_norm"]
-    assert str(found).index("grad_norm") < str(found).index("loss")
+    assert [gap.figure for gap in beyond(rows([4.0, 3.0]), other)] == ["grad_norm", "loss"]
 
 
 def test_a_step_without_labels_in_both_is_no_divergence() -> None:
     both = rows([4.0, 3.0])
     both[1]["loss"] = None  # type: ignore[assignment]
-    assert not gaps.compare_rows(both, [dict(row) for row in both], tolerances=BOTH).is_found
-    assert gaps.compare_rows([{"step": 1}], [{"step": 1}], tolerances=BOTH).is_found
+    assert beyond(both, [dict(row) for row in both]) == []
+    assert beyond([{"step": 1}], [{"step": 1}])
 
 
 @pytest.mark.parametrize("loss", [-1.0, math.nan, math.inf, None])
 def test_a_placeholder_or_no_number_is_a_divergence(loss: float | None) -> None:
     other = rows([4.0, 3.0])
     other[1]["loss"] = loss  # type: ignore[assignment]
-    first = gaps.compare_rows(rows([4.0, 3.0]), other, tolerances=BOTH).first
-    assert first is not None
-    assert first.beyond[0][0] == 2
-    assert first.largest > 1
+    [found] = beyond(rows([4.0, 3.0]), other)
+    assert found.beyond[0][0] == 2
+    assert found.largest > 1
 
 
 def test_a_figure_computed_without_sums_must_be_equal() -> None:
     a, b = ([{"step": 1, **dict.fromkeys(gaps.TOLERANCES, 1.0)}] for _ in "ab")
-    assert not gaps.compare_rows(a, b).is_found
+    assert not gaps.beyond_tolerance(gaps.compare_rows(a, b))
     b[0]["valid_token_fraction"] = 1.0 + 2**-52
-    assert gaps.compare_rows(a, b).is_found
+    assert gaps.beyond_tolerance(gaps.compare_rows(a, b))
 
 
 def test_a_step_that_one_run_lacks() -> None:
-    found = gaps.compare_rows(rows([4.0, 3.0]), rows([4.0]), tolerances=BOTH)
-    assert found.is_found
-    assert found.unmatched_steps == (2,)
-    assert "steps [2]" in str(found)
+    found = beyond(rows([4.0, 3.0]), rows([4.0]))
+    assert [gap.beyond for gap in found] == [((2, math.inf),)] * 2
 
 
 def test_weights_are_compared_with_how_far_they_moved() -> None:
@@ -305,12 +305,14 @@ def test_a_planted_gradient_is_found(
     ranks.run(recorded, [*job, "--training.local_batch_size=2"], plant, world=2)
     stored = [StoredTensors(p / "g" / "step-1", GRADIENTS, skip=()) for p in (right, job_run(job))]
     gap = gaps.compare_gradients(*stored)
-    found = gaps.compare_rows(*(jobs.read_rows(p) for p in (right, job_run(job)))).first
+    found = gaps.beyond_tolerance(
+        gaps.compare_rows(*(jobs.read_rows(p) for p in (right, job_run(job))))
+    )
     assert (gap.largest > gaps.GRADIENTS_TOLERANCE) == (plant != "none"), gap
     if plant in ("scaled tensor", "missing sum"):
         assert gap.name == NORM
     if plant == "scaled tensor":
-        assert found is None
+        assert not found
         assert gap.largest == pytest.approx(1e-3, rel=0.01)
     if plant == "frozen that trains":
         assert (gap.name, gap.largest) == ("norm.weight", math.inf)
@@ -347,30 +349,16 @@ def compare(folder: Path, *arguments: str) -> Said:
 
 
 @pytest.mark.long
-def test_two_layouts_that_train_the_same_unclipped_and_clipped(tmp_path: Path) -> None:
-    options = ("--steps=2", "--verbose", "--both_clippings", "--training.max_norm=0.5")
-    said = compare(tmp_path, "fsdp2", TINY, *options)
+def test_two_layouts_that_train_the_same(tmp_path: Path) -> None:
+    said = compare(tmp_path, "fsdp2", TINY, "--steps=2", "--training.max_norm=0.5")
     assert said.code == 0, said.out + said.err
-    assert [(run["clipping"], run["verdict"]) for run in said.runs] == [
-        ("unclipped", "reference"),
-        ("unclipped", "same"),
-        ("clipped", "reference"),
-        ("clipped", "same"),
-    ]
-    assert [len(run["rows"]) for run in said.runs] == [2] * 4
-    unclipped, _, clipped = said.out.partition("\nclipped:\n")
-    assert "0 of 2 steps clipped (max_norm inf)" in unclipped
-    assert "2 of 2 steps clipped (max_norm 0.5)" in clipped
-    assert said.runs[0]["rows"][1]["loss"] != said.runs[2]["rows"][1]["loss"]
-    assert "weights moved by up to 0." in unclipped
-    for name, world in (("single", 1), ("fsdp2", 2)):
-        assert f"{name}, {world} rank" in said.err
-        assert f"{name}\n  step" in said.out
+    assert [run["verdict"] for run in said.runs] == ["reference", "same"]
+    assert [len(run["rows"]) for run in said.runs] == [2, 2]
+    assert "2 of 2 steps clipped (max_norm 0.5)" in said.out
     assert said.runs[1]["weights"]["largest"] < 1e-5
     assert len(said.runs[1]["gradients"]) == 2
     assert all(gap["largest"] < 1e-5 for gap in said.runs[1]["gradients"])
-    assert "max_loss" not in said.runs[1]["steps"]["gaps"]  # of other samples
-    config = (tmp_path / "out" / "clipped" / "2" / "run" / "config.toml").read_text()
+    config = (tmp_path / "out" / "2" / "run" / "config.toml").read_text()
     assert "data_parallel_shard_degree = 2" in config
     assert "global_batch_size = 16" in config
     assert "max_norm = 0.5" in config
@@ -378,13 +366,13 @@ def test_two_layouts_that_train_the_same_unclipped_and_clipped(tmp_path: Path) -
 
 DECAY, SEED = "single --optimizer.weight_decay=0.5", "single --debug.seed=1"
 TINY = "--model.flavor=tiny"
-CRASH, REFUSED = "single --optimizer.lr=1e30", "fsdp2 --training.dataloader.num_workers=-1"
+CRASH = "single --optimizer.lr=1e30"
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = tmp_path_factory.mktemp("planted")
-    return compare(folder, "1", CRASH, REFUSED, DECAY, SEED, TINY, "--steps=2")
+    return compare(folder, "1", CRASH, DECAY, SEED, TINY, "--steps=2")
 
 
 def verdict(said: Said, layout: str) -> dict[str, Any]:
@@ -396,10 +384,10 @@ def verdict(said: Said, layout: str) -> dict[str, Any]:
 def test_a_planted_divergence_is_found_with_its_first_step(planted: Said) -> None:
     assert planted.code == 1
     found = verdict(planted, DECAY)
-    assert found["verdict"].startswith("DIVERGES at step 2: loss by ")
+    assert found["verdict"] == "DIVERGES at step 2"
     assert found["unequal"] == ""
-    assert found["steps"]["gaps"]["loss"]["beyond"][0][0] == 2
-    assert found["steps"]["gaps"]["valid_token_fraction"]["beyond"] == []
+    assert found["steps"]["loss"]["beyond"][0][0] == 2
+    assert found["steps"]["valid_token_fraction"]["beyond"] == []
     assert f"{DECAY}: final weights" in planted.out
 
 
@@ -411,12 +399,11 @@ def test_other_initial_weights_are_found(planted: Said) -> None:
 
 
 def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> None:
-    crash, refused = verdict(planted, CRASH), verdict(planted, REFUSED)
-    assert [crash["verdict"], refused["verdict"]] == ["FAILED", "FAILED"]
+    crash = verdict(planted, CRASH)
+    assert crash["verdict"] == "FAILED"
     assert "exit code 3" in crash["problem"]
-    assert "a lower optimizer.lr" in crash["problem"]
-    assert verdict(planted, DECAY)["steps"]["gaps"]["max_loss"]["beyond"]
-    assert "num_workers" in refused["problem"]
+    assert "optimizer.lr" in crash["problem"]
+    assert verdict(planted, DECAY)["steps"]["loss"]["beyond"]
     assert crash["problem"] in planted.out
 
 
@@ -430,15 +417,15 @@ def test_nothing_else_is_trained_where_the_reference_fails(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["single", "warp9"], "unknown word 'warp9'"),
+        (["single", "warp9"], "warp9"),
         (["single", "fsdp3"], "3 data-parallel ranks, got 16"),
         (["single", "fsdp2 --training.steps=3"], "training.steps"),
         (["single", "fsdp2 --checkpoint.enable=false"], "checkpoint.enable"),
         (["fsdp2", "--training.steps=3"], "--steps"),
         (["fsdp2", "--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree=2"),
+        (["single", "fsdp2 --training.dataloader.num_workers=-1"], "num_workers"),
         (["fsdp2", "--stepz=3"], "--stepz=3"),
         (["fsdp2", "--steps=0"], "--steps"),
-        (["fsdp2", "--both_clippings"], "training.max_norm"),
         (["fsdp2", "--training.seq_lem=3"], "did you mean --training.seq_len"),
     ],
 )
@@ -473,16 +460,12 @@ def test_the_reference_gives_a_global_batch_that_is_not_set(
 ) -> None:
     common = [f"--job.config_file={TOML}", "--training.global_batch_size=-1"]
     plans = make_plans(["ddp2", "single", "fsdp8"], common=common)
-    sizes = [load_config(plan.arguments).training for plan in plans]
+    sizes = [load_config(arguments).training for _, arguments in plans]
     assert [training.global_batch_size for training in sizes] == [16, 16, 16]
     assert [training.local_batch_size for training in sizes] == [8, 8, 2]
     said = capsys.readouterr().err
     assert [line for line in said.splitlines() if "global_batch_size" in line and "16" in line]
     assert [line for line in said.splitlines() if line.startswith("fsdp8: ") and "2" in line]
-
-
-class InterruptedLaunchError(Exception):
-    """Stands for a signal in the middle of a launch."""
 
 
 def descendants(pid: int) -> list[int]:
@@ -494,19 +477,21 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the ranks in /proc")
 def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
-    """One rank is frozen after the first step, so that the other waits for it."""
+    """One rank is frozen after the first step; then this process gets SIGTERM."""
     layout, run = parse_layout("fsdp2"), tmp_path / "run"
     common = (f"--job.config_file={TOML}", *settings_of_all(steps=100_000), *layout.arguments)
     before, started = {*descendants(os.getpid())}, set[int]()
 
-    def freeze(seconds: float) -> None:
-        if (run / "metrics.jsonl").is_file():
-            started.update({*descendants(os.getpid())} - before)
-            ranks = [pid for pid in started if b"torchtitan.train" in command_of(pid)]
-            os.kill(max(ranks), signal.SIGSTOP)
-            raise InterruptedLaunchError
+    def freeze() -> None:
+        while not (run / "metrics.jsonl").is_file():
+            time.sleep(0.1)
+        started.update({*descendants(os.getpid())} - before)
+        ranks = [pid for pid in started if b"torchtitan.train" in command_of(pid)]
+        os.kill(max(ranks), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(InterruptedLaunchError):
+    threading.Thread(target=freeze, daemon=True).start()
+    with pytest.raises(SystemExit):
         run_ranks(
             [
                 *common,
@@ -516,12 +501,12 @@ def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
             world_size=layout.world_size,
             log=tmp_path / "output.txt",
             timeout_s=200,
-            on_wait=freeze,
         )
     assert len(started) >= 3
-    for pid in started:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    end = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < end:
+        time.sleep(0.1)  # the server of warm starts ends a child after its command
+    assert not [command_of(pid) for pid in started if Path(f"/proc/{pid}").exists()]
 
 
 def command_of(pid: int) -> bytes:

@@ -87,11 +87,12 @@ def test_each_token_is_found_in_another_layout(
     job += [f"--training.local_batch_size={size}"]
     ours, theirs = tmp_path / CHOICES, reference / name / CHOICES
     ranks.run(on_ranks, job, into=ours, replayed=theirs, world=world)
-    found = compare_choices(theirs, ours, num_steps=STEPS, replayed=True)
+    found = compare_choices(theirs, ours, num_steps=STEPS)
     assert (found.problem, found.num_flips, found.first_step) == ("", 0, None)
     seq_len = 41 if name == "odd" else 32
-    assert [each.num_choices for each in found.layers] == [STEPS * 8 * seq_len] * 2
-    assert all(0 < each.largest_gap < 1e-5 for each in found.layers)
+    assert found.num_choices == 2 * STEPS * 8 * seq_len
+    for a, b in zip(*(read_choices(x, STEPS).values() for x in (theirs, ours)), strict=True):
+        torch.testing.assert_close(a["scores"], b["scores"], rtol=0, atol=1e-5)
 
 
 def test_a_wrong_choice_is_seen_and_replaced(
@@ -103,16 +104,13 @@ def test_a_wrong_choice_is_seen_and_replaced(
         job = [*jobs.write_job(tmp_path, MOE, name=kind, cache=reference / "cache"), *SHORT]
         into, wrong = tmp_path / kind / CHOICES, partial(on_ranks, wrong=True, replayed=replayed)
         [rows[kind], _] = ranks.run(wrong, job, into=into, world=2)
-        found[kind] = compare_choices(
-            reference / "even" / CHOICES, into, num_steps=STEPS, replayed=kind == "replayed"
-        )
+        found[kind] = compare_choices(reference / "even" / CHOICES, into, num_steps=STEPS)
     right = jobs.read_rows(reference / "even")
     for kind, is_right in (("free", False), ("replayed", True)):
         losses = [[row["loss"] for row in each] for each in (rows[kind], right)]
         assert (losses[0] == pytest.approx(losses[1], rel=1e-5)) == is_right
-        assert found[kind].complaint.startswith("experts were chosen otherwise from step 1, in l")
-    judged = {kind: [each.largest_margin > 0 for each in x.layers] for kind, x in found.items()}
-    assert judged == {"free": [True, False], "replayed": [True, True]}
+        assert found[kind].first_step == 1
+        assert found[kind].complaint
 
 
 def record(folder: Path, *steps: Record) -> Path:
@@ -132,7 +130,7 @@ def layer(scores: list[list[float]], ids: list[list[int]]) -> dict[str, Tensor]:
 
 def flips(folder: Path, a: list[Record], b: list[Record], **options: Any) -> Flips:
     stored = [record(folder / name, *steps) for name, steps in (("a", a), ("b", b))]
-    return compare_choices(*stored, num_steps=len(a), **{"replayed": False, **options})
+    return compare_choices(*stored, num_steps=len(a), **options)
 
 
 NEAR = [[0.4, 0.3, 0.300001, 0.0], [0.1, 0.2, 0.3, 0.4]]
@@ -143,21 +141,21 @@ def test_a_near_tie_is_no_complaint_and_its_margin_is_told(tmp_path: Path) -> No
     found = flips(tmp_path, [{"1": RIGHT}] * 2, [{"1": RIGHT}, {"1": FLIPPED}])
     assert (found.num_flips, found.first_step, found.complaint) == (1, 2, "")
     assert found.largest_margin == pytest.approx(1e-6, rel=0.1)
-    assert str(found).startswith("4 choices, 1 flipped from step 2 (by layer 1: 1), margins up to")
+    assert found.num_choices == 4
 
 
-def test_what_follows_a_flip_is_judged_where_choices_are_replayed(tmp_path: Path) -> None:
+def test_a_flip_against_a_margin_is_found_in_its_layer(tmp_path: Path) -> None:
     far = layer(NEAR, [[0, 2], [0, 2]])
-    a, b = [{"1": RIGHT, "2": RIGHT}], [{"1": FLIPPED, "2": far}]
-    assert flips(tmp_path / "free", a, b).complaint == ""
-    found = flips(tmp_path / "replayed", a, b, replayed=True)
-    assert "in layer 2 against a margin of 0.3 (tolerance 1e-05)" in found.complaint
+    found = flips(tmp_path, [{"1": RIGHT, "2": RIGHT}], [{"1": FLIPPED, "2": far}])
+    assert found.complaint
+    assert (found.layer, found.first_step) == ("2", 1)
+    assert found.largest_margin == pytest.approx(0.3)
 
 
 def test_a_token_that_is_not_routed_once(tmp_path: Path) -> None:
     twice = {key: torch.cat([x, x[:1]]) for key, x in RIGHT.items()}
     found = flips(tmp_path, [{"1": RIGHT}], [{"1": twice}])
-    assert found.complaint == "layer 1 routes other tokens in step 1, or not once"
+    assert found.complaint == found.problem != ""
 
 
 def test_the_margin_between_groups_is_that_of_their_scores(tmp_path: Path) -> None:

@@ -140,28 +140,12 @@ def test_a_text_ends_where_it_may(model, monkeypatch):
     assert (text, len(passes) < 10) == ("", True)
 
 
-def test_draws_differ_where_a_request_is_repeated(model):
-    adapter = ours(model[0])
-    request = Request("the ", {"do_sample": True, "temperature": 2.0, "max_gen_toks": 20})
-    texts = adapter.generate_until([request, request, request])
-    assert len(set(texts)) == 3
-    assert adapter.generate_until([request, request, request]) == texts
-
-
 @pytest.mark.parametrize(
     ("method", "args", "words"),
     [
-        ("generate_until", ("a", {"max_gen_toks": 64}), ("max_gen_toks 64", "--seq_len")),
-        (
-            "generate_until",
-            ("a", {"max_gen_toks": 4, "num_beams": 4}),
-            ("num_beams = 4", "remove it"),
-        ),
-        (
-            "generate_until",
-            ("a", {"max_gen_toks": 4, "do_sample": True, "top_p": 0.5}),
-            ("top_p", "remove it"),
-        ),
+        ("generate_until", ("a", {"max_gen_toks": 64}), ("max_gen_toks 64",)),
+        ("generate_until", ("a", {"max_gen_toks": 4, "num_beams": 4}), ("num_beams",)),
+        ("generate_until", ("a", {"max_gen_toks": 4, "do_sample": True}), ("do_sample",)),
         ("loglikelihood", ("a", "b" * 100), ("1 to 64 tokens", "--seq_len")),
         ("loglikelihood", ("a", ""), ("1 to 64 tokens", "got 0")),
     ],

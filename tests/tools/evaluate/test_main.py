@@ -123,7 +123,6 @@ TASKS = "--tasks choose --include_path {}/tasks"
         ((PERPLEXITY, "--output {}/none/r.json"), ("--output", "existing folder")),
         ((PERPLEXITY, "--limit 3"), ("--limit", "needs --tasks")),
         ((TASKS, "--dataset_text_key x"), ("--dataset_text_key", "needs --perplexity")),
-        ((TASKS, "--limit 2.5"), ("--limit", "got 2.5")),
         ((TASKS, "--limit 0"), ("--limit", "got 0")),
         ((TASKS, "--num_fewshot -1"), ("--num_fewshot", "at least 0, got -1")),
         ((TASKS, "--include_path {}/none"), ("--include_path", "must be a folder")),

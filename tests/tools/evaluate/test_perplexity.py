@@ -83,17 +83,6 @@ def test_a_token_store_gives_the_figures_of_its_text(tmp_path: Path) -> None:
     assert store["perplexity"] == text["perplexity"]
 
 
-def test_a_run_may_be_measured_on_longer_sequences_than_its_own(
-    ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_texts(tmp_path / "a.jsonl")
-    ranks.run(jobs.train, [*jobs.write_job(tmp_path), "--training.steps=1"], world=1)
-    words = ["--checkpoint", tmp_path / "run", "--perplexity", f"a={tmp_path / 'a.jsonl'}"]
-    words += ["--dataset_cache", tmp_path / "cache", "--seq_len", 96]
-    assert evaluate(*words)["settings"]["seq_len"] == 96
-    assert "longer than the 32 tokens of the training" in caplog.text
-
-
 WATCHED = {
     "pp 2": pipeline("1F1B"),
     "cp 2": ("--parallelism.context_parallel_degree=2",),

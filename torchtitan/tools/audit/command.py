@@ -88,8 +88,6 @@ def parse_verify(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=int, default=3, metavar="K", help="number of steps to draw (3)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the draw (0)")
-    text = "train to the next checkpoint, and compare its tensors too"
-    add("--states", action="store_true", help=text)
     text = "relative difference that counts as equal, for other hardware (0)"
     add("--tolerance", type=float, default=0.0, metavar="X", help=text)
     options = parser.parse_args(argv)

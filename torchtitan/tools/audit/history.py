@@ -49,11 +49,6 @@ class Stretch:
     """Why the position may be wrong."""
 
     @property
-    def is_saved(self) -> bool:
-        """Whether the run has a checkpoint of the last step."""
-        return self.fingerprint is not None
-
-    @property
     def batch(self) -> int:
         """Number of samples per step."""
         return samples_per_step(self.config, self.dims)

@@ -21,7 +21,8 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.metrics.rows import RECORD, figure_of, read_rows
 from torchtitan.tools.audit.history import Stretch, stretch_of
 from torchtitan.tools.audit.rerun import rerun
-from torchtitan.tools.compare.watch import CALLBACK, STEP, Seen, columns, places_of, read_seen
+from torchtitan.tools.audit.watch import CALLBACK, STEP, Seen, columns, places_of, read_seen
+from torchtitan.tools.verbs import format_table
 
 FIGURES = ("loss", "grad_norm")
 NUM_SHOWN = 10
@@ -96,7 +97,7 @@ def _modules(ranks: Sequence[Seen]) -> list[dict[str, Any]]:
             outputs[name].append(tokens.flatten(0, 1))
     found = []
     for name, parts in outputs.items():
-        norm, _, largest = torch.cat(parts).unbind(1)
+        norm, largest = torch.cat(parts).unbind(1)
         rms = math.sqrt(float(norm.square().mean()) / widths[name])
         found.append({"module": name, "rms": rms, "largest": float(largest.max())})
     return found
@@ -114,7 +115,7 @@ def _parameters(ranks: Sequence[Seen], *, grad_norm: float) -> list[dict[str, An
             for name, shares in seen[kind].items():
                 sums[name] = sums.get(name, 0.0) + float(shares[0])
         for name, shares in seen["weight_gradients"].items():
-            largest[name] = max(largest.get(name, 0.0), float(shares[2]))
+            largest[name] = max(largest.get(name, 0.0), float(shares[1]))
     gradients = squares["weight_gradients"]
     total = math.sqrt(sum(gradients.values()))
     factor = grad_norm / total if total else 0.0
@@ -138,11 +139,7 @@ def _tokens(ranks: Sequence[Seen], samples: Sequence[int]) -> list[dict[str, Any
             continue
         labels, losses = (torch.cat(parts) for parts in zip(*seen["losses"], strict=True))
         if not labels.equal(columns(seen, "labels")):
-            raise DataError(
-                "the losses of the step cannot be assigned to tokens, because its layers see other "
-                "labels than the loader returns; replay it in another layout, such as "
-                "--world_size 1"
-            )
+            raise DataError("the layers of the step see other labels than the loader returns")
         facts = [columns(seen, "tokens"), labels, losses]
         rows = zip(places_of(seen), *(each.tolist() for each in facts), strict=True)
         found += [
@@ -161,15 +158,15 @@ def replay_lines(seen: Mapping[str, Any], *, tokenizer_path: str) -> Iterator[st
         if logged == replayed:
             verdict = "equal to the log, bit for bit"
     yield f"trained again from step {seen['from_step']}: {_figures(replayed)}; {verdict}"
-    yield f"\n{'module':<40}{'rms':>12}{'largest':>12}"
+    rows = [["module", "rms", "largest"]]
     for each in seen["modules"]:
-        yield f"{each['module']:<40}{each['rms']:>12.4g}{each['largest']:>12.4g}"
-    yield f"\n{'gradients before clipping':<40}{'norm':>12}{'largest':>12}{'weight':>12}"
+        rows.append([each["module"], f"{each['rms']:.4g}", f"{each['largest']:.4g}"])
+    yield from ["", *format_table(rows), ""]
+    rows = [["gradients before clipping", "norm", "largest", "weight"]]
     for each in seen["parameters"][:NUM_SHOWN]:
-        yield (
-            f"{each['parameter']:<40}{each['grad_norm']:>12.4g}{each['largest']:>12.4g}"
-            f"{each['weight_norm']:>12.4g}"
-        )
+        figures = (f"{each[key]:.4g}" for key in ("grad_norm", "largest", "weight_norm"))
+        rows.append([each["parameter"], *figures])
+    yield from format_table(rows)
     yield f"\n{'loss':>8}  sample  place  text before -> label"
     tokenizer = build_tokenizer(tokenizer_path)
     for each in seen["tokens"][:NUM_SHOWN]:

@@ -132,22 +132,20 @@ def _script(legs: Sequence[Leg], *, run: Path) -> Iterator[str]:
     yield _line(f"# Trains {run} again, in the same layouts, into `run` beside this file.")
     yield _line(f"# Relative paths start at the current folder; it was {first['folder']}.")
     yield "# The result is bit-identical with the same code, versions and hardware:"
-    for key, value in {**first["versions"], **_commits([leg.start for leg in legs])}.items():
+    commits = {f"code of {key}": state["commit"] for key, state in first["git"].items() if state}
+    for key, value in {**first["versions"], **commits}.items():
         yield _line(f"#   {key} {value}")
     yield "set -euo pipefail"
     yield 'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'
     for number, leg in enumerate(legs, start=1):
-        yield ""
-        yield f"# {leg}"
+        yield f"\n# {leg}"
         ranks, here = leg.start["world_size"], leg.start["hardware"]["ranks_per_machine"]
         launcher = "python"
         if ranks > 1:
             nodes = "--standalone"
             if ranks > here:
-                yield f"# on {ranks // here} machines: set RENDEZVOUS, and run this file on each"
-                nodes = (
-                    f'--nnodes {ranks // here} --rdzv_backend c10d --rdzv_endpoint "$RENDEZVOUS"'
-                )
+                nodes = f"--nnodes {ranks // here} --rdzv_backend c10d"
+                nodes += ' --rdzv_endpoint "$RENDEZVOUS"'
             launcher = f"python -m torchtitan.launch {nodes} --nproc_per_node {min(ranks, here)}"
         settings = {"training.steps": leg.last_step, **_settings(leg, is_last=leg is legs[-1])}
         lines = [
@@ -176,15 +174,3 @@ def _settings(leg: Leg, *, is_last: bool) -> dict[str, object]:
             if getattr(checkpoint, key):
                 settings[f"checkpoint.{key}"] = "false"
     return settings
-
-
-def _commits(starts: Sequence[Row]) -> dict[str, str]:
-    """Return the commits of the first start, and whether later starts had others."""
-    found = {}
-    for name, state in starts[0]["git"].items():
-        if state is not None:
-            changes = " with uncommitted changes" if state["diff_sha256"] else ""
-            differs = any(start["git"].get(name) != state for start in starts)
-            later = ", other code at a later start" if differs else ""
-            found[f"code of {name}:"] = f"commit {state['commit'][:12]}{changes}{later}"
-    return found

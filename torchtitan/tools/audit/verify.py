@@ -21,7 +21,7 @@ from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.resume_rules import Job
 from torchtitan.tools.audit.history import Stretch, read_history, stretch_of
 from torchtitan.tools.audit.rerun import has_several_starts, read_starts, rerun
-from torchtitan.tools.compare.compare_runs import Comparison, compare_checkpoints, say
+from torchtitan.tools.compare.compare_runs import Comparison, say
 
 
 def main(options: argparse.Namespace) -> int:
@@ -80,9 +80,7 @@ def _draw(
     drawn = sorted(random.Random(options.seed).sample(steps, options.steps))
     say(f"steps drawn: {', '.join(map(str, drawn)) or 'none'}")
     last_steps = {history.index(stretch_of(history, step)): step for step in drawn}
-    for number, last in last_steps.items():
-        stretch = history[number]
-        yield stretch, stretch.last_step if options.states and stretch.is_saved else last
+    yield from ((history[number], last) for number, last in last_steps.items())
 
 
 def _is_equal(
@@ -102,13 +100,8 @@ def _is_equal(
             [{key: a[key] for key in a if key in b} for a, b in pairs],
             [{key: b[key] for key in b if key in a} for a, b in pairs],
         )
-        if options.states and stretch.is_saved and last == stretch.last_step:
-            saved = run / stretch.config.checkpoint.local_folder / f"step-{last}"
-            ours = Path(temporary) / "run" / "checkpoint" / saved.name
-            compare_checkpoints(found, saved, ours, states=False)
     if found.differences:
         say(f"steps {first} to {last}: different; first: {found.differences[0]}")
         return False
-    compared = sum(number for _, number, _, _ in found.table)
-    say(f"steps {first} to {last}: {compared} figures and tensors equal")
+    say(f"steps {first} to {last}: {found.table[0][1]} figures equal")
     return True

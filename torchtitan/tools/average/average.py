@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,14 +27,12 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.build import describe_export
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import HashingFileSystem, summarize, verify
 from torchtitan.checkpoint.reader import TensorReader, is_tensor
 from torchtitan.checkpoint.rows import overlap
 from torchtitan.checkpoint.state import MODEL_STATE, Component
 from torchtitan.checkpoint.storage import draft_of, list_steps
-from torchtitan.hf.export import export
 from torchtitan.mesh.ranks import reasons
 from torchtitan.models.families import find_model
 from torchtitan.resume_rules import find_run_step, read_settings
@@ -182,8 +178,7 @@ def check_alike(steps: Sequence[Path]) -> None:
         if config.lora.rank:
             raise CheckpointError(
                 f"{step} holds a LoRA adapter, which cannot be averaged: the average of its two "
-                f"factors is not the average of their product; merge a step with python -m "
-                f"torchtitan convert to-hf --lora merged"
+                f"factors is not the average of their product"
             )
     models = [find_model(config.model)[1] for config in settings]
     for step, model in zip(steps[1:], models[1:], strict=True):
@@ -197,26 +192,25 @@ def check_alike(steps: Sequence[Path]) -> None:
 def check_tensors(readers: Sequence[TensorReader]) -> None:
     """Raise CheckpointError if the tensors differ in name, shape or type."""
 
-    def kinds(reader: TensorReader) -> dict[str, Any]:
+    def kinds(reader: TensorReader) -> dict[str, str]:
         reader.check_whole(reader.entries)
+        for name, entry in reader.entries.items():
+            if not is_tensor(entry):
+                raise CheckpointError(f"{reader.path} must hold only tensors, got '{name}'")
         return {
             name: f"{entry.properties.dtype} {list(entry.size)}"
-            if is_tensor(entry)
-            else "no tensor"
             for name, entry in reader.entries.items()
         }
 
     first = kinds(readers[0])
-    if "no tensor" in first.values():
-        raise CheckpointError(f"{readers[0].path} must hold only tensors")
     for reader in readers[1:]:
         there = kinds(reader)
         for name in sorted(first.keys() | there.keys()):
-            if first.get(name) != there.get(name):
+            ours, theirs = (x.get(name, "missing") for x in (first, there))
+            if ours != theirs:
                 raise CheckpointError(
-                    f"checkpoints must hold the same tensors, but '{name}' is "
-                    f"{there.get(name, 'missing')} in {reader.path} and "
-                    f"{first.get(name, 'missing')} in {readers[0].path}; name steps of one model"
+                    f"checkpoints must hold the same tensors, but '{name}' is {theirs} in "
+                    f"{reader.path} and {ours} in {readers[0].path}"
                 )
 
 
@@ -252,26 +246,3 @@ def find_steps(path: Path, *, steps: Sequence[int] | None, checksums: bool) -> d
     if len(found) < 2:
         raise CheckpointError(f"an average needs 2 checkpoints, {folder} has {len(found)}")
     return found
-
-
-def average_to_hf(
-    steps: Sequence[Path], out: Path, *, kind: Kind, decay: float, tokenizer: str | None
-) -> None:
-    """Write the average of checkpoints as a Hugging Face folder.
-
-    Args:
-        steps: As for `average`.
-        out: Folder to create.
-        kind: As for `average`.
-        decay: As for `average`.
-        tokenizer: None: model.tokenizer_path of the last checkpoint.
-    """
-    config = read_settings(steps[-1])
-    if tokenizer is not None:
-        config = replace(config, model=replace(config.model, tokenizer_path=tokenizer))
-    # no model card: its figures would be those of the last step
-    settings = replace(describe_export(config, dtype=None), card=None)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-        result = Path(folder) / "average"
-        average(steps, result, kind=kind, decay=decay)
-        export(result, out, settings=settings, group=None)

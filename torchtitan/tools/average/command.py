@@ -15,7 +15,7 @@ for a decay c per training step and checkpoints every n steps, give d = c^n.
 Sums are in float64, and each element is rounded once, to its stored type. A few million elements
 are read from every checkpoint, averaged and written at a time, so memory depends neither on the
 size of the model nor on the number of checkpoints. The result is a step with only weights and the
-settings of the last checkpoint, or a Hugging Face folder.
+settings of the last checkpoint; `torchtitan convert to-hf` makes a Hugging Face folder of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
     _check(args)
     from torchtitan.checkpoint.storage import step_of
-    from torchtitan.tools.average.average import average, average_to_hf, check_alike, find_steps
+    from torchtitan.tools.average.average import average, check_alike, find_steps
 
     if step_of(args.out) is not None:
         raise CheckpointError(f"--out must not have the name of a run's step, got {args.out.name}")
@@ -48,11 +48,7 @@ def main(argv: Sequence[str]) -> int:
     with trusting_stored(args.trust_code):
         check_alike([*steps.values()])
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        how = {"kind": args.kind, "decay": args.decay}
-        if args.to == "checkpoint":
-            average([*steps.values()], args.out, **how)
-        else:
-            average_to_hf([*steps.values()], args.out, tokenizer=args.tokenizer, **how)
+        average([*steps.values()], args.out, kind=args.kind, decay=args.decay)
     names = f"{plural(len(steps), 'step')}: {', '.join(map(str, steps))}"
     sys.stdout.write(f"{args.out}: the {args.kind} average of {names}\n")
     return 0
@@ -79,8 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_steps, help="such as 100,200,300; default: all")
     add("--kind", choices=("uniform", "ema"), default="uniform")
     add("--decay", type=float, default=0.9, help="of ema, per checkpoint (0.9)")
-    add("--to", choices=("checkpoint", "hf"), default="checkpoint")
-    add("--tokenizer", metavar="PATH", help="of hf; default: model.tokenizer_path")
     add("--skip_verify", action="store_true", help="do not verify checksums")
     add_trust_code(parser)
     return parser

@@ -2,9 +2,9 @@
 
     python -m torchtitan.launch ... -m torchtitan check --job.config_file F [settings]
 
-All ranks take part and look for different versions or code, little memory, full or slow disks, data
-that differ between machines, slow devices and slow links. Rank 0 prints a table and advice for each
-fault. `--json FILE` writes all figures. Exit codes: 0 no fault; 2 a fault, or invalid settings.
+All ranks take part and look for different versions or code, little memory, full disks, data that
+differ between machines, slow devices and slow links. Rank 0 prints a table and each fault. Exit
+codes: 0 no fault; 2 a fault, or invalid settings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Sequence
 
-from torchtitan.base.urls import local_path
 from torchtitan.job import load_config
 from torchtitan.tools.verbs import build_parser, report_errors
 
@@ -21,12 +20,10 @@ from torchtitan.tools.verbs import build_parser, report_errors
 @report_errors
 def main(argv: Sequence[str]) -> int:
     """Check on this rank; return the exit code, which is the same on all ranks."""
-    parser = build_parser("check", __doc__)
-    parser.add_argument("--json", type=local_path, metavar="FILE", help="write all figures")
-    arguments, settings = parser.parse_known_args(argv)
+    _, settings = build_parser("check", __doc__).parse_known_args(argv)
     if os.environ.get("RANK", "0") != "0":
         logging.disable()
     config = load_config(settings)
     from torchtitan.tools.check.job import check_job
 
-    return check_job(config, json_file=arguments.json)
+    return check_job(config)

@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,35 +17,21 @@ from torchtitan.base.urls import is_url
 from torchtitan.data.files import find_files
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import Config
-from torchtitan.tools.check.ranks import Checked, Failed, Finding, Ranks, attempt, usual
+from torchtitan.tools.check.ranks import Checked, Failed, Ranks, attempt
 from torchtitan.validate import validation_source
 
-BLOCK, WRITTEN = 2**20, 64 * 2**20
-"""Bytes per write, and in total."""
+WRITTEN = 4 * 2**20
+"""Bytes that each machine writes, more than an exhausted quota has."""
 HEAD = 2**16
 """Bytes at each end of a data file that are compared, with its size."""
-SLOW = 0.1
-"""Part of the usual write rate below which a disk is slow; caches make rates vary."""
 SECONDS_TO_SEE = 5.0
 """Longest time until a shared folder shows a new file; NFS caches for a few seconds."""
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: the weight and two moments in float32."""
 
 
-@dataclass(frozen=True)
-class Disk:
-    """A folder, as one machine sees it."""
-
-    free: int
-    """Bytes."""
-    rate: float
-    """Bytes written per second, with fsync."""
-    is_shared: bool
-    """Whether rank 0's file is visible."""
-
-
 def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> Checked:
-    """Write to the checkpoint folder from all machines at once."""
+    """Write to the checkpoint folder from all machines."""
     folder = Path(config.job.dump_folder)
     if config.checkpoint.enable:
         folder /= config.checkpoint.local_folder
@@ -59,61 +44,29 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
     answers = ranks.gather_first(answer)
     attempt(lambda: seen.unlink(missing_ok=True))
     needed = BYTES_PER_PARAMETER * num_parameters if config.checkpoint.enable else 0
-    findings, disks = [], {}
-    for machine, disk in answers.items():
-        if isinstance(disk, Disk):
-            disks[machine] = disk
+    faults, least = [], None
+    for machine, found in answers.items():
+        if isinstance(found, Failed):
+            faults.append(
+                f"every machine must be able to write to {folder}, {machine} cannot: {found.why}"
+            )
             continue
-        assert isinstance(disk, Failed)
-        findings.append(
-            Finding(
-                f"every machine must be able to write to {folder}, {machine} cannot: {disk.why}",
-                "choose a job.dump_folder on storage that all machines can write to",
+        assert found is not None, "the first rank of a machine answers"
+        free, is_shared = found
+        least = free if least is None else min(least, free)
+        if free < needed:
+            faults.append(
+                f"a checkpoint of this job takes about {needed / GIB:.1f} GiB, and "
+                f"{free / GIB:.1f} GiB are free in {folder} on {machine}"
             )
-        )
-    if disks:
         # for an object store, each machine uploads from its own disk
-        must_share = not is_url(config.checkpoint.folder)
-        findings += _compare(disks, folder=folder, needed=needed, must_share=must_share)
-    summary = f"{folder}: not writable"
-    if disks:
-        free, rate = (min(getattr(d, name) for d in disks.values()) for name in ("free", "rate"))
-        summary = f"{folder}: {free / GIB:.1f} GiB free, written at {rate / 1e6:.0f} MB/s"
-    figures = {machine: disk.__dict__ for machine, disk in disks.items()}
-    return Checked(name="checkpoints", summary=summary, figures=figures, findings=findings)
-
-
-def _compare(
-    disks: dict[str, Disk], *, folder: Path, needed: int, must_share: bool
-) -> list[Finding]:
-    findings, most = [], usual([disk.rate for disk in disks.values()])
-    for machine, disk in disks.items():
-        if disk.free < needed:
-            findings.append(
-                Finding(
-                    f"a checkpoint of this job takes about {needed / GIB:.1f} GiB, and "
-                    f"{disk.free / GIB:.1f} GiB are free in {folder} on {machine}",
-                    "free some space, or choose another job.dump_folder; checkpoint.keep_latest_k "
-                    "limits the number of checkpoints",
-                )
+        if not is_shared and not is_url(config.checkpoint.folder):
+            faults.append(
+                f"{folder} must be one folder for all machines, {machine} does not see the file "
+                f"of rank 0"
             )
-        if must_share and not disk.is_shared:
-            findings.append(
-                Finding(
-                    f"{folder} must be one folder for all machines, {machine} does not see the "
-                    "file of rank 0",
-                    "choose a job.dump_folder on storage that is mounted on all machines",
-                )
-            )
-        if disk.rate < SLOW * most:
-            findings.append(
-                Finding(
-                    f"{machine} writes to {folder} at {disk.rate / 1e6:.0f} MB/s, "
-                    f"{most / 1e6:.0f} MB/s are usual",
-                    "check its mount and its network; each save waits for the slowest machine",
-                )
-            )
-    return findings
+    state = "not writable" if least is None else f"{least / GIB:.1f} GiB free"
+    return Checked(name="checkpoints", summary=f"{folder}: {state}", faults=faults)
 
 
 def _touch(file: Path) -> None:
@@ -121,56 +74,37 @@ def _touch(file: Path) -> None:
     file.touch()
 
 
-def _try(folder: Path, seen: Path) -> Disk:
-    """Write a temporary file in `folder`, and wait until `seen` is visible."""
+def _try(folder: Path, seen: Path) -> tuple[int, bool]:
+    """Write a temporary file in `folder`; return the free bytes, and whether `seen` is visible."""
     folder.mkdir(parents=True, exist_ok=True)
-    block = os.urandom(BLOCK)  # cannot be compressed
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
-        started = time.perf_counter()
-        for _ in range(WRITTEN // BLOCK):
-            file.write(block)
+        file.write(os.urandom(WRITTEN))  # cannot be compressed
         file.flush()
         os.fsync(file.fileno())
-        rate = WRITTEN / (time.perf_counter() - started)
     deadline = time.monotonic() + SECONDS_TO_SEE
     while not (is_shared := seen.name in os.listdir(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return Disk(shutil.disk_usage(folder).free, rate, is_shared)
+    return shutil.disk_usage(folder).free, is_shared
 
 
 def check_data(ranks: Ranks, config: Config) -> Checked:
     """Compare the tokenizer, and size and ends of the data files, between machines."""
-    found = attempt(lambda: list_data(config)) if ranks.is_first else None
-    told = [found]
-    dist.broadcast_object_list(told)
-    answer: Failed | list[str] | None = None
-    if isinstance(found, dict):
-        usual_one = told[0] if isinstance(told[0], dict) else found
-        names = usual_one.keys() | found.keys()
-        answer = sorted(name for name in names if usual_one.get(name) != found.get(name))
-    elif found is not None:
-        answer = found
-    findings = []
-    for machine, differing in ranks.gather_first(answer).items():
-        if isinstance(differing, Failed):
-            findings.append(
-                Finding(
-                    f"every machine must be able to read the data, {machine} cannot: "
-                    f"{differing.why}",
-                    "copy or mount the same files there, under the same path",
-                )
+    answers = ranks.gather_first(attempt(lambda: list_data(config)) if ranks.is_first else None)
+    faults: list[str] = []
+    first: dict[str, str] = {}
+    for machine, found in answers.items():
+        if isinstance(found, Failed):
+            faults.append(f"every machine must be able to read the data, {machine}: {found.why}")
+            continue
+        assert found is not None, "the first rank of a machine answers"
+        first = first or found
+        names = sorted(k for k in {**first, **found} if first.get(k) != found.get(k))
+        if names:
+            faults.append(
+                f"all machines must read the same data, {machine} has {plural(len(names), 'file')} "
+                f"otherwise than the first machine, such as {names[0]}"
             )
-        elif differing:
-            findings.append(
-                Finding(
-                    f"all machines must read the same data, {machine} sees "
-                    f"{plural(len(differing), 'file')} otherwise than rank 0, first {differing[0]}",
-                    "copy the files again, or mount one storage on all machines",
-                )
-            )
-    num = len(told[0]) - 1 if isinstance(told[0], dict) else 0
-    summary = f"{plural(num, 'file')} and the tokenizer" if num else "the tokenizer; no file"
-    return Checked(name="data", summary=summary, figures={"files": num}, findings=findings)
+    return Checked(name="data", summary=plural(max(0, len(first) - 1), "file"), faults=faults)
 
 
 def list_data(config: Config) -> dict[str, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from torchtitan.tools.check.speed import check_axes, check_products
 WIDTH = len("dp_replicate")
 
 
-def check_job(config: Config, *, json_file: Path | None) -> int:
+def check_job(config: Config) -> int:
     """Check, print the table on rank 0, and return the exit code, the same on all ranks.
 
     Raises:
@@ -44,18 +43,15 @@ def check_job(config: Config, *, json_file: Path | None) -> int:
     mesh = build_mesh(layout.dims, device_type=ranks.device.type)
     machines = plural(len(ranks.firsts), "machine")
     _print(ranks, f"{config.model.name} {config.model.flavor}, {layout.dims}: on {machines}")
-    checks = []
+    faults = []
     for one in _checks(ranks, config, mesh=mesh, num_parameters=layout.counts.num_parameters):
-        checks.append(one)
-        verdict = "FAULT" if one.findings else "ok"
+        verdict = "FAULT" if one.faults else "ok"
         _print(ranks, f"  {one.name:<{WIDTH}}  {verdict:<5}  {one.summary}")
-    findings = [(one.name, finding) for one in checks for finding in one.findings]
-    for name, finding in findings:
-        _print(ranks, f"\n{name}: {finding.what}\n  {finding.remedy}")
-    if launch.rank == 0 and json_file is not None:
-        _write(json_file, ranks, checks)
-    code = [UserError.exit_code if findings else 0]
-    dist.broadcast_object_list(code)  # only rank 0 has the findings
+        faults += [f"{one.name}: {fault}" for fault in one.faults]
+    for fault in faults:
+        _print(ranks, fault)
+    code = [UserError.exit_code if faults else 0]
+    dist.broadcast_object_list(code)  # only rank 0 has the faults
     return code[0]
 
 
@@ -73,9 +69,3 @@ def _print(ranks: Ranks, line: str) -> None:
     if ranks.launch.rank == 0:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
-
-
-def _write(file: Path, ranks: Ranks, checks: Sequence[Checked]) -> None:
-    figures = {"machines": list(ranks.machines), "checks": [one.as_json() for one in checks]}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -13,17 +13,10 @@ import torchtitan
 from torchtitan.base.device import GIB, device_name
 from torchtitan.config.sources import to_toml
 from torchtitan.job import Config
-from torchtitan.tools.check.ranks import Checked, Finding, Ranks, odd_ones, usual
+from torchtitan.tools.check.ranks import Checked, Ranks, usual
 
 LEAST_MEMORY = 0.5
 """Part of the usual available memory that each machine must have."""
-
-REMEDIES: Mapping[str, str] = {
-    "torchtitan's code": "install or check out the same commit on all machines",
-    "settings": "give all machines the same file and the same options",
-    "device": "use machines of one kind, or leave this one out",
-    "memory of the device": "use machines of one kind, without other programs on the device",
-}
 
 
 def describe_machine(config: Config, *, device: torch.device) -> dict[str, str]:
@@ -46,21 +39,20 @@ def describe_machine(config: Config, *, device: torch.device) -> dict[str, str]:
 def check_alike(ranks: Ranks, config: Config) -> Checked:
     """Compare versions, code, settings and devices of all ranks."""
     answers = ranks.gather(describe_machine(config, device=ranks.device))
-    findings, most = [], {}
-    for name in answers[0] if answers else ():
-        by_rank = {str(rank): answer.get(name, "none") for rank, answer in enumerate(answers)}
-        most[name], others = odd_ones(by_rank)
-        for other in dict.fromkeys(others.values()):
-            odd = [int(rank) for rank, value in others.items() if value == other]
-            findings.append(
-                Finding(
-                    f"{name} must be the same on all ranks: {most[name]} on most, got {other} "
-                    f"on {ranks.named(odd)}",
-                    REMEDIES.get(name, f"install the same {name} there"),
-                )
+    if not answers:
+        return Checked(name="alike")
+    faults = []
+    for name in answers[0]:
+        values = [answer.get(name, "none") for answer in answers]
+        most = Counter(values).most_common(1)[0][0]
+        for other in dict.fromkeys(value for value in values if value != most):
+            odd = [rank for rank, value in enumerate(values) if value == other]
+            faults.append(
+                f"{name} must be the same on all ranks: {most} on most, got {other} on "
+                f"{ranks.named(odd)}"
             )
-    summary = ", ".join(f"{name} {most[name]}" for name in ("torch", "device") if name in most)
-    return Checked(name="alike", summary=summary, figures=most, findings=findings)
+    summary = f"torch {answers[0]['torch']}, device {answers[0]['device']}"
+    return Checked(name="alike", summary=summary, faults=faults)
 
 
 def _hash_code() -> str:
@@ -76,19 +68,14 @@ def check_memory(ranks: Ranks) -> Checked:
     available = ranks.gather_first(available_gib())
     known = {machine: gib for machine, gib in available.items() if gib is not None}
     most = usual([*known.values()]) if known else 0.0
-    findings = [
-        Finding(
-            f"machines should have equal available memory, {machine} has {gib:.1f} GiB where "
-            f"{most:.1f} GiB are usual",
-            "end other programs there (`ps aux --sort -rss`), or leave the machine out",
-        )
+    faults = [
+        f"machines should have equal available memory, {machine} has {gib:.1f} GiB where "
+        f"{most:.1f} GiB are usual"
         for machine, gib in known.items()
         if gib < LEAST_MEMORY * most
     ]
     summary = f"{min(known.values()):.1f} GiB available at least" if known else "unknown"
-    return Checked(
-        name="memory", summary=summary, figures={"available_gib": known}, findings=findings
-    )
+    return Checked(name="memory", summary=summary, faults=faults)
 
 
 def available_gib() -> float | None:

@@ -1,60 +1,48 @@
 """Find validation data that are also training data, in samples of both.
 
-A validation loss on training documents is low, and does not measure generalization. Common files
-are found by device and inode, under any name. Copies are found by content: up to `NUM_DOCUMENTS`
-evenly spread documents of each side are compared by length and their first and last tokens. So the
-work does not grow with the data, except for tokenizing them, which the first rank does as in the
-job.
+A validation loss on training documents is low, and does not measure generalization. Documents are
+found by content, in any file: up to `NUM_DOCUMENTS` evenly spread documents of each side are
+compared by length and their first and last tokens. So the work does not grow with the data, except
+for tokenizing them, which the first rank does as in the job.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan.data.dataset import build_samples
-from torchtitan.data.files import find_files
 from torchtitan.data.holdout import content_number
-from torchtitan.data.settings import DEFAULT_CACHE, SUPERVISED
+from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.job import Config, own_sections
-from torchtitan.tools.check.ranks import Checked, Failed, Finding, Ranks, attempt
+from torchtitan.tools.check.ranks import Checked, Failed, Ranks, attempt
 from torchtitan.validate import build_held_out, validation_source
 
 NUM_DOCUMENTS = 1 << 14
 NUM_TOKENS = 128
-NUM_NAMED, NUM_CHARACTERS = 2, 40
+NUM_CHARACTERS = 40
 
 
 def check_overlap(ranks: Ranks, config: Config) -> Iterator[Checked]:
     """Look for validation data that are also training data, unless they are held out of these."""
     if not config.validation.enable or config.validation.holdout_fraction is not None:
         return
-    found = attempt(lambda: find_overlap(config)) if ranks.launch.rank == 0 else []
-    findings = []
+    found = attempt(lambda: find_overlap(config)) if ranks.launch.rank == 0 else None
     if isinstance(found, Failed):
-        findings = [Finding(found.why, "correct the settings of the data")]
-    elif found:
-        findings = [
-            Finding(
-                f"validation reads {', and '.join(found)}",
-                "choose another validation.dataset_path, or hold out a part of the training "
-                "documents with validation.holdout_fraction",
-            )
-        ]
-    summary = "overlaps the training data" if findings else "no overlap with the training data"
-    yield Checked(name="validation", summary=summary, findings=findings)
+        found = found.why
+    summary = "overlaps the training data" if found else "no overlap with the training data"
+    yield Checked(name="validation", summary=summary, faults=[found] if found else [])
 
 
-def find_overlap(config: Config) -> list[str]:
-    """Return descriptions of the training data that validation reads."""
+def find_overlap(config: Config) -> str | None:
+    """Describe the training data that validation reads, if there are any."""
     training = config.training
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     trained_on = build_samples(
@@ -72,19 +60,14 @@ def find_overlap(config: Config) -> list[str]:
         sections=own_sections(config),
     )
     if held_out.fingerprint["data"] == trained_on.fingerprint["data"]:
-        return ["the very data that are trained on"]
-    found = []
-    if files := shared_files(source.paths, training.paths, cache=training.dataset_cache):
-        named = ", ".join(map(str, files[:2]))
-        found.append(f"{len(files)} of the files of the training, as {named}")
+        return "validation reads the training data"
     supervised, other = (kind in SUPERVISED for kind in (source.dataset, training.dataset))
     # text and examples are stored as different numbers, and custom data are not stored
-    if held_out.stores and trained_on.stores and supervised == other:
-        documents = describe_shared_documents(
-            held_out.stores, trained_on.stores, tokenizer=tokenizer, shift=int(supervised)
-        )
-        found += [documents] if documents else []
-    return found
+    if not held_out.stores or not trained_on.stores or supervised != other:
+        return None
+    return describe_shared_documents(
+        held_out.stores, trained_on.stores, tokenizer=tokenizer, shift=int(supervised)
+    )
 
 
 def _sample(stores: Sequence[TokenStore], *, end: int) -> dict[int, npt.NDArray[Any]]:
@@ -106,30 +89,6 @@ def _key(tokens: npt.NDArray[Any]) -> tuple[int, int]:
     return len(tokens), content_number(both_ends)
 
 
-def _how_many(stores: Sequence[TokenStore]) -> str:
-    total = sum(store.num_documents for store in stores)
-    if total <= NUM_DOCUMENTS:
-        return f"{total} documents"
-    return f"{NUM_DOCUMENTS} documents (looked at, of {total})"
-
-
-def shared_files(
-    held_out: Iterable[str], trained_on: Iterable[str], *, cache: str = DEFAULT_CACHE
-) -> list[Path]:
-    """Return the files that two lists of dataset_path entries have in common.
-
-    `cache` has the copies of URLs.
-    """
-
-    def by_place(entries: Iterable[str]) -> dict[tuple[int, int], Path]:
-        found = [file for entry in entries for file in find_files(entry, cache=cache)]
-        files = [(file, file.stat()) for file in found]
-        return {(status.st_dev, status.st_ino): file for file, status in files}
-
-    known = by_place(trained_on)
-    return [file for place, file in by_place(held_out).items() if place in known]
-
-
 def describe_shared_documents(
     held_out: Sequence[TokenStore],
     trained_on: Sequence[TokenStore],
@@ -137,7 +96,7 @@ def describe_shared_documents(
     tokenizer: Tokenizer,
     shift: int,
 ) -> str | None:
-    """Return the number of common documents and the first characters of two, or None.
+    """Return the number of common documents and the first characters of one, or None.
 
     Args:
         held_out: Stores of the validation.
@@ -151,12 +110,8 @@ def describe_shared_documents(
     shared = [number for number, tokens in held.items() if _key(tokens) in known]
     if not shared:
         return None
-    named = []
-    for number in shared[:NUM_NAMED]:
-        ids = held[number][:NUM_CHARACTERS] >> shift
-        start = tokenizer.decode(ids.tolist())[:NUM_CHARACTERS]
-        named.append(f"document {number + 1} ({start!r})")
+    start = tokenizer.decode((held[shared[0]][:NUM_CHARACTERS] >> shift).tolist())
     return (
-        f"{len(shared)} of {_how_many(held_out)} that are among the {_how_many(trained_on)} "
-        f"trained on, as {' and '.join(named)}"
+        f"{len(shared)} of {len(held)} compared validation documents are training documents, such "
+        f"as document {shared[0] + 1} ({start[:NUM_CHARACTERS]!r})"
     )

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -69,27 +68,14 @@ def find_ranks(launch: RankInfo, *, device: torch.device) -> Ranks:
     return Ranks(launch=launch, device=device, machines=names)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A fault, and advice."""
-
-    what: str
-    remedy: str
-
-
 @dataclass(kw_only=True)
 class Checked:
-    """Result of a check."""
+    """Result of a check, on rank 0."""
 
     name: str
-    summary: str
+    summary: str = ""
     """One line."""
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    findings: Sequence[Finding] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the result for the JSON file."""
-        return {**asdict(self), "ok": not self.findings}
+    faults: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -105,12 +91,6 @@ def attempt(work: Callable[[], T]) -> T | Failed:
         return work()
     except (OSError, UserError) as error:
         return Failed(str(error))
-
-
-def odd_ones(answers: Mapping[str, T]) -> tuple[T, dict[str, T]]:
-    """Return the most frequent answer (of several, the first), and the answers that differ."""
-    usual = Counter(answers.values()).most_common(1)[0][0]
-    return usual, {machine: answer for machine, answer in answers.items() if answer != usual}
 
 
 def usual(values: Sequence[float]) -> float:

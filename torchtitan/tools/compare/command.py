@@ -2,16 +2,14 @@
 
     python -m torchtitan compare layouts my.toml single fsdp2 tp2
     python -m torchtitan compare runs outputs/a outputs/b
-    python -m torchtitan compare --bisect my.toml single fsdp2,tp2
 
-This module has the options of all three, so that `--help` does not import torch.
+This module has the options of both, so that `--help` does not import torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -61,13 +59,12 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
     layout is a real launch with the same global batch.
 
     Initial weights must be bit-identical. Losses, gradient norms before clipping, the gradient of
-    every parameter in the first steps and final weights must agree within the tolerances; so must
-    max_loss, if the data-parallel ranks have the same samples as the reference's. Options of the
-    trainer outside quotes apply to all layouts.
+    every parameter in the first steps and final weights must agree within the tolerances. Options
+    of the trainer outside quotes apply to all layouts.
 
-    A model with experts is compared twice: with the reference's choices of experts (replayed), and
-    with the choices of each layout (free), where two scores that nearly tie may be decided
-    differently. Such flips are counted, and must be near ties.
+    Two scores of experts that nearly tie may be decided differently. So layouts replay the
+    reference's choices of experts; the choices that they would have made are compared, and those
+    that differ (flips) must be near ties.
 
     Exit code 0: the same training in all layouts. 1: a layout diverges or fails. 2: a mistake.
     """
@@ -80,17 +77,12 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
     add("--timeout", type=float, default=600, metavar="S", help="seconds per layout (600)")
     add("--out", type=local_path, metavar="DIR", help="keep the runs here; default: delete them")
     add("--json", type=local_path, metavar="FILE", help="write all figures")
-    add("--verbose", action="store_true", help="show every step")
-    text = "compare with max_norm = inf, then with the job's"
-    add("--both_clippings", action="store_true", help=text)
     for name, (default, unit) in TOLERATED.items():
         add(f"--{name}", type=float, default=default, metavar="X", help=f"{unit} ({default:g})")
     text = "compare the gradients of the first N steps (3)"
     add("--gradient_steps", type=int, default=3, metavar="N", help=text)
     text = "train in float64, except operations without such a kernel (context parallelism)"
     add("--float64", action="store_true", help=text)
-    text = "which of the two comparisons of a model with experts (both)"
-    add("--routing", choices=("both", "replayed", "free"), default="both", help=text)
     options, settings = parser.parse_known_args(argv)
     options.settings = settings
     for word in options.settings:
@@ -112,10 +104,8 @@ def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
     """Compare two runs: every logged figure, and every tensor of the checkpoints that both have.
 
     Prints the first difference and a table. Equal means bit-identical, unless --tolerance allows a
-    relative difference. With a tolerance, random generators are left out, which each rank has for
-    itself. So is max_loss, the largest mean loss of a data-parallel rank, if these ranks had
-    different samples. It is comparable between layouts with the same number of data-parallel ranks
-    and local batch, or with one such rank each: single, tp2, pp2, cp2.
+    relative difference. With a tolerance, facts of single ranks are left out: their random
+    generators, and max_loss, the largest mean loss of a data-parallel rank.
 
     Exit code 0: equal. 1: different. 2: a mistake.
     """
@@ -129,38 +119,13 @@ def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def parse_bisect(argv: Sequence[str]) -> argparse.Namespace:
-    """Name the first module that differs between two layouts of a job.
-
-    Both train one step from the same initial weights on the same samples. Compared are, in this
-    order: samples, weights before the step, outputs of modules in forward order, gradients of
-    outputs backward, and gradients of weights backward.
-
-    Exit code 0: no difference. 1: a difference. 2: a mistake.
-    """
-    parser = _parser("--bisect", parse_bisect)
-    add = parser.add_argument
-    add("toml", type=Path, metavar="TOML", help="the job")
-    add("a", metavar="A", help="the layout that is correct, such as single")
-    add("b", metavar="B", help='the other layout, such as "fsdp2,tp2 --compile.enable"')
-    add("--step", type=int, default=1, metavar="N", help="the step to compare (1)")
-    text = "relative; default: 1e-4 in float32, otherwise 0.05"
-    add("--tolerance", type=float, metavar="X", help=text)
-    add("--python_b", default=sys.executable, metavar="PYTHON", help="interpreter for B")
-    options, settings = parser.parse_known_args(argv)
-    options.settings = settings
-    if options.step < 1:
-        raise ConfigError(f"--step must be at least 1, got {options.step}")
-    return options
-
-
 def _parser(kind: str, parse: Callable[..., object]) -> argparse.ArgumentParser:
     parser = build_parser(f"compare {kind}", inspect.getdoc(parse))
     parser.allow_abbrev = False
     return parser
 
 
-PARSERS = {"layouts": parse_layouts, "runs": parse_runs, "--bisect": parse_bisect}
+PARSERS = {"layouts": parse_layouts, "runs": parse_runs}
 KINDS: Verbs = {
     "layouts": (
         "torchtitan.tools.compare.compare_layouts",
@@ -169,9 +134,5 @@ KINDS: Verbs = {
     "runs": (
         "torchtitan.tools.compare.compare_runs",
         "compare the figures and tensors of two runs",
-    ),
-    "--bisect": (
-        "torchtitan.tools.compare.bisect",
-        "name the first module that differs between two layouts",
     ),
 }

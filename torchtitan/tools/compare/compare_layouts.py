@@ -7,22 +7,21 @@ of ranks that save more (`rank`, `routing`), the comparison (`gaps`, `flips`) an
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import load_config
-from torchtitan.metrics.rows import Row, read_rows
+from torchtitan.metrics.rows import read_rows
 from torchtitan.models.families import find_model
+from torchtitan.models.settings import ModelSection
 from torchtitan.models.sizes import MoEConfig
-from torchtitan.tools.compare.compare_runs import MAX_LOSS, StoredTensors, find_max_loss, say
+from torchtitan.tools.compare.compare_runs import StoredTensors, say
 from torchtitan.tools.compare.layouts.flips import compare_choices
 from torchtitan.tools.compare.layouts.gaps import (
     TOLERANCES,
@@ -34,7 +33,7 @@ from torchtitan.tools.compare.layouts.gaps import (
 )
 from torchtitan.tools.compare.layouts.launch import last_lines, run_ranks
 from torchtitan.tools.compare.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, REPLAYED
-from torchtitan.tools.compare.layouts.report import Verdict, show_steps, show_table, write_json
+from torchtitan.tools.compare.layouts.report import Verdict, show_table, write_json
 from torchtitan.tools.compare.layouts.routing import CHOICES
 from torchtitan.tools.compare.layouts.words import Layout, fit_local_batch, option_key, parse_layout
 
@@ -44,55 +43,35 @@ LOCAL_BATCH = "training.local_batch_size"
 CHECKPOINTS = "checkpoint"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A layout with the trainer's options for it."""
-
-    layout: Layout
-    arguments: tuple[str, ...]
-    refusal: str = ""
-    """Why it cannot be trained."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The result of one training."""
-
-    folder: Path
-    seconds: float = 0.0
-    rows: list[Row]
-    problem: str
-    """Why it did not train to its end."""
-
-    def weights(self, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
-        """Return the initial weights with `min`, the final ones with `max`."""
-        folder = self.folder / CHECKPOINTS
-        return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
-
-    def gradients(self, step: int) -> StoredTensors:
-        """Return the gradients of one of the first steps."""
-        return StoredTensors(self.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
-
-
 def main(options: argparse.Namespace) -> int:
-    """Train and compare, print the result and return the exit code."""
+    """Train all layouts, compare them with the first, print the result, return the exit code.
+
+    If the reference fails, no other layout is trained.
+    """
     file = f"--job.config_file={options.toml}"
     common = (file, *options.settings, *settings_of_all(steps=options.steps))
     plans = make_plans(options.layouts, common=common)
-    clippings = _find_clippings(options, common)
-    verdicts: dict[str, list[Verdict]] = {}
+    config = load_config(common)
+    verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.out or Path(temporary)).resolve()
-        for name, max_norm in clippings.items():
-            if name:
-                say(f"{name}:")
-            comparison = LayoutComparison(
-                options, common=common, max_norm=max_norm, folder=folder / name
+        for number, (layout, arguments) in enumerate(plans, start=1):
+            replayed = verdicts[0].folder / CHOICES if verdicts else None
+            verdict = _train(
+                layout, arguments, folder=folder / str(number), options=options, replayed=replayed
             )
-            verdicts[name] = comparison.run(plans)
+            verdicts.append(verdict)
+            if verdicts[0].problem:
+                note("the reference failed: the other layouts are not trained")
+                break
+            if verdict is not verdicts[0] and not verdict.problem:
+                _compare(verdict, verdicts[0], options=options, model=config.model)
+        if not verdicts[0].problem:
+            _show_reference(verdicts[0], max_norm=config.training.max_norm)
+        show_table(verdicts)
     if options.json is not None:
         write_json(options.json, verdicts, toml=options.toml)
-    return int(any(each.complaints for group in verdicts.values() for each in group))
+    return int(any(each.complaints for each in verdicts))
 
 
 def settings_of_all(*, steps: int) -> tuple[str, ...]:
@@ -111,8 +90,12 @@ def settings_of_all(*, steps: int) -> tuple[str, ...]:
     )
 
 
-def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
-    """Parse the layouts. The first is the reference, whose global batch all of them get.
+def make_plans(
+    texts: Sequence[str], *, common: Sequence[str]
+) -> list[tuple[Layout, tuple[str, ...]]]:
+    """Return the layouts with the trainer's options for each.
+
+    The first is the reference, whose global batch all of them get.
 
     Raises:
         ConfigError: A layout makes no sense, or sets an option that all layouts must share.
@@ -130,192 +113,118 @@ def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
         note(f"training.global_batch_size is not set: using {batch}, as in {layouts[0].name}")
     if {training.mixed_precision_param, training.dtype} != {"float32"}:
         note("the tolerances are for float32, but this job may compute in bfloat16")
-    local = training.local_batch_size
-    return [_make_plan(each, common=common, batch=batch, local=local) for each in layouts]
+    plans = []
+    for layout in layouts:
+        for key in map(option_key, layout.overrides):
+            if key in FIXED or key.startswith(FIXED_SECTIONS):
+                raise ConfigError(f"layout '{layout.name}': {key} must be the same for all layouts")
+        arguments = (*common, *layout.arguments, f"--training.global_batch_size={batch}")
+        if LOCAL_BATCH not in map(option_key, layout.overrides):
+            local = training.local_batch_size
+            fitting = fit_local_batch(local, global_batch_size=batch, layout=layout)
+            if fitting != local:
+                note(f"{layout.name}: {LOCAL_BATCH} is {fitting} instead of {local}")
+            arguments += (f"--{LOCAL_BATCH}={fitting}",)
+        load_config(arguments)  # mistakes cost no training
+        plans.append((layout, arguments))
+    return plans
 
 
-def _make_plan(layout: Layout, *, common: Sequence[str], batch: int, local: int) -> Plan:
-    keys = [option_key(option) for option in layout.overrides]
-    for key in keys:
-        if key in FIXED or key.startswith(FIXED_SECTIONS):
-            raise ConfigError(
-                f"layout '{layout.name}': {key} must be the same for all layouts; set it outside "
-                f"the quotes, or by an option of this command"
+def _train(
+    layout: Layout,
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    options: argparse.Namespace,
+    replayed: Path | None,
+) -> Verdict:
+    """Train a layout. With `replayed`, a folder of choices, its tokens go to these experts."""
+    run, start = folder / "run", time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    note(f"{layout.name}, {plural(layout.world_size, 'rank')}: training")
+    problem = run_ranks(
+        [*arguments, f"--job.dump_folder={run}"],
+        world_size=layout.world_size,
+        log=folder / "output.txt",
+        module="torchtitan.tools.compare.layouts.rank",
+        environ={
+            NUM_STEPS: str(options.gradient_steps),
+            REPLAYED: str(replayed or ""),
+            FLOAT64: "1" if options.float64 else "",
+        },
+        timeout_s=options.timeout,
+    )
+    metrics = run / "metrics.jsonl"
+    rows = read_rows(metrics) if metrics.is_file() else []
+    if not problem and not rows:
+        problem = f"trained no step{last_lines(folder / 'output.txt')}"
+    seconds = time.monotonic() - start
+    note(f"{layout.name}: {'failed' if problem else 'trained'}, {seconds:.0f} s")
+    return Verdict(
+        layout=layout.name,
+        world_size=layout.world_size,
+        folder=run,
+        seconds=seconds,
+        is_reference=replayed is None,
+        problem=problem,
+        rows=rows,
+        gradients_tolerance=options.gradients_tolerance,
+        weights_tolerance=options.weights_tolerance,
+    )
+
+
+def _compare(
+    verdict: Verdict, reference: Verdict, *, options: argparse.Namespace, model: ModelSection
+) -> None:
+    """Fill in the verdict on a layout that trained to its end."""
+    _, sizes = find_model(model)
+    if isinstance(sizes, MoEConfig):
+        groups = sizes.num_expert_groups or 1
+        verdict.flips = compare_choices(
+            reference.folder / CHOICES,
+            verdict.folder / CHOICES,
+            num_steps=options.steps,
+            groups=(groups, sizes.num_limited_groups or groups),
+            tolerance=options.margin_tolerance,
+        )
+    tolerances = {
+        **TOLERANCES,
+        "loss": options.loss_tolerance,
+        "grad_norm": options.grad_norm_tolerance,
+    }
+    initial = _weights(reference, min)
+    verdict.unequal = first_unequal(initial, _weights(verdict, min))
+    verdict.steps = compare_rows(reference.rows, verdict.rows, tolerances=tolerances)
+    for step in range(1, min(options.gradient_steps, options.steps) + 1):
+        verdict.gradients.append(
+            compare_gradients(
+                *(
+                    StoredTensors(x.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
+                    for x in (reference, verdict)
+                )
             )
-    arguments = (*common, *layout.arguments, f"--training.global_batch_size={batch}")
-    if LOCAL_BATCH not in keys:
-        fitting = fit_local_batch(local, global_batch_size=batch, layout=layout)
-        if fitting != local:
-            note(f"{layout.name}: {LOCAL_BATCH} is {fitting} instead of {local}")
-        arguments += (f"--{LOCAL_BATCH}={fitting}",)
-    try:
-        load_config(arguments)
-    except ConfigError as error:
-        return Plan(
-            layout=layout, arguments=arguments, refusal=f"its settings are refused: {error}"
         )
-    return Plan(layout=layout, arguments=arguments)
+    verdict.weights = compare_weights(initial, _weights(reference, max), _weights(verdict, max))
 
 
-def _find_clippings(options: argparse.Namespace, common: Sequence[str]) -> dict[str, float]:
-    """Return the norms to clip at, by name."""
-    max_norm = load_config(common).training.max_norm
-    if not options.both_clippings:
-        return {"": max_norm}
-    if math.isinf(max_norm):
-        raise ConfigError(
-            "--both_clippings needs a training.max_norm below the gradient norms, got inf"
-        )
-    return {"unclipped": math.inf, "clipped": max_norm}
+def _weights(of: Verdict, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
+    """Return the initial weights with `min`, the final ones with `max`."""
+    folder = of.folder / CHECKPOINTS
+    return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
 
 
-class LayoutComparison:
-    """Trains layouts that clip at the same norm, and compares them with the first."""
-
-    def __init__(
-        self, options: argparse.Namespace, *, common: Sequence[str], max_norm: float, folder: Path
-    ) -> None:
-        self._options, self._max_norm, self._folder = options, max_norm, folder
-        self._routings: tuple[str, ...] = ("",)
-        self._groups = (1, 1)
-        _, sizes = find_model(load_config(common).model)
-        if isinstance(sizes, MoEConfig):
-            both = ("replayed", "free")
-            self._routings = both if options.routing == "both" else (options.routing,)
-            groups = sizes.num_expert_groups or 1
-            self._groups = (groups, sizes.num_limited_groups or groups)
-
-    def run(self, plans: Sequence[Plan]) -> list[Verdict]:
-        """Train all layouts, print their comparison, and return the verdicts.
-
-        If the reference fails, no other layout is trained.
-        """
-        reference = self._train(
-            plans[0], label=f"[1/{len(plans)}] {plans[0].layout.name}", name="1"
-        )
-        verdicts = [self._judge(plans[0], reference)]
-        if self._options.verbose and reference.rows:
-            show_steps(plans[0].layout.name, reference.rows, reference_rows=reference.rows)
-        if reference.problem:
-            note("the reference failed: the other layouts are not trained")
-            show_table(verdicts)
-            return verdicts
-        for number, plan in enumerate(plans[1:], start=2):
-            for routing in self._routings:
-                suffix = f" ({routing})" if routing else ""
-                label = f"[{number}/{len(plans)}] {plan.layout.name}{suffix}"
-                name = f"{number}-{routing}" if routing else str(number)
-                replayed = reference.folder / CHOICES if routing == "replayed" else None
-                outcome = self._train(plan, label=label, name=name, replayed=replayed)
-                verdicts.append(self._judge(plan, outcome, reference=reference, routing=routing))
-                if self._options.verbose and outcome.rows:
-                    show_steps(plan.layout.name, outcome.rows, reference_rows=reference.rows)
-        self._show_reference(reference)
-        show_table(verdicts)
-        return verdicts
-
-    def _train(self, plan: Plan, *, label: str, name: str, replayed: Path | None = None) -> Outcome:
-        folder, options = self._folder / name, self._options
-        run, label = folder / "run", f"{label}, {plural(plan.layout.world_size, 'rank')}"
-        if plan.refusal:
-            return Outcome(folder=run, rows=[], problem=plan.refusal)
-        folder.mkdir(parents=True, exist_ok=True)
-        metrics, start = run / "metrics.jsonl", time.monotonic()
-        is_terminal = sys.stderr.isatty()
-        if not is_terminal:
-            note(f"{label}: training")
-
-        def show(seconds: float) -> None:
-            if is_terminal:
-                num = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
-                sys.stderr.write(f"\r{label}: step {num}/{options.steps}, {seconds:.0f} s ")
-                sys.stderr.flush()
-
-        problem = run_ranks(
-            [*plan.arguments, f"--training.max_norm={self._max_norm}", f"--job.dump_folder={run}"],
-            world_size=plan.layout.world_size,
-            log=folder / "output.txt",
-            module="torchtitan.tools.compare.layouts.rank",
-            environ={
-                NUM_STEPS: str(options.gradient_steps),
-                REPLAYED: str(replayed or ""),
-                FLOAT64: "1" if options.float64 else "",
-            },
-            timeout_s=options.timeout,
-            on_wait=show,
-        )
-        rows = read_rows(metrics) if metrics.is_file() else []
-        if not problem and not rows:
-            problem = f"trained no step{last_lines(folder / 'output.txt')}"
-        seconds = time.monotonic() - start
-        clear = "\r\x1b[K" if is_terminal else ""
-        note(f"{clear}{label}: {'failed' if problem else 'trained'}, {seconds:.0f} s")
-        return Outcome(folder=run, seconds=seconds, rows=rows, problem=problem)
-
-    def _judge(
-        self, plan: Plan, outcome: Outcome, *, reference: Outcome | None = None, routing: str = ""
-    ) -> Verdict:
-        """Compare with the reference, up to the first step with a flip if routing is free."""
-        options = self._options
-        verdict = Verdict(
-            layout=plan.layout.name,
-            world_size=plan.layout.world_size,
-            seconds=outcome.seconds,
-            is_reference=reference is None,
-            routing=routing,
-            problem=outcome.problem,
-            rows=outcome.rows,
-            gradients_tolerance=options.gradients_tolerance,
-            weights_tolerance=options.weights_tolerance,
-        )
-        if reference is None or outcome.problem:
-            return verdict
-        flip = None
-        if routing:
-            verdict.flips = compare_choices(
-                reference.folder / CHOICES,
-                outcome.folder / CHOICES,
-                num_steps=options.steps,
-                replayed=routing == "replayed",
-                groups=self._groups,
-                tolerance=options.margin_tolerance,
-            )
-            flip = verdict.flips.first_step if routing == "free" else None
-        initial = reference.weights(min)
-        verdict.unequal = first_unequal(initial, outcome.weights(min))
-        num_steps = options.steps if flip is None else flip - 1
-        if not num_steps:
-            return verdict
-        tolerances = {
-            **TOLERANCES,
-            "loss": options.loss_tolerance,
-            "grad_norm": options.grad_norm_tolerance,
-        }
-        if find_max_loss(reference.folder, outcome.folder)(1):
-            tolerances[MAX_LOSS] = options.loss_tolerance
-        rows = [[row for row in x.rows if row["step"] <= num_steps] for x in (reference, outcome)]
-        verdict.steps = compare_rows(*rows, tolerances=tolerances)
-        verdict.gradients = [
-            compare_gradients(reference.gradients(step), outcome.gradients(step))
-            for step in range(1, min(options.gradient_steps, num_steps) + 1)
-        ]
-        if flip is None:
-            finals = (reference.weights(max), outcome.weights(max))
-            verdict.weights = compare_weights(initial, *finals)
-        return verdict
-
-    def _show_reference(self, reference: Outcome) -> None:
-        """Print how much the reference trained: without movement, agreement proves little."""
-        moved = largest_move(reference.weights(min), reference.weights(max))
-        rows, max_norm = reference.rows, self._max_norm
-        clipped = sum(row["grad_norm"] > max_norm for row in rows)
-        first, last = (
-            "-" if row["loss"] is None else f"{row['loss']:.5f}" for row in (rows[0], rows[-1])
-        )
-        say(
-            f"reference: loss {first} to {last}, weights moved by up to {moved:.2g}, "
-            f"{clipped} of {len(rows)} steps clipped (max_norm {max_norm:g})"
-        )
+def _show_reference(reference: Verdict, *, max_norm: float) -> None:
+    """Print how much the reference trained: without movement, agreement proves little."""
+    moved = largest_move(_weights(reference, min), _weights(reference, max))
+    rows = reference.rows
+    clipped = sum(row["grad_norm"] > max_norm for row in rows)
+    first, last = (
+        "-" if row["loss"] is None else f"{row['loss']:.5f}" for row in (rows[0], rows[-1])
+    )
+    say(
+        f"reference: loss {first} to {last}, weights moved by up to {moved:.2g}, "
+        f"{clipped} of {len(rows)} steps clipped (max_norm {max_norm:g})"
+    )
 
 
 def note(text: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,19 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.errors import DataError, printable
-from torchtitan.base.log import plural
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.load import read_tensors
 from torchtitan.checkpoint.reader import read_metadata
 from torchtitan.checkpoint.storage import METADATA, find_steps
-from torchtitan.mesh.dims import resolve_dims
-from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row, read_rows
-from torchtitan.resume_rules import Job
 from torchtitan.tools.compare.layouts.gaps import tensor_difference
+from torchtitan.tools.verbs import format_table
 
 TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak", "slowest_")
 """Parts of the names of figures that depend on speed and hardware."""
-OF_RANKS = ("rank_", "world_size")
-"""State of single ranks, which differs between layouts."""
-MAX_LOSS = "max_loss"
+OF_RANKS = ("rank_", "world_size", "max_loss")
+"""State and figures of single ranks, which differ between layouts."""
 BYTES_AT_ONCE = 2**26
-HasMaxLoss = Callable[[int], bool]
-"""Returns whether max_loss is comparable in a step."""
 
 
 @dataclass
@@ -47,15 +41,9 @@ class Comparison:
     differences: list[str] = field(default_factory=list)
     table: list[tuple[str, int, int, float]] = field(default_factory=list)
     """(part, number of tensors or figures, number that differ, largest difference)"""
-    steps_without_max_loss: list[int] = field(default_factory=list)
 
-    def compare_rows(
-        self, a: Sequence[Row], b: Sequence[Row], *, has_max_loss: HasMaxLoss = lambda step: True
-    ) -> None:
-        """Compare the figures of every step. If a step has two rows, the later one counts.
-
-        `has_max_loss` applies if there is a tolerance.
-        """
+    def compare_rows(self, a: Sequence[Row], b: Sequence[Row]) -> None:
+        """Compare the figures of every step. If a step has two rows, the later one counts."""
         rows_a, rows_b = ({int(row["step"]): row for row in rows} for rows in (a, b))
         skip = (*TIMING, *(OF_RANKS if self.tolerance else ()))
         num_figures, gaps = 0, []
@@ -69,9 +57,6 @@ class Comparison:
                 for name in {**rows_a[step], **rows_b[step]}
                 if not any(part in name for part in skip)
             ]
-            if self.tolerance and not has_max_loss(step):
-                self.steps_without_max_loss.append(step)
-                names = [name for name in names if name != MAX_LOSS]
             num_figures += len(names)
             for name in names:
                 x, y = rows_a[step].get(name), rows_b[step].get(name)
@@ -156,33 +141,8 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._metadata)
 
 
-def find_max_loss(a: Path, b: Path) -> HasMaxLoss:
-    """Return a function that knows the steps whose data-parallel ranks had the same samples.
-
-    The ledgers hold the layout of each start. Without a ledger no step is comparable.
-
-    Raises:
-        UserError: A ledger is damaged.
-    """
-    splits: list[list[tuple[int, tuple[int, int]]]] = [[], []]
-    for run, split in zip((a, b), splits, strict=True):
-        for row in read_ledger(run):
-            if row["event"] == "start":
-                config = Job.stored(row["config"], file=run / LEDGER).config
-                dp = resolve_dims(config.parallelism, world_size=row["world_size"]).dp
-                # a single rank has all samples, for any size of its microbatches
-                block = config.training.local_batch_size if dp > 1 else 0
-                split.append((row["step"], (dp, block)))
-
-    def is_same(step: int) -> bool:
-        now = [next((s for first, s in reversed(x) if first < step), None) for x in splits]
-        return now[0] is not None and now[0] == now[1]
-
-    return is_same
-
-
-def compare_checkpoints(found: Comparison, a: Path, b: Path, *, states: bool = True) -> None:
-    """Compare two checkpoints, component by component. Without `states`, only their tensors."""
+def compare_checkpoints(found: Comparison, a: Path, b: Path) -> None:
+    """Compare two checkpoints, component by component."""
     parts_a, parts_b = (storage.read_manifest(c)["components"] for c in (a, b))
     skip = OF_RANKS if found.tolerance else ()
     for component in sorted({*parts_a, *parts_b}):
@@ -190,7 +150,7 @@ def compare_checkpoints(found: Comparison, a: Path, b: Path, *, states: bool = T
         if component not in parts_a or component not in parts_b:
             found.differences.append(f"{part}: only in {'A' if component in parts_a else 'B'}")
             continue
-        if states and any((c / component / storage.STATE).is_file() for c in (a, b)):
+        if any((c / component / storage.STATE).is_file() for c in (a, b)):
             found.compare_states(part, *(storage.read_state(c, component) for c in (a, b)))
         tensors = [StoredTensors(c, component, skip=skip) for c in (a, b)]
         if tensors[0] or tensors[1]:
@@ -215,7 +175,7 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
         if not (run / "metrics.jsonl").is_file():
             raise DataError(f"each RUN must be a run's folder with a metrics.jsonl, got {run}")
         rows.append(read_rows(run / "metrics.jsonl"))
-    found.compare_rows(*rows, has_max_loss=find_max_loss(a, b) if tolerance else lambda step: True)
+    found.compare_rows(*rows)
     steps = [{*find_steps(run / folder)} for run in (a, b)]
     if not any(rows) and not steps[0] & steps[1]:
         raise DataError(
@@ -231,12 +191,12 @@ def main(options: argparse.Namespace) -> int:
     """Compare two runs, print the result and return the exit code."""
     tolerance = options.tolerance
     found = compare_runs(options.a, options.b, folder=options.folder, tolerance=tolerance)
-    say(f"{'':<28}{'compared':>10}{'differ':>10}{'by at most':>14}")
-    for part, compared, differing, largest in found.table:
-        say(f"{part:<28}{compared:>10}{differing:>10}{largest:>14.3g}")
-    if found.steps_without_max_loss:
-        count = plural(len(found.steps_without_max_loss), "step")
-        say(f"max_loss of {count} is left out: the data-parallel ranks had different samples")
+    rows = [["", "compared", "differ", "by at most"]]
+    rows += ([part, str(num), str(differ), f"{gap:.3g}"] for part, num, differ, gap in found.table)
+    for line in format_table(rows):
+        say(line)
+    if tolerance:
+        say("facts of single ranks, such as max_loss and random generators, are left out")
     if len(found.table) == 1:
         say("only figures were compared: no step has a checkpoint in both runs")
     if found.differences:

@@ -63,13 +63,9 @@ def check(args: argparse.Namespace) -> Files:
                 mistakes.add(f"--{key}", f"needs --{needed}")
     if args.chat_template is not None and not args.apply_chat_template:
         mistakes.add("--chat_template", "needs --apply_chat_template")
-    for key, least in (("batch_size", 1), ("seq_len", 1), ("num_fewshot", 0)):
+    for key, least in (("batch_size", 1), ("seq_len", 1), ("num_fewshot", 0), ("limit", 1)):
         if (value := getattr(args, key)) is not None and value < least:
             mistakes.add(f"--{key}", f"must be at least {least}, got {value}")
-    if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
-        mistakes.add(
-            "--limit", f"must be a number of examples, or a fraction below 1, got {args.limit:g}"
-        )
     if args.include_path is not None and not args.include_path.is_dir():
         mistakes.add("--include_path", f"must be a folder of YAML tasks, got {args.include_path}")
     if args.output is not None and (args.output.is_dir() or not args.output.parent.is_dir()):
@@ -119,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", type=_names, default=[], metavar="A,B", help="tasks of lm-evaluation-harness")
     add("--include_path", type=Path, metavar="DIR", help="folder of custom YAML tasks")
     add("--num_fewshot", type=int, metavar="N", help="examples per question; default: the task's")
-    add("--limit", type=float, metavar="N", help="examples per task, or a fraction below 1")
+    add("--limit", type=int, metavar="N", help="examples per task")
     add("--apply_chat_template", action="store_true", help="render the tasks as chats")
     add("--seq_len", type=int, metavar="N", help="tokens per sequence; default: the model's")
     add("--batch_size", type=int, default=8, metavar="N", help="sequences per batch (8)")

@@ -8,7 +8,6 @@ the previous document before a text.
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from torchtitan.hf.tokenizer_files import tokenizer_file
 from torchtitan.resume_rules import find_run_step, read_settings
 from torchtitan.tools.evaluate.perplexity import measure, open_domain
 
-logger = logging.getLogger(__name__)
 CUT = ("seq_len", "dataset_text_key", "dataset_text_template", "dataset_cache")
 """Options that override how text is cut."""
 UNKNOWN_POSITIONS = 2048
@@ -140,14 +138,15 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
     }
     tasks: Mapping[str, Any] = {}
     if args.tasks:
+        adapter = Adapter(
+            subject.generator,
+            first_id=subject.first_id,
+            max_length=max_length,
+            batch_size=args.batch_size,
+            chats=args.apply_chat_template,
+        )
         tasks = run_tasks(
-            Adapter(
-                subject.generator,
-                first_id=subject.first_id,
-                max_length=max_length,
-                batch_size=args.batch_size,
-                chats=args.apply_chat_template,
-            ),
+            adapter,
             args.tasks,
             manager=manager,
             num_fewshot=args.num_fewshot,
@@ -188,25 +187,12 @@ def _cut(args: argparse.Namespace, subject: Subject) -> TrainingConfig:
             invalid.
     """
     mistakes = Mistakes()
-    if (args.seq_len or 0) > subject.positions:
-        if subject.step is None:
-            mistakes.add(
-                "--seq_len",
-                f"must be at most {subject.positions}, max_position_embeddings of {CONFIG}, got "
-                f"{args.seq_len}",
-            )
-        else:
-            logger.warning(
-                "--seq_len %d is longer than the %d tokens of the training: the model has not "
-                "seen later positions",
-                args.seq_len,
-                subject.positions,
-            )
+    if subject.step is None and (args.seq_len or 0) > subject.positions:
+        rule = f"must be at most {subject.positions}, the positions of the model, got"
+        mistakes.add("--seq_len", f"{rule} {args.seq_len}")
     if args.apply_chat_template and subject.generator.template is None:
         mistakes.add(
-            "--apply_chat_template",
-            "needs a chat template, which the tokenizer does not have; give a Jinja file with "
-            "--chat_template",
+            "--apply_chat_template", "needs a chat template, in the tokenizer or --chat_template"
         )
     mistakes.report()
     given = {key: v for key in CUT if (v := getattr(args, key)) is not None}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
@@ -40,9 +40,10 @@ Row = tuple[int, ...]
 MAX_NEW_TOKENS = 256
 """Default for tasks that generate text."""
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-SUPPORTED = ("until", *LENGTHS, "do_sample", "temperature", "top_k")
+HAS_NO_EFFECT = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+"""Settings of sampling, in a task that generates greedily."""
 NEUTRAL = (None, 1, False)
-"""Values of other sampling settings that have no effect."""
+"""Values of other settings that change nothing."""
 
 
 def find_tasks(names: Sequence[str], *, include_path: Path | None) -> TaskManager:
@@ -270,27 +271,22 @@ class Adapter(TemplateLM):
         return logits_TV.float().log_softmax(-1).split(list(num_scored))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """Return the continuation of each context, up to its first stop text."""
-        seen: Counter[int] = Counter()
-        groups: dict[tuple[str, int], dict[int, Row]] = defaultdict(dict)
+        """Return the greedy continuation of each context, up to its first stop text."""
+        groups: dict[str, dict[int, Row]] = defaultdict(dict)
         for number, request in enumerate(requests):
             context, settings = request.args
             ids = self.tok_encode(context) or [self.prefix_token_id]
-            # a repeated request gets another draw
-            group = groups[json.dumps(settings, sort_keys=True), seen[id(request)]]
-            group[number] = tuple(ids)
-            seen[id(request)] += 1
+            groups[json.dumps(settings, sort_keys=True)][number] = tuple(ids)
         texts = [""] * len(requests)
-        for (settings, seed), contexts in groups.items():
-            found = self._generate(set(contexts.values()), json.loads(settings), seed=seed)
+        for settings, contexts in groups.items():
+            found = self._generate(set(contexts.values()), json.loads(settings))
             for number, row in contexts.items():
                 texts[number] = found[row]
         return texts
 
-    def _generate(
-        self, rows: set[Row], settings: Mapping[str, Any], *, seed: int
-    ) -> dict[Row, str]:
+    def _generate(self, rows: set[Row], settings: Mapping[str, Any]) -> dict[Row, str]:
         """Return the text after each row of tokens; long rows are cut on the left."""
+        _check_greedy(settings)
         tokenizer = self._generator.tokenizer
         until = settings.get("until") or []
         until = [until] if isinstance(until, str) else until
@@ -299,8 +295,7 @@ class Adapter(TemplateLM):
         if not 0 < max_new_tokens < self.max_length:
             raise ConfigError(
                 f"a task must generate 1 to {self.max_length - 1} tokens (less than --seq_len), "
-                f"got max_gen_toks {max_new_tokens}; raise --seq_len, or change max_gen_toks in "
-                f"the task's generation_kwargs"
+                f"got max_gen_toks {max_new_tokens}"
             )
 
         def text_of(new: Sequence[int]) -> str:
@@ -313,10 +308,9 @@ class Adapter(TemplateLM):
                 self._generator.model,
                 [row[max_new_tokens - self.max_length :] for row in batch],
                 max_new_tokens=max_new_tokens,
-                seed=seed,
+                temperature=0.0,
                 stop_ids=self._stop_ids,
                 stops=lambda new: any(stop and stop in text_of(new) for stop in until),
-                **_sampling(settings),
             )
             for row, new in zip(batch, found, strict=True):
                 texts[row] = text_of(new)
@@ -325,25 +319,11 @@ class Adapter(TemplateLM):
         return texts
 
 
-def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how tokens are drawn: greedily unless a task samples, as in the harness.
-
-    Raises:
-        ConfigError: A task has an unsupported setting.
-    """
-    temperature = float(settings.get("temperature") or 0)
-    samples = settings.get("do_sample", temperature > 0)
-    without_effect = () if samples else ("top_p", "min_p", "typical_p")
-    others = [
-        f"{key} = {value!r}"
-        for key, value in settings.items()
-        if key not in SUPPORTED + without_effect and value not in NEUTRAL
-    ]
-    if others:
-        raise ConfigError(
-            f"a task's generation_kwargs may have {', '.join(SUPPORTED)}, got "
-            f"{', '.join(others)}; remove it in a copy of the task in --include_path"
-        )
-    if not samples:
-        return {"temperature": 0.0}
-    return {"temperature": temperature or 1.0, "top_k": settings.get("top_k") or None}
+def _check_greedy(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a task samples, or has a setting that greedy decoding does not have."""
+    known = ("until", *LENGTHS, *HAS_NO_EFFECT)
+    wrong = {key: v for key, v in settings.items() if key not in known and v not in NEUTRAL}
+    if settings.get("do_sample", float(settings.get("temperature") or 0) > 0):
+        wrong["do_sample"] = True
+    if wrong:
+        raise ConfigError(f"a task's generation_kwargs must decode greedily, got {wrong}")

@@ -78,34 +78,6 @@ class Gap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """The differences between the figures of two runs."""
-
-    gaps: Mapping[str, Gap]
-    unmatched_steps: tuple[int, ...]
-    """Steps that only one run has."""
-
-    @property
-    def is_found(self) -> bool:
-        """Whether the runs differ by more than rounding."""
-        return bool(self.unmatched_steps or self._beyond)
-
-    @property
-    def first(self) -> Gap | None:
-        """The figure that is first beyond its tolerance."""
-        return next(iter(self._beyond), None)
-
-    @property
-    def _beyond(self) -> list[Gap]:
-        beyond = [gap for gap in self.gaps.values() if gap.beyond]
-        return sorted(beyond, key=lambda gap: gap.beyond[0][0])
-
-    def __str__(self) -> str:
-        unmatched = [f"only one run has steps {list(self.unmatched_steps)}"]
-        return "; ".join([*unmatched[: len(self.unmatched_steps)], *map(str, self._beyond)])
-
-
-@dataclass(frozen=True, kw_only=True)
 class TensorGap:
     """The tensor with the largest difference."""
 
@@ -128,23 +100,33 @@ def compare_rows(
     rows: Sequence[Mapping[str, Any]],
     *,
     tolerances: Mapping[str, float] = TOLERANCES,
-) -> Divergence:
-    """Compare the figures in `tolerances` at every step of two runs."""
+) -> dict[str, Gap]:
+    """Compare the figures in `tolerances` at every step. A figure of one run alone differs by inf.
+
+    The figure that is first beyond its tolerance comes first.
+    """
     assert reference_rows, "a reference without steps would agree with every run"
     a, b = ({int(row["step"]): row for row in each} for each in (reference_rows, rows))
-    gaps = {}
+    gaps = []
     for figure, tolerance in tolerances.items():
         sizes = [
-            (step, relative(a[step].get(figure, math.nan), b[step].get(figure, math.nan)))
-            for step in sorted(a.keys() & b.keys())
+            (step, relative(*(x.get(step, {}).get(figure, math.nan) for x in (a, b))))
+            for step in sorted(a.keys() | b.keys())
         ]
-        gaps[figure] = Gap(
+        gap = Gap(
             figure=figure,
             tolerance=tolerance,
-            largest=max((size for _, size in sizes), default=0.0),
+            largest=max(size for _, size in sizes),
             beyond=tuple((step, size) for step, size in sizes if size > tolerance),
         )
-    return Divergence(gaps=gaps, unmatched_steps=tuple(sorted(a.keys() ^ b.keys())))
+        gaps.append(gap)
+    gaps.sort(key=lambda gap: gap.beyond[0][0] if gap.beyond else math.inf)
+    return {gap.figure: gap for gap in gaps}
+
+
+def beyond_tolerance(gaps: Mapping[str, Gap]) -> list[Gap]:
+    """Return the figures that differ by more than their tolerance, the first to differ first."""
+    return [gap for gap in gaps.values() if gap.beyond]
 
 
 def compare_gradients(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +15,6 @@ from types import MappingProxyType
 from torchtitan.base.errors import DataError
 
 ROOT = Path(__file__).parents[3]
-POLL_SECONDS = 0.2
 SECONDS_TO_SAVE, SECONDS_TO_END = 10, 60
 """Until ranks that got a signal are killed, and until their launcher is (torch before 2.13 gives
 ranks 30 seconds)."""
@@ -32,23 +29,9 @@ def train(
     log: Path,
     what: str,
     environ: Mapping[str, str] = MappingProxyType({}),
-    python: str = sys.executable,
 ) -> None:
-    """Train to the end.
-
-    Args:
-        arguments: The trainer's.
-        world_size: Number of ranks.
-        log: File for the output.
-        what: Start of the message if it fails.
-        environ: Variables to add to the environment.
-        python: Interpreter of the ranks.
-
-    Raises:
-        DataError: The trainer failed; with the last lines of its output.
-    """
-    problem = run_ranks(arguments, world_size=world_size, log=log, environ=environ, python=python)
-    if problem:
+    """Train to the end. If that fails, raise DataError with `what` and the end of the output."""
+    if problem := run_ranks(arguments, world_size=world_size, log=log, environ=environ):
         raise DataError(f"{what}: the trainer {problem}")
 
 
@@ -59,19 +42,25 @@ def run_ranks(
     log: Path,
     module: str = "torchtitan.train",
     environ: Mapping[str, str] = MappingProxyType({}),
-    python: str = sys.executable,
-    timeout_s: float = math.inf,
-    on_wait: Callable[[float], None] = lambda seconds: None,
+    timeout_s: float | None = None,
 ) -> str:
     """Run `module` on ranks until they end, and return the reason if they failed, otherwise "".
 
-    `on_wait` is called with the passed seconds. Ranks never outlive this call.
+    Ranks never outlive this call.
+
+    Args:
+        arguments: The module's.
+        world_size: Number of ranks.
+        log: File for the output.
+        module: The module to run.
+        environ: Variables to add to the environment.
+        timeout_s: Seconds after which the ranks are ended.
     """
     launcher = ["torchtitan.launch", "--standalone", "--local_addr=127.0.0.1"]
     launcher += [f"--nproc_per_node={world_size}", "-m"]
-    command = [python, "-m", *(launcher if world_size > 1 else ()), module, *arguments]
-    start, problem = time.monotonic(), ""
-    with log.open("wb") as output, _signals_as_exceptions():
+    command = [sys.executable, "-m", *(launcher if world_size > 1 else ()), module, *arguments]
+    problem = ""
+    with log.open("wb") as output, _sigterm_as_exception():
         process = subprocess.Popen(
             command,
             env={**_environment(world_size), **environ},
@@ -81,11 +70,9 @@ def run_ranks(
             start_new_session=True,
         )
         try:
-            while process.poll() is None and not problem:
-                on_wait(time.monotonic() - start)
-                time.sleep(POLL_SECONDS)
-                if time.monotonic() - start > timeout_s:
-                    problem = f"did not end within {timeout_s:g} s"
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            problem = f"did not end within {timeout_s:g} s"
         finally:
             _end(process)
     if not problem and process.returncode:
@@ -106,15 +93,13 @@ def _environment(world_size: int) -> dict[str, str]:
 
 
 @contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Raise SystemExit for signals that end this process, so that `finally` ends the ranks."""
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(each, lambda number, frame: sys.exit(128 + number)) for each in signals]
+def _sigterm_as_exception() -> Iterator[None]:
+    """Raise SystemExit for SIGTERM, so that `finally` ends the ranks, as for Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
-        for each, handler in zip(signals, before, strict=True):
-            signal.signal(each, handler)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,10 +1,9 @@
-"""The verdict on each layout, and the tables that show them."""
+"""The verdict on each layout, and the table that shows them."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,10 +13,11 @@ from torchtitan.tools.compare.layouts.flips import Flips
 from torchtitan.tools.compare.layouts.gaps import (
     GRADIENTS_TOLERANCE,
     WEIGHTS_TOLERANCE,
-    Divergence,
+    Gap,
     TensorGap,
-    relative,
+    beyond_tolerance,
 )
+from torchtitan.tools.verbs import format_table
 
 EXPLANATION = (
     "Largest relative differences: loss and grad_norm (before clipping) of any step, gradient of "
@@ -31,15 +31,15 @@ class Verdict:
 
     layout: str
     world_size: int
+    folder: Path
+    """Of the run."""
     seconds: float
     is_reference: bool = False
-    routing: str = ""
-    """replayed or free, for a model with experts."""
     problem: str = ""
     """Why the layout failed."""
     unequal: str = ""
     """The first initial weight that is not bit-identical."""
-    steps: Divergence | None = None
+    steps: dict[str, Gap] = field(default_factory=dict)
     gradients: list[TensorGap] = field(default_factory=list)
     """One for each of the first steps."""
     gradients_tolerance: float = GRADIENTS_TOLERANCE
@@ -48,35 +48,32 @@ class Verdict:
     flips: Flips | None = None
     rows: list[Row] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        """The layout with its routing."""
-        return f"{self.layout} ({self.routing})" if self.routing else self.layout
-
-    @property
-    def complaints(self) -> list[str]:
-        """All differences beyond the tolerances; empty for the same training."""
-        found = [self.problem, f"initial weights: {self.unequal}" if self.unequal else ""]
-        found.append(self.flips.complaint if self.flips is not None else "")
-        if (beyond := self._first_gradient) is not None:
-            step, gap = beyond
-            found.append(
-                f"gradients from step {step}, the largest of {gap.name}: {gap.largest:.2g} "
-                f"(tolerance {self.gradients_tolerance:g})"
-            )
-        if self.steps is not None and self.steps.is_found:
-            found.append(str(self.steps))
+    def differences(self) -> list[tuple[int, str]]:
+        """Return the differences beyond the tolerances, each with its first step, in order."""
+        found = [(0, f"initial weights: {self.unequal}")] if self.unequal else []
+        found += [(gap.beyond[0][0], str(gap)) for gap in beyond_tolerance(self.steps)]
+        for step, gap in enumerate(self.gradients, start=1):
+            if gap.largest > self.gradients_tolerance:
+                text = (
+                    f"gradients from step {step}, the largest of {gap.name}: {gap.largest:.2g} "
+                    f"(tolerance {self.gradients_tolerance:g})"
+                )
+                found.append((step, text))
+                break
+        if self.flips is not None and self.flips.complaint:
+            found.append((self.flips.first_step or 1, self.flips.complaint))
         if self.weights is not None and self.weights.largest > self.weights_tolerance:
-            found.append(
+            text = (
                 f"final weights, the largest of {self.weights.name}: {self.weights.largest:.2g} "
                 f"of its movement (tolerance {self.weights_tolerance:g})"
             )
-        return [each for each in found if each]
+            found.append((max(int(row["step"]) for row in self.rows), text))
+        return sorted(found, key=lambda each: each[0])  # within a step, figures come first
 
     @property
-    def _first_gradient(self) -> tuple[int, TensorGap] | None:
-        steps = enumerate(self.gradients, start=1)
-        return next((x for x in steps if x[1].largest > self.gradients_tolerance), None)
+    def complaints(self) -> list[str]:
+        """Why the layout failed or diverges; empty for the same training."""
+        return [self.problem] if self.problem else [text for _, text in self.differences()]
 
     @property
     def summary(self) -> str:
@@ -87,68 +84,34 @@ class Verdict:
             return "reference"
         if self.unequal:
             return "DIVERGES at the initial weights"
-        first = self.steps.first if self.steps is not None else None
-        gradient = self._first_gradient
-        # within a step, figures such as the loss come before the gradients
-        if gradient is not None and (first is None or gradient[0] < first.beyond[0][0]):
-            step, gap = gradient
-            return f"DIVERGES at step {step}: gradient of {gap.name} by {gap.largest:.2g}"
-        if first is not None:
-            step, size = first.beyond[0]
-            return f"DIVERGES at step {step}: {first.figure} by {size:.2g}"
-        if self.complaints:
-            return "DIVERGES, see below"
-        flip = self.routing == "free" and self.flips is not None and self.flips.first_step
-        return f"same up to a near tie in step {flip}" if flip else "same"
+        found = self.differences()
+        return f"DIVERGES at step {found[0][0]}" if found else "same"
 
 
 def show_table(verdicts: Sequence[Verdict]) -> None:
     """Print a line for each layout, then the complaints."""
-    width = max(len("layout"), *(len(each.name) for each in verdicts))
-    columns = (7, 9, 10, 11, 11, 10)
-    heads = ("ranks", "seconds", "loss", "grad_norm", "gradients", "weights")
-    rows = [("layout", heads, "verdict")]
+    rows = [["layout", "ranks", "seconds", "loss", "grad_norm", "gradients", "weights"]]
     for each in verdicts:
-        cells = ["-"] * 4
-        if each.steps is not None:
-            cells[:2] = (f"{each.steps.gaps[key].largest:.1e}" for key in ("loss", "grad_norm"))
-        if each.gradients:
-            cells[2] = f"{max(gap.largest for gap in each.gradients):.1e}"
-        if each.weights is not None:
-            cells[3] = f"{each.weights.largest:.1e}"
-        facts = (str(each.world_size), f"{each.seconds:.0f}")
-        rows.append((each.name, (*facts, *cells), each.summary))  # type: ignore[arg-type]
-    for name, texts, verdict in rows:
-        shown = "".join(f"{text:>{n}}" for text, n in zip(texts, columns, strict=True))
-        say(f"{name:<{width}}{shown}  {verdict}")
+        figures = [each.steps[key].largest if each.steps else None for key in ("loss", "grad_norm")]
+        figures.append(max((gap.largest for gap in each.gradients), default=None))
+        figures.append(None if each.weights is None else each.weights.largest)
+        cells = ["-" if figure is None else f"{figure:.1e}" for figure in figures]
+        rows.append([each.layout, str(each.world_size), f"{each.seconds:.0f}", *cells])
+    summaries = ["verdict", *(each.summary for each in verdicts)]
+    for line, summary in zip(format_table(rows), summaries, strict=True):
+        say(f"{line}  {summary}")
     say(EXPLANATION)
     for each in verdicts:
         if each.flips is not None:
-            say(f"{each.name}: {each.flips}")
-    for each in verdicts:
+            say(f"{each.layout}: {each.flips}")
         for complaint in each.complaints:
-            say(f"{each.name}: {complaint}")
+            say(f"{each.layout}: {complaint}")
 
 
-def show_steps(name: str, rows: Sequence[Row], *, reference_rows: Sequence[Row]) -> None:
-    """Print loss and gradient norm of every step, with the difference from the reference."""
-    reference = {int(row["step"]): row for row in reference_rows}
-    say(f"{name}\n{'step':>6}{'loss':>18}{'relative':>10}{'grad_norm':>18}{'relative':>10}")
-    for row in rows:
-        cells = f"{row['step']:>6}"
-        for figure in ("loss", "grad_norm"):
-            gap = relative(reference.get(row["step"], {}).get(figure, math.nan), row[figure])
-            shown = "-" if row[figure] is None else f"{row[figure]:.10g}"
-            cells += f"{shown:>18}{gap:>10.1e}"
-        say(cells)
-
-
-def write_json(path: Path, verdicts: Mapping[str, Sequence[Verdict]], *, toml: Path) -> None:
+def write_json(path: Path, verdicts: Sequence[Verdict], *, toml: Path) -> None:
     """Write every figure of every verdict."""
-    runs = [
-        {"clipping": clipping, **asdict(each), "verdict": each.summary, "why": each.complaints}
-        for clipping, group in verdicts.items()
-        for each in group
-    ]
+    runs = [{**asdict(each), "verdict": each.summary, "why": each.complaints} for each in verdicts]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"toml": str(toml), "runs": runs}, indent=1), encoding="utf-8")
+    path.write_text(
+        json.dumps({"toml": toml, "runs": runs}, indent=1, default=str), encoding="utf-8"
+    )

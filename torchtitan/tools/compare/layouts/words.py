@@ -25,10 +25,11 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "ep": ("expert_parallel_degree",),
 }
 """The keys of [parallelism] that a word sets, one for each of its numbers."""
-SINGLE = ("single", "1")
-KNOWN = ", ".join([*SINGLE, *(word + "x".join("N" for _ in keys) for word, keys in WORDS.items())])
+KNOWN = ", ".join(
+    ["single", "1", *(word + "x".join("N" for _ in keys) for word, keys in WORDS.items())]
+)
 EP = "expert_parallel_degree"
-_WORD = re.compile(r"([a-z]+)([0-9]+(?:x[0-9]+)*)?")
+_WORD = re.compile(r"([a-z]+)([0-9]+(?:x[0-9]+)*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,40 +72,26 @@ def parse_layout(text: str) -> Layout:
         raise ConfigError(f"layout '{text}': {error}") from error
     overrides = tuple(part for part in parts if part.startswith("--"))
     words = [word for part in parts if part not in overrides for word in part.split(",") if word]
-    if not words:
-        raise ConfigError(f"layout '{text}' has no words; write {KNOWN}")
     degrees = dict.fromkeys((key for keys in WORDS.values() for key in keys), 1)
-    origin: dict[str, str] = {}
-    for word in words:
-        if word in SINGLE and len(words) > 1:
-            raise ConfigError(f"layout '{text}': {word} means one device, remove the other words")
-        for key, degree in ({} if word in SINGLE else _degrees(word, text=text)).items():
-            if key in origin:
-                raise ConfigError(f"layout '{text}': {origin[key]} and {word} both set {key}")
-            origin[key], degrees[key] = word, degree
+    given: dict[str, int] = {}
+    for word in [] if words in (["single"], ["1"]) else words:
+        found = _WORD.fullmatch(word)
+        keys = WORDS.get(found[1], ()) if found else ()
+        numbers = [int(number) for number in found[2].split("x")] if found else []
+        if not keys or len(numbers) != len(keys) or 0 in numbers or given.keys() & {*keys}:
+            raise ConfigError(f"layout '{text}' must have words of {KNOWN}, each once, got {word}")
+        given |= zip(keys, numbers, strict=True)
+    degrees |= given
     num_ranks = prod(degrees[WORDS[axis][0]] for axis in ("fsdp", "cp", "tp"))
-    if num_ranks % degrees[EP]:
+    if not words or num_ranks % degrees[EP]:
         raise ConfigError(
-            f"layout '{text}': ep distributes experts over the {num_ranks} ranks of fsdp, cp and "
-            f"tp, which it must divide, got {degrees[EP]}; add fsdp{degrees[EP]}"
+            f"layout '{text}' must have words of {KNOWN}, and ep must divide the {num_ranks} ranks "
+            f"of fsdp, cp and tp, got {degrees[EP]}"
         )
     for option in overrides:
         if option_key(option).removeprefix("parallelism.") in degrees:
             raise ConfigError(f"layout '{text}': write {option} as one of {KNOWN}")
     return Layout(name=text, degrees=degrees, overrides=overrides)
-
-
-def _degrees(word: str, *, text: str) -> dict[str, int]:
-    found = _WORD.fullmatch(word)
-    if not found or found[1] not in WORDS:
-        hint = "; options are written --section.key=value" if "--" in text else ""
-        raise ConfigError(f"layout '{text}': unknown word '{word}'; known: {KNOWN}{hint}")
-    keys = WORDS[found[1]]
-    numbers = [int(number) for number in (found[2] or "").split("x") if number]
-    if len(numbers) != len(keys) or 0 in numbers:
-        example = found[1] + "x".join("2" for _ in keys)
-        raise ConfigError(f"layout '{text}': write numbers of ranks like {example}, got '{word}'")
-    return dict(zip(keys, numbers, strict=True))
 
 
 def option_key(option: str) -> str:
@@ -120,10 +107,9 @@ def fit_local_batch(local: int, *, global_batch_size: int, layout: Layout) -> in
     """
     per_rank, rest = divmod(global_batch_size, layout.dp)
     if rest:
-        nearest = (per_rank + 1) * layout.dp
         raise ConfigError(
             f"layout '{layout.name}': training.global_batch_size must be a multiple of its "
-            f"{layout.dp} data-parallel ranks, got {global_batch_size}; set it for all layouts, "
-            f"such as --training.global_batch_size={nearest}"
+            f"{layout.dp} data-parallel ranks, got {global_batch_size}; try "
+            f"--training.global_batch_size={(per_rank + 1) * layout.dp}"
         )
     return next(size for size in range(min(local, per_rank), 0, -1) if per_rank % size == 0)

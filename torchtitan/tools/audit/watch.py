@@ -1,11 +1,9 @@
 """A callback that records one step on every rank, without changing it.
 
 No tensor is gathered. A rank knows which tokens it has, so each output of a module is recorded as
-three numbers per token: the norm of the token's vector, its product with a fixed random vector, and
-its largest element. A parameter is recorded by this rank's share of the same numbers, with random
-elements from the generator of initial weights. So layouts can be compared module by module, and 32
-layers with 8,192 tokens take 9 MiB. Each rank writes `seen/rank_R.pt`; the command that started
-the ranks joins them.
+two numbers per token: the norm of the token's vector and its largest element. A parameter is
+recorded by this rank's share of its square sum, and its largest element. Each rank writes
+`seen/rank_R.pt`; the command that started the ranks joins them.
 """
 
 from __future__ import annotations
@@ -20,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.init import fill_normal, local_offsets, local_part, make_key
+from torchtitan.models.init import local_part
 from torchtitan.optim.clip import num_copies
 from torchtitan.optim.loss import _Head, _OwnHead
 from torchtitan.trainer import Run
 
-CALLBACK = "torchtitan.tools.compare.watch:Watch"
+CALLBACK = "torchtitan.tools.audit.watch:Watch"
 STEP = "TORCHTITAN_WATCHED_STEP"
 FOLDER = "seen"
-SEED = 1
 MAX_DOTS = 2
 """In a module's name: layers, their norms, attention and feed-forward, and no deeper modules."""
 Seen = dict[str, Any]
@@ -42,11 +39,9 @@ class Watch:
         self._file, self._rank = folder / FOLDER / f"rank_{rank}.pt", rank
         self._step = int(os.environ[STEP])
         self._run: Run
-        self._position = 0
         self._batches: list[dict[str, Tensor]] = []
         self._outputs: dict[str, list[Tensor]] = defaultdict(list)
         self._widths: dict[str, int] = {}
-        self._gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self._weights: dict[str, Tensor] = {}
         self._weight_gradients: dict[str, Tensor] = {}
         self._losses: dict[bool, list[tuple[Tensor, Tensor]]] = {False: [], True: []}
@@ -69,7 +64,6 @@ class Watch:
         if step + 1 != self._step:
             return
         run = self._run
-        self._position = run.loader.position
         self._weights = self._see_parameters(of_gradients=False)
         self._observe(run.sequence_shard, "take", self._see_batch)
         for head in (_Head, _OwnHead):
@@ -115,56 +109,40 @@ class Watch:
         self._losses[slope].append((labels.cpu().clone(), losses.detach().cpu().clone()))
 
     def _hook(self, name: str, module: nn.Module) -> None:
+        @torch.no_grad()
         def see(module: nn.Module, inputs: object, output: object) -> None:
-            if not isinstance(output, Tensor) or output.ndim != 3 or not output.is_floating_point():
-                return
-            call = len(self._outputs[name])
-            self._outputs[name].append(_see_tokens(output.detach()))
-            self._widths[name] = local_part(output).shape[-1]
-            if output.requires_grad:
-
-                def see_gradient(grad: Tensor) -> None:
-                    self._gradients[name][call] = _see_tokens(grad.detach())
-
-                output.register_hook(see_gradient)
+            if isinstance(output, Tensor) and output.ndim == 3 and output.is_floating_point():
+                local = local_part(output.detach()).double()
+                seen = torch.stack([local.norm(dim=-1), local.abs().amax(-1)], -1)
+                self._outputs[name].append(seen.cpu())
+                self._widths[name] = local.shape[-1]
 
         self._undo.callback(module.register_forward_hook(see).remove)
 
     @torch.no_grad()
     def _see_parameters(self, *, of_gradients: bool) -> dict[str, Tensor]:
-        """Return the share of each parameter or gradient: square sum, product, largest element."""
+        """Return the share of each parameter or gradient: square sum and largest element."""
         found = {}
         for name, p in self._run.model.named_parameters():
             tensor = p.grad if of_gradients else p
             if tensor is None:
                 continue
             local = local_part(tensor.detach()).double()
-            random = torch.empty(local.shape, dtype=torch.float32, device=local.device)
-            key = make_key(name, seed=SEED)
-            fill_normal(random, std=1.0, key=key, offsets=local_offsets(p))
-            copies = num_copies(tensor)
             largest = local.abs().max() if local.numel() else local.new_zeros(())
-            shares = [local.square().sum() / copies, (local * random).sum() / copies, largest]
+            shares = [local.square().sum() / num_copies(tensor), largest]
             found[name] = torch.stack(shares).cpu()
         return found
 
     def _record(self) -> Seen:
         mesh = self._run.mesh
-        tp_rank = mesh.data.get_local_rank("tp")
         return {
             "rank": self._rank,
             "dp": (mesh.dp_rank, mesh.dims.dp),
-            "tp": (tp_rank, mesh.dims.tp),
             # of the ranks with the same losses, one reports them
-            "reports_losses": self._run.execution.owns_loss and tp_rank == 0,
-            "position": self._position,
+            "reports_losses": self._run.execution.owns_loss and mesh.data.get_local_rank("tp") == 0,
             "batches": self._batches,
             "outputs": {name: torch.cat(seen) for name, seen in self._outputs.items()},
             "widths": self._widths,
-            "gradients": {
-                name: torch.cat([seen[call] for call in sorted(seen)])
-                for name, seen in self._gradients.items()
-            },
             "weights": self._weights,
             "weight_gradients": self._weight_gradients,
             # if a backward pass computes the gradients later, it computes the losses again
@@ -172,42 +150,19 @@ class Watch:
         }
 
 
-@torch.no_grad()
-def _see_tokens(x_BSC: Tensor) -> Tensor:
-    """Return norm, random product and largest element of this rank's tokens, (B, S, 3)."""
-    local = local_part(x_BSC)
-    random_C = torch.empty(local.shape[-1], dtype=torch.float32, device=local.device)
-    offsets = [torch.arange(local.shape[-1])]
-    fill_normal(random_C, std=1.0, key=make_key("token", seed=SEED), offsets=offsets)
-    wide = local.double()
-    numbers = (wide.norm(dim=-1), (wide * random_C).sum(-1), wide.abs().amax(-1))
-    return torch.stack(numbers, -1).cpu()
-
-
 def read_seen(folder: Path) -> list[Seen]:
     """Return the records of all ranks in a run's folder, in the order of ranks."""
     files = (folder / FOLDER).glob("rank_*.pt")
-    return sorted((torch.load(file, weights_only=True) for file in files), key=_rank)
+    found: list[Seen] = [torch.load(file, weights_only=True) for file in files]
+    return sorted(found, key=lambda seen: int(seen["rank"]))
 
 
-def _rank(seen: Seen) -> int:
-    rank: int = seen["rank"]
-    return rank
-
-
-def places_of(seen: Seen, *, is_split: bool = False) -> list[tuple[int, int]]:
-    """Return sample and place of each token of a rank; samples are counted from the step's first.
-
-    `is_split`: tensor parallelism has split each sequence.
-    """
+def places_of(seen: Seen) -> list[tuple[int, int]]:
+    """Return sample and place of each token of a rank; the step's first sample is 0."""
     dp_rank, dp = seen["dp"]
     found = []
     for number, batch in enumerate(seen["batches"]):
         places = batch["places"]
-        if is_split:
-            tp_rank, tp = seen["tp"]
-            parts = places.chunk(tp, dim=1)
-            places = parts[tp_rank] if tp_rank < len(parts) else places[:, :0]
         first = (number * dp + dp_rank) * len(places)
         found += [(first + i, place) for i, row in enumerate(places.tolist()) for place in row]
     return found
