@@ -23,9 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.distributed import test_matrix as matrix
 from tests.distributed.pipeline_jobs import pipeline
-from tests.distributed.test_balance import BALANCED
-from tests.distributed.test_experts import ep
-from tests.distributed.test_matrix import TP2, What, Where
+from tests.distributed.test_matrix import BALANCED, DEEPSEEK, EXPERTS, What, Where
 from torchtitan import build as assembly
 from torchtitan import trainer, validate
 from torchtitan.checkpoint import restore, state
@@ -501,19 +499,13 @@ WHERE = {
     "pp 2 ZBV x fsdp 2, weights freed": Where(
         {"pp": 2, "dp": 2}, pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="always")
     ),
-    "ep 2": Where({"dp": 2}, (ep(2),)),
-    "ep 4": Where({"dp": 4}, (ep(4),)),
-    "ep 2 x fsdp 2": Where({"dp": 4}, (ep(2),)),
-    "ep 2 x tp 2": Where({"tp": 2}, (TP2, ep(2))),
 }
-EXPERTS = "--model.name=qwen3_moe"
 TWO_LAYERS = {"num_layers": 2}
 WHAT = {
     **matrix.WHAT,
-    "Muon": What(("--optimizer.name=Muon", "--optimizer.lr=0.02")),
     "experts": What((EXPERTS,), TWO_LAYERS),
-    "balanced": What((EXPERTS, *BALANCED, matrix.TWO_STEPS), TWO_LAYERS),
-    "DeepSeek": What(("--model.name=deepseek_v3",), TWO_LAYERS),
+    "balanced": What((EXPERTS, *BALANCED), TWO_LAYERS),
+    "DeepSeek": What((DEEPSEEK,), TWO_LAYERS),
 }
 OF_EXPERTS, OF_GATE = "gradient *.moe.experts.*", "gradient *.router.gate.weight"
 ACCUMULATING = "accumulating"

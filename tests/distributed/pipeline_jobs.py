@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from torchtitan.checkpoint.state import optimizer_tensors
-from torchtitan.models import llama3
+from torchtitan.models import deepseek_v3, llama3, qwen3_moe
 from torchtitan.models.init import Init, Normal
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.optim import loss
@@ -66,22 +66,29 @@ class Trained(jobs.Result):
 
 
 @contextmanager
-def strong_attention() -> Iterator[None]:
-    """Let the weights of attention start ten times as large as they should.
+def strong_weights() -> Iterator[None]:
+    """Let attention, experts, routers and latents start far larger than they should.
 
-    At the real size it is so even at first, and adds so little, that a wrong position, and layers
-    in the wrong order, are lost in rounding.
+    At their real size attention is so even at first, and adds so little, that a wrong position, and
+    layers in the wrong order, are lost in rounding; experts would matter little, and choices nearly
+    tie. Qwen3's expert biases start at 0, so that what moves them shows; DeepSeek's do not.
     """
-    correct = llama3.initial
 
-    def initial(config: DecoderConfig, name: str) -> Init:
-        return Normal(std=0.2) if ".attention.w" in name else correct(config, name)
+    def stronger(correct: Callable[..., Init], *, keeps_bias: bool) -> Callable[..., Init]:
+        def initial(config: DecoderConfig, name: str) -> Init:
+            if ".attention.w" in name:
+                return Normal(std=0.2)
+            if ".moe." in name and not (keeps_bias and name.endswith("expert_bias")):
+                return Normal(std=0.3)
+            return correct(config, name)
 
-    llama3.initial = initial
-    try:
+        return initial
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (llama3, qwen3_moe, deepseek_v3):
+            changed = stronger(module.initial, keeps_bias=module is qwen3_moe)
+            patch.setattr(module, "initial", changed)
         yield
-    finally:
-        llama3.initial = correct
 
 
 def train(
@@ -89,7 +96,7 @@ def train(
 ) -> Trained:
     """Run a job of tiny8 in other sizes to its end on this rank, and tell more of it than
     `jobs.train`."""
-    with strong_attention(), jobs.changed_flavor(job, "tiny8", sizes):
+    with strong_weights(), jobs.changed_flavor(job, "tiny8", sizes):
         run = jobs.start(job)
     initial = {name: jobs.full(p) for name, p in run.model.named_parameters()}
     gradients = _keep_first_gradients(run)

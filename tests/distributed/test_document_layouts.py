@@ -86,7 +86,7 @@ def alone() -> dict[str, list[Figures]]:
     for kind in POSITIONS:
         found[kind] = []
         for row, start, stop in documents():
-            with pj.strong_attention():
+            with pj.strong_weights():
                 model = spec.build(replace(spec.flavors["tiny8"], **TWO_LAYERS))
                 initialize(model, seed=0)
             model.output.loss = lambda x, weight, labels: torch.nn.functional.cross_entropy(
@@ -107,7 +107,7 @@ def alone() -> dict[str, list[Figures]]:
 
 def packed(job: list[str]) -> dict[str, list[Figures]]:
     """The loss and the gradients of each document in the batch of all, on this rank."""
-    with pj.strong_attention(), jobs.changed_flavor(job, "tiny8", TWO_LAYERS):
+    with pj.strong_weights(), jobs.changed_flavor(job, "tiny8", TWO_LAYERS):
         run = jobs.start(job)
     parallelism = jobs.load_config(job).parallelism
     found: dict[str, list[Figures]] = {}

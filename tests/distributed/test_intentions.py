@@ -16,7 +16,7 @@ from tests.distributed.rank_pool import RankPool
 from torchtitan.checkpoint.checksums import write_sealed_json
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.checkpoint.storage import find_steps, read_manifest
-from torchtitan.trainer import Trainer
+from torchtitan.trainer import Run, Trainer
 
 CONTINUE = "--checkpoint.mode=continue"
 FINETUNE = "--checkpoint.mode=finetune"
@@ -33,7 +33,7 @@ def elsewhere(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Beginning:
-    """A run as it stands before its first step."""
+    """A run as it stands before a step."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -44,7 +44,10 @@ class Beginning:
 
 
 def begin(job: list[str]) -> Beginning:
-    run = jobs.start(job)
+    return standing(jobs.start(job))
+
+
+def standing(run: Run) -> Beginning:
     return Beginning(
         model={n: jobs.full(t) for n, t in model_tensors(run.model).items()},
         optimizer={n: jobs.full(t) for n, t in optimizer_tensors(run.model, run.optimizer).items()},

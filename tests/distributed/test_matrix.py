@@ -4,8 +4,9 @@ A row is a job: where it runs, what it trains, and how. What it leaves is compar
 that trains the same, in float32, where rounding is all that may differ: initial weights bit for
 bit, each parameter's first gradient before clipping, losses and norms, an evaluation after the
 first step, weights at the end, and the names of what was trained. A mistake seldom needs more than
-two things to come together, so each pair of axis and feature is in some row
-(`test_every_pair_has_its_row`), and not each combination.
+two things to come together, so each pair of axis and feature of the dense model is in some row
+(`test_every_pair_has_its_row`), and not each combination. The other families, optimizers and the
+examples have the rows in which their own code meets an axis or a feature.
 
 The model has four layers, sizes that two tensor-parallel ranks can split and two shards of that
 cannot evenly, and strong attention; the samples have a random number of valid labels.
@@ -35,6 +36,26 @@ TP2 = "--parallelism.tensor_parallel_degree=2"
 COPIED = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel"
 TWO_STEPS = "--training.steps=2"
+DOCUMENTS = ("--training.attn_mask_type=block_causal", "--training.reset_positions=true")
+BALANCED = (
+    "--model.expert_bias=true",
+    "--router.bias_update_rate=0.01",
+    "--router.sequence_loss_weight=0.5",
+    "--router.global_loss_weight=0.5",
+    "--router.z_loss_weight=0.05",
+    "--router.log_layers",
+)
+"""Losses of routers go by counts of the step before, biases by those of this one."""
+OWN_THINGS = (
+    "--training.dataset=examples.own_dataset:Sums",
+    "--sums.digits=1",
+    "--training.loss=examples.own_hooks:smoothed",
+    "--lr_scheduler.decay_type=examples.own_hooks:quadratic",
+    "--optimizer.name=examples.own_optimizer:Lion",
+    "--optimizer.lr=1e-4",
+    "--optimizer.options.betas=[0.9, 0.98]",
+    "--metrics.sinks=examples.own_hooks:CsvSink",
+)
 PP2, PP2_ZBV = pipeline("1F1B"), pipeline("ZBVZeroBubble")
 IN_TWOS = "--parallelism.pipeline_parallel_microbatch_size=2"
 
@@ -45,6 +66,11 @@ def cp(degree: int, method: str, balancer: str = "headtail") -> tuple[str, ...]:
         f"--parallelism.context_parallel_rotate_method={method}",
         f"--parallelism.context_parallel_load_balancer={balancer}",
     )
+
+
+def ep(degree: int) -> str:
+    """Return the argument of expert parallelism."""
+    return f"--parallelism.expert_parallel_degree={degree}"
 
 
 def frozen(*patterns: str) -> str:
@@ -59,6 +85,8 @@ class What:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     reads_texts: bool = False
     """Else its samples are synthetic, with masked labels."""
+    has_own_sizes: bool = False
+    """Else it has those of SIZES that `sizes` does not change."""
 
     def options(self, texts: Path) -> tuple[str, ...]:
         """Two steps: the second one begins with the first one's weights and moments."""
@@ -70,7 +98,7 @@ class What:
 
     @property
     def all_sizes(self) -> dict[str, Any]:
-        return {**SIZES, **self.sizes}
+        return {} if self.has_own_sizes else {**SIZES, **self.sizes}
 
 
 @dataclass(frozen=True)
@@ -95,13 +123,10 @@ class Where:
         return [*self.arguments, jobs.UNSAVED, size, *words]
 
 
-WHAT = {
+FEATURES = {
     "all": What(),
     "tied": What(sizes={"tie_embeddings": True}),
-    "documents": What(
-        ("--training.attn_mask_type=block_causal", "--training.reset_positions=true"),
-        reads_texts=True,
-    ),
+    "documents": What(DOCUMENTS, reads_texts=True),
     # all of the first stage among others
     "few": What(
         (frozen("tok_embeddings.*", *(f"layers.{i}.*" for i in range(3)), "*.wk.*", "norm.*"),)
@@ -114,6 +139,44 @@ WHAT = {
     ),
     "bfloat16": What(("--training.mixed_precision_param=bfloat16",)),
 }
+EXPERTS, DEEPSEEK = "--model.name=qwen3_moe", "--model.name=deepseek_v3"
+MISTRAL, MUON = "--model.name=mistral", ("--optimizer.name=Muon", "--optimizer.lr=0.02")
+GROUPS = '--optimizer.groups=[{params = ["tok*", "*.0.*"], lr = 1e-3}, {params = "*", lr = 5e-4}]'
+ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
+OF_ATTENTION = (*ADAPTER, '--lora.modules=["layers.*.attention.w*"]')
+IN_SIXES = ("--training.global_batch_size=6", "--training.local_batch_size=2")
+ODD = "--training.seq_len=41"
+# the first layer is dense
+THREE_LAYERS = {"num_layers": 3}
+FAMILIES = {
+    "experts": What((EXPERTS,), THREE_LAYERS),
+    "experts in four layers": What((EXPERTS,)),
+    "experts, odd tokens": What((EXPERTS, ODD), THREE_LAYERS),
+    "experts, in sixes": What((EXPERTS, *IN_SIXES), THREE_LAYERS),
+    "experts, documents": What((EXPERTS, *DOCUMENTS), THREE_LAYERS, reads_texts=True),
+    "frozen experts": What((EXPERTS, frozen("*.experts.*")), THREE_LAYERS),
+    "frozen routers, odd tokens": What((EXPERTS, ODD, frozen("*.router.*")), THREE_LAYERS),
+    "experts, adapters": What((EXPERTS, *OF_ATTENTION), THREE_LAYERS),
+    "experts, Muon": What((EXPERTS, *MUON), THREE_LAYERS),
+    "DeepSeek": What((DEEPSEEK,), THREE_LAYERS),
+    "DeepSeek in four layers": What((DEEPSEEK,)),
+    "DeepSeek, documents": What((DEEPSEEK, *DOCUMENTS), THREE_LAYERS, reads_texts=True),
+    "DeepSeek, adapters": What((DEEPSEEK, *OF_ATTENTION), THREE_LAYERS),
+    "Qwen2, adapters": What(("--model.name=qwen2", "--lora.rank=4")),
+    "Qwen3": What(("--model.name=qwen3",)),
+    # windows of 7 tokens
+    "Mistral": What((MISTRAL,)),
+    "Mistral, documents": What((MISTRAL, *DOCUMENTS), reads_texts=True),
+    "Muon": What(MUON),
+    "Muon, in sixes": What((*MUON, *IN_SIXES)),
+    "Muon, adapters": What((*MUON, *ADAPTER, "--optimizer.muon_excluded_params=output.*")),
+    "Muon, groups": What((*MUON, GROUPS)),
+    "own family": What(
+        ("--model.name=examples.parallel_block:SPEC", "--model.flavor=tiny"), has_own_sizes=True
+    ),
+    "own things": What((*OWN_THINGS, WHOLE_LOGITS)),
+}
+WHAT = FEATURES | FAMILIES
 HOW: dict[str, tuple[str, ...]] = {
     "recomputed": ("--activation_checkpoint.mode=full",),
     "half recomputed": ("--activation_checkpoint.mode=selective",),
@@ -163,6 +226,25 @@ WHERE = {
     "cp 2 ring balanced x pp 2 x tp 2": Where(
         {"cp": 2, "pp": 2, "tp": 2}, (*cp(2, "ring", "balanced"), *PP2, TP2, IN_TWOS)
     ),
+    # for families alone
+    "fsdp 3": Where({"dp": 3}),
+    "cp 2 allgather x fsdp 2": Where({"cp": 2, "dp": 2}, cp(2, "allgather")),
+    "ep 2": Where({"dp": 2}, (ep(2),)),
+    "ep 4": Where({"dp": 4}, (ep(4),)),
+    "ep 2 x fsdp 2": Where({"dp": 4}, (ep(2),)),
+    "ep 2 x hsdp 2x2": Where({"dp": 4}, (*jobs.HSDP, ep(2))),
+    "ep 2 x tp 2": Where({"tp": 2}, (TP2, ep(2))),
+    "ep 2 x tp 2, stream copied": Where({"tp": 2}, (TP2, COPIED, ep(2))),
+    "ep 4 x tp 2 x fsdp 2": Where({"tp": 2, "dp": 2}, (TP2, ep(4))),
+    "ep 2 x cp 2 ring": Where({"cp": 2}, (*cp(2, "ring"), ep(2))),
+    "ep 4 x cp 2 ring x fsdp 2": Where({"cp": 2, "dp": 2}, (*cp(2, "ring"), ep(4))),
+    "ep 2 x cp 2 ring x tp 2": Where({"cp": 2, "tp": 2}, (*cp(2, "ring"), TP2, ep(2))),
+    "ep 4 x cp 2 ulysses x tp 2": Where({"cp": 2, "tp": 2}, (*cp(2, "ulysses"), TP2, ep(4))),
+    "ep 2 x pp 2 Interleaved x tp 2": Where(
+        {"pp": 2, "tp": 2}, (*pipeline("Interleaved1F1B"), TP2, IN_TWOS, ep(2))
+    ),
+    "ep 2 x pp 2 ZBV x fsdp 2": Where({"pp": 2, "dp": 2}, (*PP2_ZBV, ep(2))),
+    "ep 2 x pp 2 DualPipeV x fsdp 2": Where({"pp": 2, "dp": 2}, (*pipeline("DualPipeV"), ep(2))),
 }
 TABLE: list[tuple[str, str, str]] = [
     ("one device", "all", "recomputed, accumulating, offloaded"),
@@ -204,6 +286,71 @@ TABLE: list[tuple[str, str, str]] = [
     ("cp 2 ring x pp 2 ZBV", "bfloat16", ""),
     ("cp 2 ring balanced x pp 2 x tp 2", "documents", ""),
 ]
+OF_FAMILIES: list[tuple[str, str, str]] = [
+    ("one device", "experts", "recomputed, accumulating"),
+    ("fsdp 2", "experts", "compiled"),
+    ("fsdp 2", "frozen routers, odd tokens", ""),
+    ("fsdp 3", "experts, in sixes", ""),
+    ("hsdp 2x2", "experts", "kept, offloaded"),
+    ("hsdp 2x2", "experts, Muon", ""),
+    ("cp 2 ring", "experts", "recomputed"),
+    ("cp 2 ulysses", "experts, documents", ""),
+    ("pp 2 ZBV", "experts in four layers", ""),
+    ("tp 2", "experts", ""),
+    ("tp 2, stream copied", "experts, odd tokens", "recomputed"),
+    ("fsdp 2 x tp 2", "experts", "by operator"),
+    ("ep 2", "experts", "by operator"),
+    ("ep 2", "experts", "compiled"),
+    ("ep 2", "experts, odd tokens", "recomputed, accumulating"),
+    ("ep 2", "frozen experts", "half recomputed"),
+    ("ep 2", "experts, adapters", ""),
+    ("ep 4", "experts", "offloaded"),
+    ("ep 2 x fsdp 2", "experts", "kept"),
+    ("ep 2 x fsdp 2", "experts, Muon", ""),
+    ("ep 2 x hsdp 2x2", "experts", ""),
+    ("ep 2 x tp 2", "experts", "recomputed"),
+    ("ep 2 x tp 2, stream copied", "experts, odd tokens", ""),
+    ("ep 4 x tp 2 x fsdp 2", "experts", ""),
+    ("ep 2 x cp 2 ring", "experts", ""),
+    ("ep 4 x cp 2 ulysses x tp 2", "experts, documents", ""),
+    ("ep 2 x pp 2 Interleaved x tp 2", "experts in four layers", "recomputed"),
+    ("ep 2 x pp 2 ZBV x fsdp 2", "experts in four layers", ""),
+    ("ep 2 x pp 2 DualPipeV x fsdp 2", "experts in four layers", ""),
+    ("one device", "DeepSeek", "recomputed, accumulating"),
+    ("fsdp 2", "DeepSeek", "by operator"),
+    ("cp 2 ulysses", "DeepSeek, documents", ""),
+    ("cp 2 allgather x fsdp 2", "DeepSeek", ""),
+    ("tp 2", "DeepSeek", "compiled"),
+    ("tp 2, stream copied", "DeepSeek", "recomputed"),
+    ("fsdp 2 x tp 2", "DeepSeek", "by operator"),
+    ("tp 2", "DeepSeek, adapters", ""),
+    ("tp 2, stream copied", "DeepSeek, adapters", ""),
+    ("ep 2 x cp 2 ring x tp 2", "DeepSeek, documents", ""),
+    ("ep 4 x cp 2 ring x fsdp 2", "DeepSeek", "recomputed"),
+    ("ep 2 x pp 2 ZBV x fsdp 2", "DeepSeek in four layers", ""),
+    ("ep 2 x pp 2 Interleaved x tp 2", "DeepSeek in four layers", ""),
+    ("tp 2", "Qwen2, adapters", ""),
+    ("tp 2", "Qwen3", "compiled"),
+    ("cp 2 allgather", "Qwen3", "by operator"),
+    ("pp 2 x tp 2", "Qwen3", "recomputed"),
+    ("fsdp 2", "Mistral", "by operator, compiled"),
+    ("tp 2", "Mistral, documents", ""),
+    ("pp 2", "Mistral", "recomputed"),
+    ("cp 2 ulysses", "Mistral, documents", ""),
+    ("fsdp 3", "Muon, in sixes", ""),
+    ("hsdp 2x2", "Muon", ""),
+    ("tp 2", "Muon, adapters", ""),
+    ("fsdp 2 x tp 2", "Muon, groups", ""),
+    ("pp 2", "Muon", ""),
+    ("fsdp 2", "own family", "compiled"),
+    ("tp 2", "own family", ""),
+    ("pp 2 ZBV", "own family", ""),
+    ("cp 2 ring x fsdp 2", "own family", "recomputed"),
+    ("hsdp 2x2", "own things", ""),
+    ("fsdp 2 x tp 2", "own things", ""),
+    ("pp 2 ZBV", "own things", ""),
+    ("cp 2 ring", "own things", ""),
+]
 IMPOSSIBLE = {
     # torch would recompute each block eleven times
     ("halves", how)
@@ -219,7 +366,7 @@ def words(row: tuple[str, str, str]) -> set[str]:
 def test_every_pair_has_its_row() -> None:
     found = {frozenset(pair) for row in TABLE for pair in combinations(sorted(words(row)), 2)}
     axes = ("dp", "tp", "pp", "halves", "cp")
-    things = [*WHAT][1:]
+    things = [*FEATURES][1:]
     ways = HOW.keys() - {"compiled"}  # that has its own file, test_compile.py
     wanted = [(axis, other) for axis in axes for other in (*things, *ways)]
     wanted += [*combinations(axes, 2), *((what, how) for what in things for how in ways)]
@@ -228,7 +375,7 @@ def test_every_pair_has_its_row() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("row", TABLE, ids="; ".join)
+@pytest.mark.parametrize("row", TABLE + OF_FAMILIES, ids="; ".join)
 def test_the_same_model(
     row: tuple[str, str, str],
     ranks: RankPool,
@@ -281,3 +428,22 @@ def test_bfloat16_is_near_float32(texts: Path, on_one_device: OneDevice) -> None
     }
     assert found["bfloat16"] == pytest.approx(found["all"], rel=2**-8)
     assert found["bfloat16"] != pytest.approx(found["all"], rel=1e-6)
+
+
+@pytest.mark.parametrize("what", ["experts", "DeepSeek"])
+def test_every_part_of_a_model_with_experts_is_trained(
+    what: str, texts: Path, on_one_device: OneDevice
+) -> None:
+    """What the layouts are compared with is no model in which some part does nothing."""
+    options, sizes = WHAT[what].options(texts), WHAT[what].all_sizes
+    gradients = on_one_device(pj.train, *options, evaluating=True, sizes=sizes).gradients
+    biases = {name for name in gradients if name.endswith("expert_bias")}
+    assert len(biases) == (2 if what == "DeepSeek" else 0)
+    assert not any(gradients[name].any() for name in biases)
+    names = {name for name in gradients if name.startswith("layers.1.")} - biases
+    parts = ["experts.w1", "experts.w2", "experts.w3", "router.gate", "attention.wo"]
+    if what == "DeepSeek":
+        parts += ["wq_a", "q_norm", "wq_b", "wkv_a", "kv_norm", "wkv_b", "shared_experts.w1"]
+    assert all(any(part in name for name in names) for part in parts)
+    largest = max(float(gradient.norm()) for gradient in gradients.values())
+    assert all(float(gradients[name].norm()) > 1e-4 * largest for name in names)

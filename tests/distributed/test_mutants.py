@@ -19,8 +19,6 @@ from tests.distributed.conftest import OneDevice
 from tests.distributed.mutants import MUTANTS, WHAT, WHERE, Seen
 from tests.distributed.pipeline_jobs import TINY8
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_balance import strong_routers
-from tests.distributed.test_deepseek import strong_experts
 from tests.distributed.test_resume import EXACT, Noisy, train_noisily
 from torchtitan.tools.compare.layouts import gaps
 
@@ -54,11 +52,6 @@ def run_mutated(
 
 
 # --- one device
-
-
-def train(job: list[str], *, sizes: Mapping[str, Any]) -> pj.Trained:
-    with strong_routers(), strong_experts():
-        return pj.train(job, sizes=sizes)
 
 
 def differences(results: list[pj.Trained], reference: pj.Trained) -> Iterator[tuple[str, float]]:
@@ -110,9 +103,9 @@ def test_one_device_shows_it(
 ) -> None:
     where, what = WHERE[seen.where], WHAT[seen.what]
     options, sizes = what.options(texts), what.all_sizes
-    reference = on_one_device(train, *options, sizes=sizes)
+    reference = on_one_device(pj.train, *options, sizes=sizes)
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(seen.how)]
-    results = run_mutated(ranks, job, name=name, train=train, sizes=sizes, world=where.world)
+    results = run_mutated(ranks, job, name=name, train=pj.train, sizes=sizes, world=where.world)
     found = dict(differences(results, reference))
     first = next(iter(found), "no difference")
     assert fnmatchcase(first, seen.first), found
@@ -206,7 +199,7 @@ def test_a_run_that_was_never_stopped_shows_it(
 
 def failure(job: list[str], *, sizes: Mapping[str, Any]) -> str:
     try:
-        train(job, sizes=sizes)
+        pj.train(job, sizes=sizes)
     except CheckpointError as error:  # of recomputation
         return str(error)
     return "no error"

@@ -12,6 +12,7 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.jobs import changed_flavor, logged, refusal
+from tests.distributed.pipeline_jobs import pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import (
     CONTINUE,
@@ -183,7 +184,16 @@ def test_a_continued_run_may_train_other_parameters(
     assert all(f"{count} parameter" in line for count in (num_fresh, num_unread))
 
 
-def test_a_pattern_that_stands_for_nothing(job: list[str], ranks: RankPool) -> None:
+@pytest.mark.parametrize("layout", [(), pipeline("1F1B")], ids=["fsdp 2", "pp 2"])
+def test_a_pattern_counts_on_all_ranks_together(
+    layout: tuple[str, ...], job: list[str], ranks: RankPool
+) -> None:
+    job += layout
+    for lines in ranks.run(logged, [*job, excluding("output.*", "layers.0.*")], world=2):
+        assert any("1 parameter: output.weight" in line for line in lines)
+        assert any("'layers.0.*': 9 parameters" in line for line in lines)
     for message in ranks.run(refusal, [*job, excluding("outptu.*", "norm.*")], world=2):
         assert "checkpoint.exclude_from_loading: 'outptu.*'" in message
         assert "(model, optimizer" in message
+    for message in ranks.run(resized, refusal, {"num_layers": 3}, job, world=2):
+        assert "9 missing: 'layers.2.attention.wk.weight'" in message
