@@ -123,11 +123,6 @@ def train(
     )
 
 
-def train_tied(job: list[str], *, evaluating: bool = False) -> Trained:
-    """Train with the embedding as output head."""
-    return train(job, sizes=TIED, evaluating=evaluating)
-
-
 def _keep_first_gradients(run: Run) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
     plain = run.execution.forward_backward

@@ -52,7 +52,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, int]]] = {
     "tp 2, stream replicated": (2, (*TP2, *REPLICATED), {REDUCE: 0, PRODUCT: 4}),
     "tp 2, adapters": (2, (*TP2, "--lora.rank=4", "--optimizer.lr=0.02"), {SCATTER: 0}),
     "cp 2, ring": (2, (*CP2, *RING), {}),
-    "cp 2, allgather": (2, CP2, {}),
     "cp 2, ulysses": (2, (*CP2, *ULYSSES), {"c10d::alltoall_base_": 2, ATTENTION: 0}),
     "pp 2": (2, PP2, {}),
     "bfloat16": (1, ("--training.mixed_precision_param=bfloat16",), {}),

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,14 @@ from torch.torch_version import TorchVersion
 
 from tests.distributed import jobs, pipeline_jobs
 from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import TINY8, Trained, assert_same_training, pipeline
+from tests.distributed.pipeline_jobs import (
+    FOUR_LAYERS,
+    TIED,
+    TINY8,
+    Trained,
+    assert_same_training,
+    pipeline,
+)
 from tests.distributed.rank_pool import RankPool
 from torchtitan.parallel import compile as compiling
 
@@ -74,10 +82,9 @@ class Compiled:
 
 
 def train(
-    job: list[str], *, code: Path | None = None, strict: bool = True, tied: bool = False
+    job: list[str], *, code: Path | None = None, strict: bool = True, sizes: Any = FOUR_LAYERS
 ) -> Compiled:
-    """Train on this rank; `strict`: a second code for a later layer is an error. `tied`: with the
-    embedding as output head."""
+    """Train on this rank; `strict`: a second code for a later layer is an error."""
     import torch._dynamo
     import torch._inductor.config
     from torch._dynamo.utils import counters
@@ -88,7 +95,7 @@ def train(
     counters.clear()
     scalar = torch._inductor.config.patch({"cpp.simdlen": 1})
     with torch._dynamo.config.patch(error_on_recompile=strict), scalar:
-        trained = pipeline_jobs.train_tied(job) if tied else pipeline_jobs.train(job)
+        trained = pipeline_jobs.train(job, sizes=sizes)
     return Compiled(
         trained=trained,
         graphs=counters["stats"]["unique_graphs"],
@@ -122,15 +129,13 @@ def test_the_same_model_from_one_code(
         assert (result.graphs, result.breaks) == (layout.graphs, layout.breaks)
 
 
-@pytest.mark.parametrize("world", [1, 2], ids=["one device", "cp 2"])
 def test_documents_change_with_each_batch_and_compile_nothing(
-    world: int, ranks: RankPool, job: list[str], on_one_device: OneDevice
+    ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
     """Attention that goes by their lengths is not compiled; that would be anew for each batch."""
     within = "--training.attn_mask_type=block_causal"
     reference = on_one_device(pipeline_jobs.train, UNCLIPPED, within)
-    job += [within, *AOT_EAGER]
-    results = ranks.run(train, [*job, *CP2] if world == 2 else job, world=world)
+    results = ranks.run(train, [*job, within, *AOT_EAGER, *CP2], world=2)
     assert_same_training([result.trained for result in results], reference)
     assert {(result.graphs, result.breaks) for result in results} == {(4, 2)}
 
@@ -139,8 +144,8 @@ def test_an_embedding_that_is_the_head_too(
     ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
     """Its gradient is that of both ends, one of which is compiled against."""
-    results = ranks.run(train, [*job, TP2, FULL, *AOT_EAGER], tied=True, world=2)
-    reference = on_one_device(pipeline_jobs.train_tied, UNCLIPPED)
+    results = ranks.run(train, [*job, TP2, FULL, *AOT_EAGER], sizes=TIED, world=2)
+    reference = on_one_device(pipeline_jobs.train, UNCLIPPED, sizes=TIED)
     assert_same_training([result.trained for result in results], reference)
     assert [(result.graphs, result.breaks) for result in results] == [(1, 0)] * 2
 

@@ -117,7 +117,6 @@ def job_of(folder: Path, source: Path, *options: str) -> list[str]:
     ("family", "layout"),
     [
         ("llama", FSDP2),
-        ("qwen2", TP2),
         ("qwen3", PP2),
         ("mistral", TP2),
         ("qwen2", PP2),

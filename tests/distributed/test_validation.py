@@ -19,7 +19,6 @@ from tests.distributed import jobs
 from tests.distributed.pipeline_jobs import FOUR_LAYERS, TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_resume import exact
-from torchtitan import validate
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.data.padding import PadToBatch
@@ -328,22 +327,6 @@ def test_its_time_is_not_that_of_the_training(ranks: RankPool, tmp_path: Path) -
     assert [row["step_time_s"] for row in rows] == [1, 1, 1]
 
 
-def timeouts_of(job: list[str]) -> list[int]:
-    """Train; return the timeouts that validation set, in their order."""
-    found: list[int] = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in ("set_timeout", "tighten_timeout"):
-            monkeypatch.setattr(validate, name, lambda seconds, groups: found.append(seconds))
-        jobs.train(job)
-    return found
-
-
-def test_the_first_one_of_a_start_has_the_time_to_compile(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*validated(tmp_path, jobs.TINY), "--comm.init_timeout_seconds=77"]
-    [timeouts] = ranks.run(timeouts_of, [*job, "--comm.train_timeout_seconds=55"], world=1)
-    assert timeouts == [77, 55]
-
-
 def failure_of(job: list[str], loss: float) -> str:
     run = jobs.start(job)
     assert run.validator is not None
@@ -374,24 +357,6 @@ def test_data_that_are_missing_or_short(ranks: RankPool, tmp_path: Path) -> None
     [line] = [line for line in lines if line.startswith("Validation on ")]
     for part in ("13 samples of 32 tokens", "7 batches", "every 2 steps", "step 1"):
         assert part in line
-
-
-def test_held_out_examples_are_learnt(ranks: RankPool, tmp_path: Path) -> None:
-    job = [
-        *jobs.write_job(tmp_path),
-        "--training.dataset=synthetic_examples",
-        "--training.packing=packed",
-        "--training.attn_mask_type=block_causal",
-        "--training.seq_len=256",
-        "--training.steps=12",
-        "--optimizer.lr=1e-2",
-        "--validation.enable",
-        "--validation.freq=100",
-    ]
-    [result] = ranks.run(jobs.train, job, world=1)
-    losses = [row["validation_loss"] for row in result.rows if "validation_loss" in row]
-    assert len(losses) == 2
-    assert losses[1] < 0.8 * losses[0]
 
 
 def split_job(folder: Path, name: str, cache: Path, *arguments: str) -> list[str]:
