@@ -63,6 +63,8 @@ class Trained(jobs.Result):
     owns_loss: bool
     evaluated: list[float] = field(default_factory=list)
     """Summed loss of one batch after the first step, if asked for; 0 where another rank has it."""
+    balance: dict[str, Tensor] = field(default_factory=dict)
+    """What a checkpoint keeps of the load of experts."""
 
 
 @contextmanager
@@ -120,6 +122,7 @@ def train(
         trained=names,
         owns_loss=run.execution.owns_loss,
         evaluated=evaluated,
+        balance=run.balance.state() if run.balance is not None else {},
     )
 
 
@@ -160,6 +163,9 @@ def whole(results: Iterable[Trained], part: Callable[[Trained], dict[str, T]]) -
 
 def assert_same_training(results: list[Trained], reference: Trained) -> None:
     """Compare all that ranks tell with one device: to rounding, float32, relative."""
+    for result in results:
+        assert result.balance.keys() == reference.balance.keys()
+        assert all(value.equal(reference.balance[k]) for k, value in result.balance.items())
     initial = whole(results, lambda result: result.initial)
     assert initial.keys() == reference.initial.keys()
     for name, value in initial.items():
@@ -173,6 +179,9 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         for key in ("lr", "num_tokens", "valid_token_fraction"):
             assert ours[key] == theirs[key]
+        for key in (key for key in theirs if key.startswith("router/")):
+            counts = isinstance(theirs[key], list)
+            assert ours[key] == (theirs[key] if counts else pytest.approx(theirs[key], rel=1e-4))
     gradients = whole(results, lambda result: result.gradients)
     assert gradients.keys() == reference.gradients.keys()
     for name, gradient in gradients.items():
@@ -185,6 +194,8 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
         # all keys share) and which starts at 0: of its movement, 1.1e-4 was rounding on one
         # processor (7e-6 in float64). Movements may differ by ten times what gradients may.
         wanted, gradient = reference.final[name], reference.gradients.get(name)
+        if name.endswith("expert_bias"):  # moved by counts, which are whole numbers
+            assert value.equal(wanted), name
         gap, moved = value - wanted, wanted - reference.initial[name]
         if gradient is not None:
             gap = gap.where(gradient.abs() >= 1e-3 * gradient.abs().mean(), 0.0)

@@ -45,28 +45,16 @@ SELECTIVE = "--activation_checkpoint.mode=selective"
 BY_OPERATOR = (SELECTIVE, "--activation_checkpoint.selective_ac_option=op")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Where a job runs, and what the compiler makes of its blocks."""
-
-    world: int
-    overrides: tuple[str, ...]
-    graphs: int = 1
-    breaks: int = 0
-
-
-# Attention across ranks is run as it is. The graph breaks there twice, once for attention and once
-# for the block around it, and leaves the parts before and after it in both. Under tensor
-# parallelism the gathering before attention is one more.
-LAYOUTS = {
-    "one device, half recomputed": Layout(world=1, overrides=(SELECTIVE,)),
-    "fsdp 2, recomputed": Layout(world=2, overrides=(FULL,)),
-    "fsdp 2, by operator": Layout(world=2, overrides=BY_OPERATOR),
-    "tp 2, stream copied": Layout(world=2, overrides=(TP2, COPIED_STREAM)),
-    "pp 2, tp 2, by operator": Layout(world=4, overrides=(*pipeline("1F1B"), TP2, *BY_OPERATOR)),
-    "cp 2, tp 2, half recomputed": Layout(
-        world=4, overrides=(TP2, *CP2, SELECTIVE), graphs=5, breaks=2
-    ),
+# Ranks, options, graphs and their breaks. Attention across ranks is run as it is. The graph breaks
+# there twice, once for attention and once for the block around it, and leaves the parts before and
+# after it in both. Under tensor parallelism the gathering before attention is one more.
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], int, int]] = {
+    "one device, half recomputed": (1, (SELECTIVE,), 1, 0),
+    "fsdp 2, recomputed": (2, (FULL,), 1, 0),
+    "fsdp 2, by operator": (2, BY_OPERATOR, 1, 0),
+    "tp 2, stream copied": (2, (TP2, COPIED_STREAM), 1, 0),
+    "pp 2, tp 2, by operator": (4, (*pipeline("1F1B"), TP2, *BY_OPERATOR), 1, 0),
+    "cp 2, tp 2, half recomputed": (4, (TP2, *CP2, SELECTIVE), 5, 2),
 }
 
 
@@ -121,12 +109,12 @@ def job(tmp_path: Path, cache: Path) -> list[str]:
 def test_the_same_model_from_one_code(
     name: str, ranks: RankPool, job: list[str], plain: Trained
 ) -> None:
-    layout = LAYOUTS[name]
-    results = ranks.run(train, [*job, *layout.overrides, *AOT_EAGER], world=layout.world)
+    world, how, graphs, breaks = LAYOUTS[name]
+    results = ranks.run(train, [*job, *how, *AOT_EAGER], world=world)
     # names are compared too
     assert_same_training([result.trained for result in results], plain)
     for result in results:
-        assert (result.graphs, result.breaks) == (layout.graphs, layout.breaks)
+        assert (result.graphs, result.breaks) == (graphs, breaks)
 
 
 def test_documents_change_with_each_batch_and_compile_nothing(

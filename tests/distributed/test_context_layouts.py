@@ -17,7 +17,6 @@ from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_layouts import assert_same_training
 from torchtitan.data.loader import Loader, Samples
 from torchtitan.models.decoder import Block
 from torchtitan.optim.loss import IGNORE_INDEX
@@ -26,7 +25,7 @@ from torchtitan.parallel.context import attention as context_attention
 BASE = (
     "--model.flavor=tiny8",
     "--training.seq_len=40",
-    "--training.steps=4",
+    "--training.steps=2",
     "--training.local_batch_size=8",
 )
 CP2 = "--parallelism.context_parallel_degree=2"
@@ -36,9 +35,8 @@ CONTIGUOUS = "--parallelism.context_parallel_load_balancer=none"
 NUM_LAYERS = 2
 
 
-def train(job: list[str]) -> jobs.Result:
-    with pj.strong_weights(), jobs.changed_flavor(job, "tiny8", {"num_layers": NUM_LAYERS}):
-        return jobs.train(job)
+def train(job: list[str]) -> pj.Trained:
+    return pj.train(job, sizes={"num_layers": NUM_LAYERS})
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def job(tmp_path: Path, cache: Path) -> list[str]:
 # --- a rank without any valid label
 
 
-def train_on_the_second_half(job: list[str]) -> jobs.Result:
+def train_on_the_second_half(job: list[str]) -> pj.Trained:
     """Mask the labels of the first half of every sequence: of two contiguous ranks, all of one."""
     correct = Loader.__next__
 
@@ -59,11 +57,9 @@ def train_on_the_second_half(job: list[str]) -> jobs.Result:
             batch["labels"][:, : batch["labels"].shape[1] // 2] = IGNORE_INDEX
         return step
 
-    Loader.__next__ = masked  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "__next__", masked)
         return train(job)
-    finally:
-        Loader.__next__ = correct  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
@@ -73,9 +69,9 @@ def test_a_rank_whose_labels_are_all_masked(
     """Its keys and values count all the same: gradients come from the other rank."""
     reference = on_one_device(train_on_the_second_half, *BASE)
     how = [CP2, CONTIGUOUS, f"--parallelism.context_parallel_rotate_method={method}"]
-    result = ranks.run(train_on_the_second_half, [*job, *how, jobs.UNSAVED], world=2)[0]
+    results = ranks.run(train_on_the_second_half, [*job, *how, jobs.UNSAVED], world=2)
     assert reference.rows[0]["valid_token_fraction"] < 0.5
-    assert_same_training(result, reference)
+    pj.assert_same_training(results, reference)
 
 
 # --- recomputation
@@ -95,13 +91,10 @@ def count_hops(job: list[str]) -> list[str]:
         calls.append("block")
         return forward(self, *arguments)  # type: ignore[arg-type]
 
-    context_attention.Message.__init__ = init  # type: ignore[method-assign,assignment]
-    Block.forward = block  # type: ignore[method-assign,assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_attention.Message, "__init__", init)
+        patch.setattr(Block, "forward", block)
         train(job)
-    finally:
-        context_attention.Message.__init__ = correct  # type: ignore[method-assign]
-        Block.forward = forward  # type: ignore[method-assign]
     return calls
 
 

@@ -14,7 +14,7 @@ from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_matrix import EXPERTS, HOW, IN_SIXES, TP2, ep
+from tests.distributed.test_matrix import EXPERTS, FEW_EXPERTS, HOW, IN_SIXES, TP2, ep
 from torchtitan.models.init import local_part
 from torchtitan.models.moe import Router
 from torchtitan.trainer import Trainer
@@ -59,34 +59,10 @@ def test_experts_without_a_token(
     pj.assert_same_training(results, reference)
 
 
-FEW = {
-    **pj.FOUR_LAYERS,
-    "num_experts": 2,
-    "num_experts_per_token": 1,
-    "norm_expert_weights": False,  # else a router has no gradient
-}
-
-
-@pytest.mark.parametrize("how", [(), (ep(2), TP2)], ids=["fsdp 4", "ep 2, tp 2"])
-def test_fewer_experts_than_ranks(
-    how: tuple[str, ...],
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    on_one_device: OneDevice,
-) -> None:
-    """Each is cut by its width, so that every rank holds as much of it."""
-    reference = on_one_device(pj.train, *SHORT, toml=MOE, sizes=FEW)
-    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *SHORT, *how, jobs.UNSAVED]
-    job += [f"--training.local_batch_size={4 if TP2 in how else 2}"]
-    results = ranks.run(pj.train, job, sizes=FEW, world=4)
-    pj.assert_same_training(results, reference)
-
-
 def shards(jobs_of: list[list[str]]) -> list[set[tuple[int, ...]]]:
     found = []
     for job in jobs_of:
-        with jobs.changed_flavor(job, "tiny8", FEW):
+        with jobs.changed_flavor(job, "tiny8", FEW_EXPERTS):
             run = jobs.start(job)
         named = run.model.named_parameters()
         found.append({tuple(local_part(p).shape) for n, p in named if n.endswith("experts.w1")})

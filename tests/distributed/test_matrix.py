@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -144,13 +144,22 @@ MISTRAL, MUON = "--model.name=mistral", ("--optimizer.name=Muon", "--optimizer.l
 GROUPS = '--optimizer.groups=[{params = ["tok*", "*.0.*"], lr = 1e-3}, {params = "*", lr = 5e-4}]'
 ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
 OF_ATTENTION = (*ADAPTER, '--lora.modules=["layers.*.attention.w*"]')
+ROUTED = (EXPERTS, *BALANCED, "--training.steps=4", "--training.local_batch_size=8")
+PADDING = ("--training.dataset=synthetic_examples", "--training.seq_len=180")
 IN_SIXES = ("--training.global_batch_size=6", "--training.local_batch_size=2")
 ODD = "--training.seq_len=41"
 # the first layer is dense
 THREE_LAYERS = {"num_layers": 3}
+FEW_EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_token": 1,
+    "norm_expert_weights": False,  # else a router has no gradient
+}
+"""Fewer than ranks: each is cut by its width, so that every rank holds as much of it."""
 FAMILIES = {
     "experts": What((EXPERTS,), THREE_LAYERS),
     "experts in four layers": What((EXPERTS,)),
+    "few experts": What((EXPERTS,), {**THREE_LAYERS, **FEW_EXPERTS}),
     "experts, odd tokens": What((EXPERTS, ODD), THREE_LAYERS),
     "experts, in sixes": What((EXPERTS, *IN_SIXES), THREE_LAYERS),
     "experts, documents": What((EXPERTS, *DOCUMENTS), THREE_LAYERS, reads_texts=True),
@@ -158,6 +167,11 @@ FAMILIES = {
     "frozen routers, odd tokens": What((EXPERTS, ODD, frozen("*.router.*")), THREE_LAYERS),
     "experts, adapters": What((EXPERTS, *OF_ATTENTION), THREE_LAYERS),
     "experts, Muon": What((EXPERTS, *MUON), THREE_LAYERS),
+    "balanced": What(ROUTED, THREE_LAYERS),
+    "balanced in four layers": What(ROUTED),
+    "balanced, odd tokens": What((*ROUTED, ODD), THREE_LAYERS),
+    "balanced, documents": What((*ROUTED, *DOCUMENTS), THREE_LAYERS, reads_texts=True),
+    "balanced, padding": What((*ROUTED, *PADDING)),
     "DeepSeek": What((DEEPSEEK,), THREE_LAYERS),
     "DeepSeek in four layers": What((DEEPSEEK,)),
     "DeepSeek, documents": What((DEEPSEEK, *DOCUMENTS), THREE_LAYERS, reads_texts=True),
@@ -228,6 +242,7 @@ WHERE = {
     ),
     # for families alone
     "fsdp 3": Where({"dp": 3}),
+    "fsdp 4": Where({"dp": 4}),
     "cp 2 allgather x fsdp 2": Where({"cp": 2, "dp": 2}, cp(2, "allgather")),
     "ep 2": Where({"dp": 2}, (ep(2),)),
     "ep 4": Where({"dp": 4}, (ep(4),)),
@@ -235,6 +250,7 @@ WHERE = {
     "ep 2 x hsdp 2x2": Where({"dp": 4}, (*jobs.HSDP, ep(2))),
     "ep 2 x tp 2": Where({"tp": 2}, (TP2, ep(2))),
     "ep 2 x tp 2, stream copied": Where({"tp": 2}, (TP2, COPIED, ep(2))),
+    "ep 2 x tp 2 x fsdp 2": Where({"tp": 2, "dp": 2}, (TP2, ep(2))),
     "ep 4 x tp 2 x fsdp 2": Where({"tp": 2, "dp": 2}, (TP2, ep(4))),
     "ep 2 x cp 2 ring": Where({"cp": 2}, (*cp(2, "ring"), ep(2))),
     "ep 4 x cp 2 ring x fsdp 2": Where({"cp": 2, "dp": 2}, (*cp(2, "ring"), ep(4))),
@@ -316,6 +332,22 @@ OF_FAMILIES: list[tuple[str, str, str]] = [
     ("ep 2 x pp 2 Interleaved x tp 2", "experts in four layers", "recomputed"),
     ("ep 2 x pp 2 ZBV x fsdp 2", "experts in four layers", ""),
     ("ep 2 x pp 2 DualPipeV x fsdp 2", "experts in four layers", ""),
+    ("fsdp 4", "few experts", ""),
+    ("ep 2 x tp 2 x fsdp 2", "few experts", ""),
+    ("one device", "balanced", "recomputed"),
+    ("fsdp 2", "balanced", "by operator, accumulating"),
+    ("fsdp 2", "balanced", "compiled, recomputed"),
+    ("hsdp 2x2", "balanced", "offloaded"),
+    ("cp 2 allgather x fsdp 2", "balanced, documents", ""),
+    ("cp 2 allgather x pp 2", "balanced", "recomputed"),
+    ("cp 2 ulysses x tp 2", "balanced", ""),
+    ("tp 2, stream copied", "balanced, odd tokens", "recomputed"),
+    ("ep 2", "balanced", "half recomputed"),
+    ("ep 4 x tp 2 x fsdp 2", "balanced", ""),
+    ("ep 2 x pp 2 DualPipeV x fsdp 2", "balanced in four layers", ""),
+    ("one device", "balanced, padding", "recomputed, accumulating"),
+    ("cp 2 ring x pp 2 ZBV", "balanced, padding", ""),
+    ("ep 2 x tp 2, stream copied", "balanced, padding", "recomputed"),
     ("one device", "DeepSeek", "recomputed, accumulating"),
     ("fsdp 2", "DeepSeek", "by operator"),
     ("cp 2 ulysses", "DeepSeek, documents", ""),
@@ -375,31 +407,45 @@ def test_every_pair_has_its_row() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("row", TABLE + OF_FAMILIES, ids="; ".join)
+@pytest.fixture
+def assert_as_on_one_device(
+    ranks: RankPool, tmp_path: Path, cache: Path, texts: Path, on_one_device: OneDevice
+) -> Callable[[tuple[str, str, str]], None]:
+    """Train a row, and compare it."""
+
+    def compare(row: tuple[str, str, str]) -> None:
+        layout, what, how = row
+        where, options, sizes = WHERE[layout], WHAT[what].options(texts), WHAT[what].all_sizes
+        reference = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
+        job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(how)]
+        evaluating = "compiled" not in how  # that would compile once more
+        results = ranks.run(pj.train, job, evaluating=evaluating, sizes=sizes, world=where.world)
+        if what == "bfloat16":
+            losses = [row["loss"] for row in results[0].rows]
+            assert losses == pytest.approx([row["loss"] for row in reference.rows], rel=1e-3)
+            return
+        pj.assert_same_training(results, reference)
+        if "dp" not in where.degrees:  # the maximum over one data-parallel rank
+            for row_of_step in results[0].rows:
+                assert row_of_step["max_loss"] == pytest.approx(row_of_step["loss"], rel=1e-6)
+        if evaluating:
+            pj.assert_same_evaluation(results, reference, cp=where.degrees.get("cp", 1))
+
+    return compare
+
+
+@pytest.mark.parametrize("row", TABLE, ids="; ".join)
 def test_the_same_model(
-    row: tuple[str, str, str],
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    texts: Path,
-    on_one_device: OneDevice,
+    row: tuple[str, str, str], assert_as_on_one_device: Callable[[tuple[str, str, str]], None]
 ) -> None:
-    layout, what, how = row
-    where, options, sizes = WHERE[layout], WHAT[what].options(texts), WHAT[what].all_sizes
-    reference = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(how)]
-    evaluating = "compiled" not in how  # that would compile once more
-    results = ranks.run(pj.train, job, evaluating=evaluating, sizes=sizes, world=where.world)
-    if what == "bfloat16":
-        losses = [row["loss"] for row in results[0].rows]
-        assert losses == pytest.approx([row["loss"] for row in reference.rows], rel=1e-3)
-        return
-    pj.assert_same_training(results, reference)
-    if "dp" not in where.degrees:  # the maximum over one data-parallel rank
-        for row in results[0].rows:
-            assert row["max_loss"] == pytest.approx(row["loss"], rel=1e-6)
-    if evaluating:
-        pj.assert_same_evaluation(results, reference, cp=where.degrees.get("cp", 1))
+    assert_as_on_one_device(row)
+
+
+@pytest.mark.parametrize("row", OF_FAMILIES, ids="; ".join)
+def test_families_optimizers_and_examples(
+    row: tuple[str, str, str], assert_as_on_one_device: Callable[[tuple[str, str, str]], None]
+) -> None:
+    assert_as_on_one_device(row)
 
 
 @pytest.mark.parametrize(
