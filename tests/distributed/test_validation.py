@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,15 +221,15 @@ def test_the_first_batches_alone(ranks: RankPool, tmp_path: Path) -> None:
     )
 
 
-def with_losses(losses: dict[int, float]) -> Callable[[int], dict[str, float]]:
-    return lambda step: {"validation_loss": losses.get(step, 9.0)}
-
-
 def train_to(job: list[str], losses: dict[int, float]) -> list[int]:
     """Train with validations that give these losses; return the steps after which they were."""
     run = jobs.start(job)
     assert run.validator is not None
-    run.validator.measure = with_losses(losses)  # type: ignore[method-assign]
+
+    def measure(step: int) -> dict[str, float]:
+        return {"validation_loss": losses.get(step, 9.0)}
+
+    run.validator.measure = measure  # type: ignore[method-assign]
     trainer = Trainer(run)
     trainer.train()
     jobs.close(trainer)
@@ -256,18 +256,12 @@ def test_the_best_checkpoints_are_kept(mode: str, ranks: RankPool, tmp_path: Pat
     assert validations == [1, 2, 4, 6, 8, 10]
 
 
-def measured_on(job: list[str]) -> str:
-    validator = jobs.start(job).validator
-    assert validator is not None
-    return validator.data
+def measured_on(given: list[list[str]]) -> list[str]:
+    validators = [jobs.start(job).validator for job in given]
+    return [validator.data for validator in validators if validator is not None]
 
 
 def test_losses_of_other_samples_do_not_compare(ranks: RankPool, tmp_path: Path) -> None:
-    def measured(number: int, *arguments: str) -> str:
-        job = validated(tmp_path, jobs.TINY, name=str(number), cache=tmp_path / "cache")
-        [found] = ranks.run(measured_on, [*job, *arguments], world=1)
-        return found
-
     same = [(), ("--validation.steps=7",), ("--validation.local_batch_size=5", "--debug.seed=3")]
     others = [
         ("--validation.steps=3",),
@@ -276,10 +270,13 @@ def test_losses_of_other_samples_do_not_compare(ranks: RankPool, tmp_path: Path)
         ("--training.attn_mask_type=causal",),
         ("--training.reset_positions=true",),
     ]
-    [whole, *again] = [measured(k, *arguments) for k, arguments in enumerate(same)]
-    assert again == [whole] * 2
-    found = {measured(10 + k, *arguments) for k, arguments in enumerate(others)}
-    assert len({whole, *found}) == 1 + len(others)
+    given = [
+        [*validated(tmp_path, jobs.TINY, name=str(k), cache=tmp_path / "cache"), *options]
+        for k, options in enumerate([*same, *others])
+    ]
+    [found] = ranks.run(measured_on, given, world=1)
+    assert len(set(found[:3])) == 1
+    assert len(set(found)) == 1 + len(others) == len(found) - 2
 
 
 def stop_after_2(job: list[str]) -> None:
@@ -298,24 +295,16 @@ def test_a_run_that_must_leave_saves_at_once(ranks: RankPool, tmp_path: Path) ->
 
 
 def count_time(job: list[str]) -> list[dict[str, float]]:
-    """Train by a clock that moves a second a step, and a thousand in a validation."""
-    run = jobs.start(job)
+    """Train with validations of a thousand seconds."""
+    run, late = jobs.start(job), [0.0]
     assert run.validator is not None
-    now = [0.0]
 
     def measure(step: int) -> dict[str, float]:
-        now[0] += 1000
+        late[0] += 1000
         return {"validation_loss": 1.0}
 
     run.validator.measure = measure  # type: ignore[method-assign]
-    run.meter._clock = lambda: now[0]
-    correct = run.execution.forward_backward
-
-    def forward_backward(*args: Any, **kwargs: Any) -> Tensor:
-        now[0] += 1
-        return correct(*args, **kwargs)
-
-    run.execution.forward_backward = forward_backward  # type: ignore[method-assign]
+    run.meter._clock = lambda: time.monotonic() + late[0]
     trainer = Trainer(run)
     trainer.train()
     trainer.close()
@@ -324,7 +313,7 @@ def count_time(job: list[str]) -> list[dict[str, float]]:
 
 def test_its_time_is_not_that_of_the_training(ranks: RankPool, tmp_path: Path) -> None:
     [rows] = ranks.run(count_time, validated(tmp_path, jobs.TINY), world=1)
-    assert [row["step_time_s"] for row in rows] == [1, 1, 1]
+    assert all(row["step_time_s"] < 900 for row in rows)
 
 
 def failure_of(job: list[str], loss: float) -> str:
