@@ -21,6 +21,7 @@ from torchtitan.trainer import Run, Trainer
 CONTINUE = "--checkpoint.mode=continue"
 FINETUNE = "--checkpoint.mode=finetune"
 EVERYTHING = "--checkpoint.initial_load_model_only=false"
+WAYS_ON = ("checkpoint/step-4", "checkpoint.mode continue", "finetune")
 
 
 def excluding(*names: str) -> str:
@@ -95,25 +96,25 @@ def fresh(saved: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize(
-    ("override", "shown"),
+    ("options", "parts"),
     [
-        ("--optimizer.lr=0.5", "optimizer.lr: stored 0.0008, now 0.5"),
-        ("--debug.seed=7", "debug.seed: stored 0, now 7"),
-        ("--lr_scheduler.total_steps=40", "lr_scheduler.total_steps: stored 20, now 40"),
-        ("--training.global_batch_size=16", "training.global_batch_size: stored 8, now 16"),
+        (["--optimizer.lr=0.5"], ["\n  optimizer.lr: stored 0.0008, now 0.5\n", *WAYS_ON]),
+        (["--debug.seed=7"], ["debug.seed: stored 0, now 7"]),
+        (["--lr_scheduler.total_steps=40"], ["lr_scheduler.total_steps: stored 20, now 40"]),
+        (["--training.global_batch_size=16"], ["training.global_batch_size: stored 8, now 16"]),
         (
-            "--training.global_batch_size=-1",
-            "training.global_batch_size: stored 8, now 2 (2 on each of 1 ranks)",
+            ["--training.global_batch_size=-1"],
+            ["training.global_batch_size: stored 8, now 2 (2 on each of 1 ranks)"],
         ),
+        ([CONTINUE, excluding("train_state")], ["restarts at step 0", "job.dump_folder"]),
     ],
 )
-def test_recover_refuses_another_training_with_both_values_and_the_ways_on(
-    override: str, shown: str, saved: Path, ranks: RankPool, tmp_path: Path
+def test_another_training_is_refused_with_both_values_and_the_ways_on(
+    options: list[str], parts: list[str], saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     job = copy_of(saved, tmp_path)
-    [message] = ranks.run(jobs.refusal, [*job, override], world=1)
-    assert f"\n  {shown}\n" in message
-    assert all(part in message for part in ("checkpoint/step-4", "continue", "finetune"))
+    [message] = ranks.run(jobs.refusal, [*job, *options], world=1)
+    assert all(part in message for part in parts), message
 
 
 def test_the_batch_that_ranks_make_is_compared(
@@ -306,15 +307,6 @@ def test_each_component_can_be_left_out(
     assert part.step == expected["train_state"].step
     assert part.tokens_seen == expected["train_state"].tokens_seen
     assert not equal(whole.model, fresh.model)
-
-
-def test_leaving_out_the_step_beside_later_checkpoints_is_refused(
-    saved: Path, ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*copy_of(saved, tmp_path), CONTINUE, excluding("train_state")]
-    [message] = ranks.run(jobs.refusal, job, world=1)
-    assert "restarts at step 0" in message
-    assert "choose another job.dump_folder" in message
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,9 @@ WHERE = {
     "cp 2 ring balanced x pp 2 x tp 2": Where(
         {"cp": 2, "pp": 2, "tp": 2}, (*cp(2, "ring", "balanced"), *PP2, TP2, IN_TWOS)
     ),
+    "pp 2 ZBV x fsdp 2, weights freed": Where(
+        {"pp": 2, "dp": 2}, pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="always")
+    ),
     # for families alone
     "fsdp 3": Where({"dp": 3}),
     "fsdp 4": Where({"dp": 4}),
