@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,11 +23,10 @@ from torchtitan.trainer import Run, Trainer
 
 T = TypeVar("T")
 STEPS = 3
-FOUR_LAYERS = {"num_layers": 4}
-"""Enough for two ranks with two stages each, and half of what eight cost."""
-TIED = {**FOUR_LAYERS, "tie_embeddings": True}
+TIED = "--model.tie_embeddings=true"
+# four layers are enough for two ranks with two stages each, and half of what eight cost
 TINY8 = (
-    jobs.TINY.replace('"tiny"', '"tiny8"')
+    jobs.TINY.replace('"tiny"', '"tiny8"\nnum_layers = 4')
     .replace("local_batch_size = 2", "local_batch_size = 4")
     .replace("\nsteps = 20", f"\nsteps = {STEPS}")
 )
@@ -93,12 +92,9 @@ def strong_weights() -> Iterator[None]:
         yield
 
 
-def train(
-    job: list[str], *, sizes: Mapping[str, Any] = FOUR_LAYERS, evaluating: bool = False
-) -> Trained:
-    """Run a job of tiny8 in other sizes to its end on this rank, and tell more of it than
-    `jobs.train`."""
-    with strong_weights(), jobs.changed_flavor(job, "tiny8", sizes):
+def train(job: list[str], *, evaluating: bool = False) -> Trained:
+    """Run a job to its end on this rank, and tell more of it than `jobs.train`."""
+    with strong_weights():
         run = jobs.start(job)
     initial = {name: jobs.full(p) for name, p in run.model.named_parameters()}
     gradients = _keep_first_gradients(run)
@@ -204,8 +200,7 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
 
 def count_forwards(job: list[str]) -> float:
     """Return how often each block of this rank starts its forward, per microbatch of a step."""
-    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
-        run = jobs.start(job)
+    run = jobs.start(job)
     blocks: list[Any] = [block for part in run.model for block in part.layers.values()]
     calls: list[object] = []
     for block in blocks:
@@ -220,8 +215,7 @@ def count_head_gradients(job: list[str]) -> tuple[int, int, int]:
     """Return how many gradients of the head's weight a step computes on this rank, the most of
     earlier microbatches that are still held when there is a new one, and how many an evaluation
     computes."""
-    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
-        run = jobs.start(job)
+    run = jobs.start(job)
     plain, made, most = loss._Head.__call__, list[weakref.ref[Any]](), 0
 
     def counting(*args: Any) -> Any:

@@ -39,8 +39,8 @@ def router_figures(rows: list[dict[str, Any]], prefix: str = "router/") -> list[
 
 def trained(what: str, on_one_device: OneDevice) -> pj.Trained:
     """The reference of the rows of test_matrix.py."""
-    options, sizes = WHAT[what].options(Path()), WHAT[what].all_sizes
-    result: pj.Trained = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
+    options = WHAT[what].options(Path())
+    result: pj.Trained = on_one_device(pj.train, *options, evaluating=True)
     return result
 
 
@@ -53,8 +53,7 @@ def test_the_reference_is_balanced(on_one_device: OneDevice) -> None:
     assert {sum(of_layer) for row in counts for of_layer in row.values()} == {8 * 40 * 2}
     assert found.rows[0]["router/global_loss"] != found.rows[1]["router/global_loss"]
     without = (f"--router.{one}_weight=0.0" for one in module.LOSSES[::2])
-    sizes = WHAT["balanced"].all_sizes
-    plain = on_one_device(pj.train, *SAVED, *without, sizes=sizes)
+    plain = on_one_device(pj.train, *WHAT["balanced"].options(Path()), *without)
     name = "layers.1.moe.router.gate.weight"
     ours, theirs = found.gradients[name], plain.gradients[name]
     assert (ours - theirs).norm() > 0.1 * ours.norm()
@@ -97,8 +96,7 @@ def train_and_forget(job: list[str]) -> None:
     """As a version that saves no counts."""
     with pytest.MonkeyPatch.context() as patch, pj.strong_weights():
         patch.setattr(Balance, "state", lambda self: {})
-        with jobs.changed_flavor(job, "tiny8", pj.FOUR_LAYERS):
-            jobs.train(job)
+        jobs.train(job)
 
 
 def _biases(run: Run) -> dict[str, Tensor]:
@@ -107,8 +105,7 @@ def _biases(run: Run) -> dict[str, Tensor]:
 
 
 def begin(job: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    with jobs.changed_flavor(job, "tiny8", pj.FOUR_LAYERS):
-        run = jobs.start(job)
+    run = jobs.start(job)
     Trainer(run).close()
     assert run.balance is not None
     return _biases(run), run.balance.state()
@@ -172,7 +169,7 @@ def train_into_a_bad_step(job: list[str], bad: int) -> tuple[dict[str, Tensor], 
 
         return loss
 
-    with pj.strong_weights(), jobs.changed_flavor(job, "tiny8", pj.FOUR_LAYERS):
+    with pj.strong_weights():
         with jobs.other_loss(broken):
             runs.append(jobs.start(job))
         trainer = Trainer(runs[0])

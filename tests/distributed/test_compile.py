@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch.torch_version import TorchVersion
 from tests.distributed import jobs, pipeline_jobs
 from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import (
-    FOUR_LAYERS,
     TIED,
     TINY8,
     Trained,
@@ -69,9 +67,7 @@ class Compiled:
     cache_misses: int
 
 
-def train(
-    job: list[str], *, code: Path | None = None, strict: bool = True, sizes: Any = FOUR_LAYERS
-) -> Compiled:
+def train(job: list[str], *, code: Path | None = None, strict: bool = True) -> Compiled:
     """Train on this rank; `strict`: a second code for a later layer is an error."""
     import torch._dynamo
     import torch._inductor.config
@@ -83,7 +79,7 @@ def train(
     counters.clear()
     scalar = torch._inductor.config.patch({"cpp.simdlen": 1})
     with torch._dynamo.config.patch(error_on_recompile=strict), scalar:
-        trained = pipeline_jobs.train(job, sizes=sizes)
+        trained = pipeline_jobs.train(job)
     return Compiled(
         trained=trained,
         graphs=counters["stats"]["unique_graphs"],
@@ -132,8 +128,8 @@ def test_an_embedding_that_is_the_head_too(
     ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
     """Its gradient is that of both ends, one of which is compiled against."""
-    results = ranks.run(train, [*job, TP2, FULL, *AOT_EAGER], sizes=TIED, world=2)
-    reference = on_one_device(pipeline_jobs.train, UNCLIPPED, sizes=TIED)
+    results = ranks.run(train, [*job, TIED, TP2, FULL, *AOT_EAGER], world=2)
+    reference = on_one_device(pipeline_jobs.train, UNCLIPPED, TIED)
     assert_same_training([result.trained for result in results], reference)
     assert [(result.graphs, result.breaks) for result in results] == [(1, 0)] * 2
 

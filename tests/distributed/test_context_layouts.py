@@ -22,8 +22,10 @@ from torchtitan.models.decoder import Block
 from torchtitan.optim.loss import IGNORE_INDEX
 from torchtitan.parallel.context import attention as context_attention
 
+NUM_LAYERS = 2
 BASE = (
     "--model.flavor=tiny8",
+    f"--model.num_layers={NUM_LAYERS}",
     "--training.seq_len=40",
     "--training.steps=2",
     "--training.local_batch_size=8",
@@ -32,11 +34,6 @@ CP2 = "--parallelism.context_parallel_degree=2"
 CP4 = "--parallelism.context_parallel_degree=4"
 RING = "--parallelism.context_parallel_rotate_method=ring"
 CONTIGUOUS = "--parallelism.context_parallel_load_balancer=none"
-NUM_LAYERS = 2
-
-
-def train(job: list[str]) -> pj.Trained:
-    return pj.train(job, sizes={"num_layers": NUM_LAYERS})
 
 
 @pytest.fixture
@@ -59,7 +56,7 @@ def train_on_the_second_half(job: list[str]) -> pj.Trained:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loader, "__next__", masked)
-        return train(job)
+        return pj.train(job)
 
 
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
@@ -94,7 +91,7 @@ def count_hops(job: list[str]) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_attention.Message, "__init__", init)
         patch.setattr(Block, "forward", block)
-        train(job)
+        pj.train(job)
     return calls
 
 

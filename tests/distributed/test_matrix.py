@@ -17,10 +17,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 
-SIZES = {"num_layers": 4, "dim": 16, "hidden_dim": 42, "vocab_size": 266}
+SIZES = ("--model.dim=16", "--model.hidden_dim=42", "--model.vocab_size=266")
 TP2 = "--parallelism.tensor_parallel_degree=2"
 COPIED = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel"
@@ -82,11 +81,8 @@ class What:
     """What is trained: the reference trains it too."""
 
     arguments: tuple[str, ...] = ()
-    sizes: Mapping[str, Any] = field(default_factory=dict)
     reads_texts: bool = False
     """Else its samples are synthetic, with masked labels."""
-    has_own_sizes: bool = False
-    """Else it has those of SIZES that `sizes` does not change."""
 
     def options(self, texts: Path) -> tuple[str, ...]:
         """Two steps: the second one begins with the first one's weights and moments."""
@@ -94,11 +90,7 @@ class What:
         if self.reads_texts:
             files = ("--training.dataset=files", f"--training.dataset_path={texts}")
             data = (*files, "--training.seq_len=64")
-        return (*data, TWO_STEPS, *self.arguments)
-
-    @property
-    def all_sizes(self) -> dict[str, Any]:
-        return {} if self.has_own_sizes else {**SIZES, **self.sizes}
+        return (*SIZES, *data, TWO_STEPS, *self.arguments)
 
 
 @dataclass(frozen=True)
@@ -125,15 +117,13 @@ class Where:
 
 FEATURES = {
     "all": What(),
-    "tied": What(sizes={"tie_embeddings": True}),
+    "tied": What((pj.TIED,)),
     "documents": What(DOCUMENTS, reads_texts=True),
     # all of the first stage among others
     "few": What(
         (frozen("tok_embeddings.*", *(f"layers.{i}.*" for i in range(3)), "*.wk.*", "norm.*"),)
     ),
-    "all but a tied embedding": What(
-        (frozen("tok_*", "layers.*.feed_forward.w1.*"),), sizes={"tie_embeddings": True}
-    ),
+    "all but a tied embedding": What((frozen("tok_*", "layers.*.feed_forward.w1.*"), pj.TIED)),
     "adapter": What(
         ("--lora.rank=4", "--lora.alpha=8.0", "--optimizer.lr=0.02", frozen("*.3.*.wo.lora_b"))
     ),
@@ -149,33 +139,33 @@ PADDING = ("--training.dataset=synthetic_examples", "--training.seq_len=180")
 IN_SIXES = ("--training.global_batch_size=6", "--training.local_batch_size=2")
 ODD = "--training.seq_len=41"
 # the first layer is dense
-THREE_LAYERS = {"num_layers": 3}
-FEW_EXPERTS = {
-    "num_experts": 2,
-    "num_experts_per_token": 1,
-    "norm_expert_weights": False,  # else a router has no gradient
-}
+THREE_LAYERS = "--model.num_layers=3"
+FEW_EXPERTS = (
+    "--model.num_experts=2",
+    "--model.num_experts_per_token=1",
+    "--model.norm_expert_weights=false",  # else a router has no gradient
+)
 """Fewer than ranks: each is cut by its width, so that every rank holds as much of it."""
 FAMILIES = {
-    "experts": What((EXPERTS,), THREE_LAYERS),
+    "experts": What((EXPERTS, THREE_LAYERS)),
     "experts in four layers": What((EXPERTS,)),
-    "few experts": What((EXPERTS,), {**THREE_LAYERS, **FEW_EXPERTS}),
-    "experts, odd tokens": What((EXPERTS, ODD), THREE_LAYERS),
-    "experts, in sixes": What((EXPERTS, *IN_SIXES), THREE_LAYERS),
-    "experts, documents": What((EXPERTS, *DOCUMENTS), THREE_LAYERS, reads_texts=True),
-    "frozen experts": What((EXPERTS, frozen("*.experts.*")), THREE_LAYERS),
-    "frozen routers, odd tokens": What((EXPERTS, ODD, frozen("*.router.*")), THREE_LAYERS),
-    "experts, adapters": What((EXPERTS, *OF_ATTENTION), THREE_LAYERS),
-    "experts, Muon": What((EXPERTS, *MUON), THREE_LAYERS),
-    "balanced": What(ROUTED, THREE_LAYERS),
+    "few experts": What((EXPERTS, THREE_LAYERS, *FEW_EXPERTS)),
+    "experts, odd tokens": What((EXPERTS, ODD, THREE_LAYERS)),
+    "experts, in sixes": What((EXPERTS, *IN_SIXES, THREE_LAYERS)),
+    "experts, documents": What((EXPERTS, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
+    "frozen experts": What((EXPERTS, frozen("*.experts.*"), THREE_LAYERS)),
+    "frozen routers, odd tokens": What((EXPERTS, ODD, frozen("*.router.*"), THREE_LAYERS)),
+    "experts, adapters": What((EXPERTS, *OF_ATTENTION, THREE_LAYERS)),
+    "experts, Muon": What((EXPERTS, *MUON, THREE_LAYERS)),
+    "balanced": What((*ROUTED, THREE_LAYERS)),
     "balanced in four layers": What(ROUTED),
-    "balanced, odd tokens": What((*ROUTED, ODD), THREE_LAYERS),
-    "balanced, documents": What((*ROUTED, *DOCUMENTS), THREE_LAYERS, reads_texts=True),
+    "balanced, odd tokens": What((*ROUTED, ODD, THREE_LAYERS)),
+    "balanced, documents": What((*ROUTED, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
     "balanced, padding": What((*ROUTED, *PADDING)),
-    "DeepSeek": What((DEEPSEEK,), THREE_LAYERS),
+    "DeepSeek": What((DEEPSEEK, THREE_LAYERS)),
     "DeepSeek in four layers": What((DEEPSEEK,)),
-    "DeepSeek, documents": What((DEEPSEEK, *DOCUMENTS), THREE_LAYERS, reads_texts=True),
-    "DeepSeek, adapters": What((DEEPSEEK, *OF_ATTENTION), THREE_LAYERS),
+    "DeepSeek, documents": What((DEEPSEEK, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
+    "DeepSeek, adapters": What((DEEPSEEK, *OF_ATTENTION, THREE_LAYERS)),
     "Qwen2, adapters": What(("--model.name=qwen2", "--lora.rank=4")),
     "Qwen3": What(("--model.name=qwen3",)),
     # windows of 7 tokens
@@ -185,9 +175,7 @@ FAMILIES = {
     "Muon, in sixes": What((*MUON, *IN_SIXES)),
     "Muon, adapters": What((*MUON, *ADAPTER, "--optimizer.muon_excluded_params=output.*")),
     "Muon, groups": What((*MUON, GROUPS)),
-    "own family": What(
-        ("--model.name=examples.parallel_block:SPEC", "--model.flavor=tiny"), has_own_sizes=True
-    ),
+    "own family": What(("--model.name=examples.parallel_block:SPEC", "--model.flavor=tiny")),
     "own things": What((*OWN_THINGS, WHOLE_LOGITS)),
 }
 WHAT = FEATURES | FAMILIES
@@ -418,11 +406,11 @@ def assert_as_on_one_device(
 
     def compare(row: tuple[str, str, str]) -> None:
         layout, what, how = row
-        where, options, sizes = WHERE[layout], WHAT[what].options(texts), WHAT[what].all_sizes
-        reference = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
+        where, options = WHERE[layout], WHAT[what].options(texts)
+        reference = on_one_device(pj.train, *options, evaluating=True)
         job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(how)]
         evaluating = "compiled" not in how  # that would compile once more
-        results = ranks.run(pj.train, job, evaluating=evaluating, sizes=sizes, world=where.world)
+        results = ranks.run(pj.train, job, evaluating=evaluating, world=where.world)
         if what == "bfloat16":
             losses = [row["loss"] for row in results[0].rows]
             assert losses == pytest.approx([row["loss"] for row in reference.rows], rel=1e-3)
@@ -457,8 +445,7 @@ def test_families_optimizers_and_examples(
 def test_what_is_frozen_stays_and_all_else_moves(
     what: str, count: int, texts: Path, on_one_device: OneDevice
 ) -> None:
-    options, sizes = WHAT[what].options(texts), WHAT[what].all_sizes
-    result = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
+    result = on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True)
     for name, weights in result.final.items():
         assert torch.equal(weights, result.initial[name]) != (name in result.trained), name
     assert len(result.trained) == count
@@ -469,9 +456,7 @@ def test_bfloat16_is_near_float32(texts: Path, on_one_device: OneDevice) -> None
     found = {
         what: [
             row["loss"]
-            for row in on_one_device(
-                pj.train, *WHAT[what].options(texts), evaluating=True, sizes=SIZES
-            ).rows
+            for row in on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True).rows
         ]
         for what in ("all", "bfloat16")
     }
@@ -484,8 +469,7 @@ def test_every_part_of_a_model_with_experts_is_trained(
     what: str, texts: Path, on_one_device: OneDevice
 ) -> None:
     """What the layouts are compared with is no model in which some part does nothing."""
-    options, sizes = WHAT[what].options(texts), WHAT[what].all_sizes
-    gradients = on_one_device(pj.train, *options, evaluating=True, sizes=sizes).gradients
+    gradients = on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True).gradients
     biases = {name for name in gradients if name.endswith("expert_bias")}
     assert len(biases) == (2 if what == "DeepSeek" else 0)
     assert not any(gradients[name].any() for name in biases)

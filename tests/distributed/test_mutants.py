@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,11 +63,10 @@ def test_one_device_shows_it(
     texts: Path,
     on_one_device: OneDevice,
 ) -> None:
-    where, what = WHERE[seen.where], WHAT[seen.what]
-    options, sizes = what.options(texts), what.all_sizes
-    reference = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
+    where, options = WHERE[seen.where], WHAT[seen.what].options(texts)
+    reference = on_one_device(pj.train, *options, evaluating=True)
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(seen.how)]
-    results = run_mutated(ranks, job, name=name, train=pj.train, sizes=sizes, world=where.world)
+    results = run_mutated(ranks, job, name=name, train=pj.train, world=where.world)
     with pytest.raises(AssertionError):
         pj.assert_same_training(results, reference)
 
@@ -94,7 +93,7 @@ def test_a_sample_at_a_time_shows_it(
     name: str, seen: Seen, ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     job = [*by_sample.validated(tmp_path, cache=cache), "--training.steps=1"]
-    [result] = run_mutated(ranks, job, name=name, train=by_sample.train, world=1)
+    [result] = run_mutated(ranks, job, name=name, train=jobs.train, world=1)
     alone = [*job, jobs.UNSAVED, "--checkpoint.folder=none"]
     [expected] = ranks.run(by_sample.by_hand, alone, result.final, world=1)
     assert result.rows[0]["validation_loss"] != pytest.approx(expected, rel=1e-2)
@@ -140,22 +139,12 @@ def test_a_run_that_was_never_stopped_shows_it(
 # --- errors
 
 
-def failure(job: list[str], *, sizes: Mapping[str, Any]) -> str:
+def failure(job: list[str]) -> str:
     try:
-        pj.train(job, sizes=sizes)
+        pj.train(job)
     except CheckpointError as error:  # of recomputation
         return str(error)
     return "no error"
-
-
-def save(job: list[str], *, sizes: Mapping[str, Any]) -> None:
-    with jobs.changed_flavor(job, "tiny8", sizes):
-        jobs.train(job)
-
-
-def refusal(job: list[str], *, sizes: Mapping[str, Any]) -> str:
-    with jobs.changed_flavor(job, "tiny8", sizes):
-        return jobs.refusal(job)
 
 
 @seen_by("error")
@@ -164,13 +153,12 @@ def test_an_error_shows_it(
 ) -> None:
     """Of torch in a recomputation, or of the trainer when it loads what was saved."""
     where, what = WHERE[seen.where], WHAT[seen.what]
-    sizes = what.all_sizes
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *what.options(texts)]
     job += where.options(seen.how)
     if "saved" in name:
         job.remove(jobs.UNSAVED)
-        run_mutated(ranks, job, name=name, train=save, sizes=sizes, world=where.world)
-        said = ranks.run(refusal, job, sizes=sizes, world=where.world)
+        run_mutated(ranks, job, name=name, train=jobs.train, world=where.world)
+        said = ranks.run(jobs.refusal, job, world=where.world)
     else:
-        said = run_mutated(ranks, job, name=name, train=failure, sizes=sizes, world=where.world)
+        said = run_mutated(ranks, job, name=name, train=failure, world=where.world)
     assert all(seen.error in one for one in said), said

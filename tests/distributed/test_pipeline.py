@@ -75,14 +75,16 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "pp 2 x fsdp 2, a rank without layers": (4, pipeline("ZBVZeroBubble", pp=2)),
     "pp 2 x hsdp 2x2": (8, (*pipeline("1F1B"), *jobs.HSDP, "--training.local_batch_size=2")),
-    "never clipped": (2, (*pipeline("DualPipeV"), NEVER_CLIPPED)),
+    "never clipped": (2, pipeline("DualPipeV")),
 }
-SIZES = {
-    "pp 4 Interleaved1F1B": {"num_layers": 8},
-    "pp 4 DualPipeV": {"num_layers": 8},
-    "pp 2 x fsdp 2, 4 stages a rank": {"num_layers": 8},
-    "tied ends without layers": pj.TIED,
-    "pp 2 x fsdp 2, a rank without layers": {"num_layers": 2},
+EIGHT_LAYERS = "--model.num_layers=8"
+WHAT = {
+    "pp 4 Interleaved1F1B": [EIGHT_LAYERS],
+    "pp 4 DualPipeV": [EIGHT_LAYERS],
+    "pp 2 x fsdp 2, 4 stages a rank": [EIGHT_LAYERS],
+    "tied ends without layers": [pj.TIED],
+    "pp 2 x fsdp 2, a rank without layers": ["--model.num_layers=2"],
+    "never clipped": [NEVER_CLIPPED],
 }
 
 
@@ -91,11 +93,10 @@ def test_the_same_model(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
 ) -> None:
     world, arguments = LAYOUTS[layout]
-    sizes = SIZES.get(layout, pj.FOUR_LAYERS)
-    clipping = [NEVER_CLIPPED] if NEVER_CLIPPED in arguments else []
-    reference = on_one_device(pj.train, *clipping, evaluating=True, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *arguments]
-    results = ranks.run(pj.train, job, evaluating=True, sizes=sizes, world=world)
+    what = WHAT.get(layout, [])
+    reference = on_one_device(pj.train, *what, evaluating=True)
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *what, *arguments]
+    results = ranks.run(pj.train, job, evaluating=True, world=world)
     assert_same_training(results, reference)
     pj.assert_same_evaluation(results, reference)
     pp = 4 if "pp 4" in layout else 2
@@ -124,7 +125,7 @@ def test_a_schedule_file_of_two_stages_with_halved_backwards(
     multi = pipeline("PipelineScheduleMulti")
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *multi, csv]
     results = ranks.run(pj.train, job, evaluating=True, world=2 * fsdp)
-    assert_same_training(results, on_one_device(pj.train, evaluating=True, sizes=pj.FOUR_LAYERS))
+    assert_same_training(results, on_one_device(pj.train, evaluating=True))
     assert [result.owns_loss for result in results] == [True] * fsdp + [False] * fsdp
 
 

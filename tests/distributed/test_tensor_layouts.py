@@ -21,18 +21,20 @@ from tests.distributed import jobs
 from tests.distributed.conftest import OneDevice
 from tests.distributed.jobs import refusal
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_parts import resized
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
-from torchtitan.models.families import MODELS
+from torchtitan.models.families import find_model
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import tensor
 
-SIZES = {"dim": 16, "num_heads": 8, "num_kv_heads": 4, "hidden_dim": 40, "vocab_size": 268}
-TIED = {**SIZES, "tie_embeddings": True}
-QWEN3 = {**SIZES, "head_dim": 6}
+SIZES = (
+    *("--model.dim=16", "--model.num_heads=8", "--model.num_kv_heads=4"),
+    *("--model.hidden_dim=40", "--model.vocab_size=268"),
+)
+TIED = (*SIZES, "--model.tie_embeddings=true")
+QWEN3 = (*SIZES, "--model.head_dim=6")
 TP2 = "--parallelism.tensor_parallel_degree=2"
 TP4 = "--parallelism.tensor_parallel_degree=4"
 COPIED_STREAM = "--parallelism.enable_sequence_parallel=false"
@@ -63,8 +65,8 @@ def float64_gradients(job: list[str]) -> dict[str, Tensor]:
     """Return the same by plain PyTorch."""
     config = load_config(job)
     dataset = build_dataset(config.training, tokenizer=build_tokenizer("byte"), seed=0)
-    spec = MODELS[config.model.name]
-    model = spec.build(spec.flavors["tiny"])
+    spec, sizes = find_model(config.model)
+    model = spec.build(sizes)
     initialize(model, seed=0)
     model.double()
     batch = [dataset[k] for k in range(8)]
@@ -72,10 +74,6 @@ def float64_gradients(job: list[str]) -> dict[str, Tensor]:
     labels = torch.stack([sample["labels"] for sample in batch])
     F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def every_gradient(job: list[str], *, sizes: dict[str, int]) -> dict[str, Tensor]:
-    return resized(float64_gradients, sizes, job)
 
 
 GRADIENTS = [
@@ -92,7 +90,7 @@ GRADIENTS = [
 def test_every_parameters_gradient(
     layout: str,
     family: str,
-    sizes: dict[str, int],
+    sizes: tuple[str, ...],
     ranks: RankPool,
     tmp_path: Path,
     cache: Path,
@@ -100,9 +98,9 @@ def test_every_parameters_gradient(
 ) -> None:
     world, overrides = LAYOUTS[layout]
     name = f"--model.name={family}"
-    expected = on_one_device(every_gradient, name, toml=jobs.TINY, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, cache=cache), name, *overrides]
-    results = ranks.run(resized, gradients, sizes, job, world=world)
+    expected = on_one_device(float64_gradients, name, *sizes, toml=jobs.TINY)
+    job = [*jobs.write_job(tmp_path, cache=cache), name, *sizes, *overrides]
+    results = ranks.run(gradients, job, world=world)
     for result in results:
         assert result.keys() == expected.keys()
         for name, grad in result.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.data.test_split import is_held_out
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import FOUR_LAYERS, TINY8, pipeline
+from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_resume import exact
 from torchtitan.base.errors import NonFiniteError
@@ -70,16 +70,10 @@ def validated(folder: Path, toml: str = TINY8, **names: Any) -> list[str]:
     ]
 
 
-def train(job: list[str]) -> jobs.Result:
-    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
-        return jobs.train(job)
-
-
 def by_hand(job: list[str], weights: dict[str, Tensor]) -> float:
     """The loss in float64, a sample at a time."""
-    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
-        run = jobs.start(job)
-        model = MODELS["llama3"].build(MODELS["llama3"].flavors["tiny8"])
+    run = jobs.start(job)
+    model = MODELS["llama3"].build(replace(MODELS["llama3"].flavors["tiny8"], num_layers=4))
     assert run.validator is not None
     batches = run.validator._loader.dataset
     assert isinstance(batches, PadToBatch)
@@ -106,7 +100,7 @@ class Reference:
 def reference(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Reference:
     """One device, and what its last weights make of the data in float64."""
     job = validated(tmp_path_factory.mktemp("one"), cache=cache)
-    [result] = ranks.run(train, job, world=1)
+    [result] = ranks.run(jobs.train, job, world=1)
     other = [*job, "--checkpoint.enable=false", "--checkpoint.folder=none"]
     [final] = ranks.run(by_hand, other, result.final, world=1)
     return Reference([row["validation_loss"] for row in result.rows], final)
@@ -123,7 +117,7 @@ def test_the_same_figure_in_any_layout(
 ) -> None:
     world, arguments = LAYOUTS[layout]
     job = [*validated(tmp_path, cache=cache), *arguments, "--metrics.save_for_all_ranks"]
-    ranks.run(train, [*job, jobs.UNSAVED, "--training.steps=2"], world=world)
+    ranks.run(jobs.train, [*job, jobs.UNSAVED, "--training.steps=2"], world=world)
     for name in ("metrics.jsonl", *(f"metrics.rank_{rank}.jsonl" for rank in range(1, world))):
         lines = (tmp_path / "run" / name).read_text().splitlines()
         losses = [json.loads(line)["validation_loss"] for line in lines]
@@ -143,7 +137,7 @@ NO_TRACE: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "fsdp 2, saved in between": (2, ("--checkpoint.interval=1", "--training.gc_freq=1")),
-    "pp 2 ZBV": (2, ("--model.flavor=tiny8", *pipeline("ZBVZeroBubble"))),
+    "pp 2 ZBV": (2, ("--model.flavor=tiny8", "--model.num_layers=4", *pipeline("ZBVZeroBubble"))),
 }
 
 
@@ -158,7 +152,7 @@ def draw_too(correct: HeadLoss) -> HeadLoss:
 
 def train_noisily(job: list[str]) -> tuple[jobs.Result, list[bool]]:
     """Train with such a loss; tell of each part of the model whether it is left as one to train."""
-    with jobs.other_loss(draw_too), jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
+    with jobs.other_loss(draw_too):
         run = jobs.start(job)
     trainer = Trainer(run)
     trainer.train()

@@ -27,9 +27,8 @@ from torchtitan.tools.compare.layouts.routing import (
 )
 from torchtitan.trainer import Trainer
 
-SIZES = {"num_layers": 3}
 STEPS = 2
-SHORT = (f"--training.steps={STEPS}", jobs.UNSAVED)
+SHORT = ("--model.num_layers=3", f"--training.steps={STEPS}", jobs.UNSAVED)
 
 
 def worst_experts(scores: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,7 +39,7 @@ def watched(
     job: list[str], *, rank: int, into: Path, replayed: Path | None = None, wrong: bool = False
 ) -> list[dict[str, Any]]:
     """Train, writing down what is chosen; with `wrong` the router chooses the worst."""
-    with strong_weights(), jobs.changed_flavor(job, "tiny8", SIZES):
+    with strong_weights():
         run = jobs.start(job)
     routers = [m for part in run.model for m in part.modules() if isinstance(m, RouterModule)]
     for router in routers if wrong else ():
