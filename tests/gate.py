@@ -42,7 +42,7 @@ SLOW: tuple[str, ...] = (
     "tests/distributed/test_faults.py",
     "tests/distributed/test_generate.py::test_text_of_low_rank_factors_is_that_of_the_merged_export",
     "tests/distributed/test_hf.py",
-    "tests/distributed/test_hf_sizes.py::test_a_run_goes_on_where_the_folder_is_gone",
+    "tests/distributed/test_hf_sizes.py::test_a_run_goes_on_bit_for_bit_where_the_folder_is_gone",
     "tests/distributed/test_hf_sizes.py::test_no_step_changes_nothing",
     "tests/distributed/test_intentions.py::test_continue_takes_all_and_plans_the_rate_anew",
     "tests/distributed/test_intentions.py::test_the_batch_that_ranks_make_is_compared",

@@ -228,26 +228,6 @@ def test_ranks_share_the_files_of_an_export(ranks: RankPool, tmp_path: Path) -> 
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-def test_the_run_is_recovered_whole_although_it_began_elsewhere(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    source, _ = folder_of(tmp_path / "theirs")
-    job = job_from(tmp_path, source)
-    ranks.run(jobs.train, [*job, "--training.steps=1"], world=1)
-    (source / "config.json").unlink()
-    [result] = ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
-    assert [row["step"] for row in result.rows] == [1, 2]
-    [straight] = ranks.run(
-        jobs.train,
-        [
-            *job_from(tmp_path / "b", folder_of(tmp_path / "b" / "theirs")[0]),
-            "--training.steps=2",
-        ],
-        world=1,
-    )
-    assert result.state_hash == straight.state_hash
-
-
 def test_a_run_without_checkpoints_starts_from_weights_and_saves_none(
     ranks: RankPool, tmp_path: Path
 ) -> None:
