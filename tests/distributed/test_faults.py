@@ -219,14 +219,14 @@ def stopped(job: list[str], *, step: int, factor: float) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("saves", ["true", "false"])
 @pytest.mark.parametrize(
-    ("step", "factor", "expected"),
+    ("saves", "step", "factor", "expected"),
     [
-        (2, 1.0, "stopped by a signal (to 1 rank) after step 2"),
-        (3, math.nan, "step 3 must have a finite loss"),
+        ("true", 2, 1.0, "stopped by a signal (to 1 rank) after step 2"),
+        ("true", 3, math.nan, "step 3 must have a finite loss"),
+        ("false", 3, math.nan, "step 3 must have a finite loss"),
     ],
-    ids=["heard at once", "a bad last step"],
+    ids=["heard at once", "a bad last step", "a bad last step, unsaved"],
 )
 def test_a_stop_in_a_step(
     saves: str, step: int, factor: float, expected: str, ranks: RankPool, tmp_path: Path
