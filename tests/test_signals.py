@@ -1,7 +1,7 @@
 """The trainer as a scheduler or a person ends it: signals, the deadline, exit codes, no traceback.
 
 Each job is a process with ranks of its own. Its log files show what it does, and no signal is sent
-before the log says that the moment has come. Jobs start warm (tests/warm_python.py) except the
+before the log shows that the moment has come. Jobs start warm (tests/warm_python.py) except the
 campaigns marked `long`, which start the real interpreter."""
 
 from __future__ import annotations

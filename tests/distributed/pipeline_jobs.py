@@ -24,7 +24,7 @@ from torchtitan.trainer import Run, Trainer
 T = TypeVar("T")
 STEPS = 3
 TIED = "--model.tie_embeddings=true"
-# four layers are enough for two ranks with two stages each, and half of what eight cost
+# four layers are enough for two ranks with two stages each, at half the cost of eight
 TINY8 = (
     jobs.TINY.replace('"tiny"', '"tiny8"\nnum_layers = 4')
     .replace("local_batch_size = 2", "local_batch_size = 4")
@@ -63,7 +63,7 @@ class Trained(jobs.Result):
     evaluated: list[float] = field(default_factory=list)
     """Summed loss of one batch after the first step, if asked for; 0 where another rank has it."""
     balance: dict[str, Tensor] = field(default_factory=dict)
-    """What a checkpoint keeps of the load of experts."""
+    """State of the balance of experts."""
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
         # all keys share) and which starts at 0: of its movement, 1.1e-4 was rounding on one
         # processor (7e-6 in float64). Movements may differ by ten times what gradients may.
         wanted, gradient = reference.final[name], reference.gradients.get(name)
-        if name.endswith("expert_bias"):  # moved by counts, which are whole numbers
+        if name.endswith("expert_bias"):  # moved by counts, which are integers
             assert value.equal(wanted), name
         gap, moved = value - wanted, wanted - reference.initial[name]
         if gradient is not None:

@@ -1,4 +1,4 @@
-"""What balances experts: what is counted, saved and left alone. Layouts are in test_matrix.py."""
+"""Balancing of experts: counts, checkpoints, skipped steps. Layouts are in test_matrix.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trained(what: str, on_one_device: OneDevice) -> pj.Trained:
 
 
 def test_the_reference_is_balanced(on_one_device: OneDevice) -> None:
-    """Biases and losses do something in what layouts are compared with."""
+    """Biases and losses matter in the reference of test_matrix.py."""
     found = trained("balanced", on_one_device)
     assert set(biases(found)) == {f"layers.{n}.moe.expert_bias" for n in (1, 2)}
     assert all(bias.abs().max() > 0.02 for bias in biases(found).values())
@@ -130,7 +130,7 @@ def test_biases_and_counts_load_into_other_layouts(
         assert all(state[COUNTS].equal(saved.balance[COUNTS]) for _, state in found)
 
 
-# --- what leaves the balance alone
+# --- what must not change the balance
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -1,12 +1,12 @@
-"""The same model in every layout, with every feature: a table in which all pairs of them occur.
+"""The same model in every layout, with every feature: a table with a row for each pair of them.
 
-A row is a job: where it runs, what it trains, and how. What it leaves is compared with one device
-that trains the same, in float32, where rounding is all that may differ: initial weights bit for
-bit, each parameter's first gradient before clipping, losses and norms, an evaluation after the
-first step, weights at the end, and the names of what was trained. A mistake seldom needs more than
-two things to come together, so each pair of axis and feature of the dense model is in some row
-(`test_every_pair_has_its_row`), and not each combination. The other families, optimizers and the
-examples have the rows in which their own code meets an axis or a feature.
+A row is a job: where it runs, what it trains, and how. Its results are compared with those of one
+device, in float32, where only rounding may differ: initial weights bit for bit, each parameter's
+first gradient before clipping, losses and norms, an evaluation after the first step, final weights,
+and the names of trained parameters. A mistake seldom needs more than two things to come together,
+so each pair of axis and feature of the dense model has a row (`test_every_pair_has_its_row`), and
+not each combination. Other families, optimizers and the examples have a row wherever their own code
+meets an axis or a feature.
 
 The model has four layers, sizes that two tensor-parallel ranks can split and two shards of that
 cannot evenly, and strong attention; the samples have a random number of valid labels.
@@ -78,14 +78,14 @@ def frozen(*patterns: str) -> str:
 
 @dataclass(frozen=True)
 class What:
-    """What is trained: the reference trains it too."""
+    """The model and its settings, which the reference has too."""
 
     arguments: tuple[str, ...] = ()
     reads_texts: bool = False
     """Else its samples are synthetic, with masked labels."""
 
     def options(self, texts: Path) -> tuple[str, ...]:
-        """Two steps: the second one begins with the first one's weights and moments."""
+        """Two steps: the second one starts from the first one's weights and moments."""
         data: tuple[str, ...] = ("--training.seq_len=40",)
         if self.reads_texts:
             files = ("--training.dataset=files", f"--training.dataset_path={texts}")
@@ -105,7 +105,7 @@ class Where:
         return math.prod(self.degrees.values())
 
     def local_batch_size(self, how: str) -> int:
-        """Four for stages, so that each has more than one microbatch; else the whole batch of 8."""
+        """Four for stages, so that each has more than one microbatch; else all 8 samples."""
         size = 4 if "pp" in self.degrees else 8 // self.degrees.get("dp", 1)
         return size // 2 if "accumulating" in how else size
 
@@ -145,7 +145,7 @@ FEW_EXPERTS = (
     "--model.num_experts_per_token=1",
     "--model.norm_expert_weights=false",  # else a router has no gradient
 )
-"""Fewer than ranks: each is cut by its width, so that every rank holds as much of it."""
+"""Fewer than ranks: each is split by its width, equally over the ranks."""
 FAMILIES = {
     "experts": What((EXPERTS, THREE_LAYERS)),
     "experts in four layers": What((EXPERTS,)),
@@ -231,7 +231,7 @@ WHERE = {
     "pp 2 ZBV x fsdp 2, weights freed": Where(
         {"pp": 2, "dp": 2}, pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="always")
     ),
-    # for families alone
+    # only for families
     "fsdp 3": Where({"dp": 3}),
     "fsdp 4": Where({"dp": 4}),
     "cp 2 allgather x fsdp 2": Where({"cp": 2, "dp": 2}, cp(2, "allgather")),
@@ -468,7 +468,7 @@ def test_bfloat16_is_near_float32(texts: Path, on_one_device: OneDevice) -> None
 def test_every_part_of_a_model_with_experts_is_trained(
     what: str, texts: Path, on_one_device: OneDevice
 ) -> None:
-    """What the layouts are compared with is no model in which some part does nothing."""
+    """Each part of the reference model has a gradient."""
     gradients = on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True).gradients
     biases = {name for name in gradients if name.endswith("expert_bias")}
     assert len(biases) == (2 if what == "DeepSeek" else 0)

@@ -1,8 +1,7 @@
-"""A checkpoint of any layout loads into any other, and a run goes on in it as on one device.
+"""A checkpoint of any layout loads into any other, and a run resumes in it as on one device.
 
-Parameters and their optimizer state are named, and so read, alike in every layout: loaded tensors
-are compared bit for bit with those that were trained, losses and weights of what is trained next
-with one device.
+Parameters and their optimizer state have the same names in every layout. Loaded tensors are
+compared bit for bit with the trained ones, losses and weights of the next steps with one device.
 """
 
 from __future__ import annotations
