@@ -1,7 +1,8 @@
 """The trainer as a scheduler or a person ends it: signals, the deadline, exit codes, no traceback.
 
-Each job is a process with ranks of its own; what it does is read from its log files, and nothing
-is sent before the log says that the moment has come."""
+Each job is a process with ranks of its own. Its log files show what it does, and no signal is sent
+before the log shows that the moment has come. Jobs start warm (tests/warm_python.py) except the
+campaigns marked `long`, which start the real interpreter."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ TRACEBACK = re.compile(r"Traceback .*\n(?!.*multiprocessing/forkserver)")
 
 
 class Job:
-    """A running job; `Job.pid` is its launcher, or its one rank."""
+    """A running job; `process` is its launcher, or its one rank."""
 
     def __init__(
         self,
@@ -78,8 +80,24 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
 
     def rank_pids(self) -> list[int]:
-        parents = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in parents.read_text().split()]
+        """Return the processes of the ranks, found by folder and RANK: a warm one is no child."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if str(self.folder) in (process / "cmdline").read_text():
+                    environ = (process / "environ").read_text().split("\0")
+                    found |= {word: int(process.name) for word in environ if word[:5] == "RANK="}
+            except OSError:  # it has ended, or is another user's
+                continue
+        return [pid for _, pid in sorted(found.items())]
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(warm_python: Path) -> Start:
+    return partial(Job, python=warm_python)
 
 
 def saved_step(job: Job) -> int:
@@ -91,9 +109,9 @@ def saved_step(job: Job) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_one_process_saves_and_the_next_start_goes_on(
-    number: signal.Signals, tmp_path: Path, warm_python: Path
+    number: signal.Signals, tmp_path: Path, start: Start
 ) -> None:
-    job = Job(tmp_path, "--checkpoint.interval=1000000", python=warm_python)
+    job = start(tmp_path, "--checkpoint.interval=1000000")
     job.wait_for(STEP)
     job.process.send_signal(number)
     code, errors = job.end()
@@ -102,7 +120,7 @@ def test_one_process_saves_and_the_next_start_goes_on(
     assert f"stopped after step {step} of 1000000 by a signal" in errors
     assert "run the same command to resume" in errors
     if number is signal.SIGTERM:
-        again = Job(tmp_path, "--job.time_limit_seconds=1", python=warm_python)
+        again = start(tmp_path, "--job.time_limit_seconds=1")
         code, errors = again.end()
         assert code == 4, errors
         assert "by its deadline, job.time_limit_seconds" in errors
@@ -111,10 +129,10 @@ def test_one_process_saves_and_the_next_start_goes_on(
 
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.long)])
-def test_the_launcher_passes_a_signal_on_and_waits(mode: str, tmp_path: Path) -> None:
+def test_the_launcher_passes_a_signal_on_and_waits(mode: str, tmp_path: Path, start: Start) -> None:
     """Saves follow one another closely, so that the signal falls into one or right beside it."""
     keep = ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
-    job = Job(tmp_path, *keep, ranks=2, mode=mode)
+    job = start(tmp_path, *keep, ranks=2, mode=mode)
     job.wait_for("Saved", rank=0)
     job.process.send_signal(signal.SIGTERM)
     code, errors = job.end()
@@ -155,9 +173,9 @@ def test_a_signal_during_set_up(ranks: int, tmp_path: Path) -> None:
     assert not find_steps(job.folder / "checkpoint") or "Saved" in job.log()
 
 
-def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, start: Start) -> None:
     """Without saving, though a step goes on and on."""
-    job = Job(tmp_path, "--training.callbacks=tests.own_faults:SleepsAfterStep3")
+    job = start(tmp_path, "--training.callbacks=tests.own_faults:SleepsAfterStep3")
     job.wait_for(STEP)
     job.process.send_signal(signal.SIGTERM)
     job.wait_for("stopping after this step")
@@ -209,8 +227,8 @@ def test_ranks_without_a_launcher_save_too(tmp_path: Path) -> None:
     assert len(find_steps(tmp_path / "run" / "checkpoint")) == 1
 
 
-def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
-    job = Job(tmp_path, ranks=2)
+def test_a_killed_rank_ends_the_job(tmp_path: Path, start: Start) -> None:
+    job = start(tmp_path, ranks=2)
     job.wait_for(STEP)
     os.kill(job.rank_pids()[1], signal.SIGKILL)
     _, errors = job.process.communicate(timeout=SECONDS)
@@ -262,11 +280,11 @@ def test_validation_data_that_never_come_end_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_signal_while_data_do_not_come_saves_the_step_before(
-    workers: int, tmp_path: Path
+    workers: int, tmp_path: Path, start: Start
 ) -> None:
     data = ["--training.dataset=tests.own_faults:Hangs"]
     data += [f"--training.dataloader.num_workers={workers}"]
-    job = Job(tmp_path, *data, "--checkpoint.interval=1000000")
+    job = start(tmp_path, *data, "--checkpoint.interval=1000000")
     job.wait_for("step:      8")  # the last for which there are data
     job.process.send_signal(signal.SIGTERM)
     code, errors = job.end()
@@ -276,9 +294,9 @@ def test_a_signal_while_data_do_not_come_saves_the_step_before(
 
 
 def test_nothing_is_saved_where_checkpoints_are_off_and_it_says_so(
-    tmp_path: Path, warm_python: Path
+    tmp_path: Path, start: Start
 ) -> None:
-    job = Job(tmp_path, "--checkpoint.enable=false", python=warm_python)
+    job = start(tmp_path, "--checkpoint.enable=false")
     job.wait_for(STEP)
     job.process.send_signal(signal.SIGTERM)
     code, errors = job.end()

@@ -16,7 +16,6 @@ from torchtitan.hf import weights as hf_weights
 from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.names import Names
 from torchtitan.models import llama3
-from torchtitan.trainer import Trainer
 
 original_open = hf_weights.safe_open
 
@@ -46,31 +45,18 @@ class Counted:
         return piece
 
 
-def begin(
-    job: list[str], flavor: str, changes: dict[str, Any]
-) -> tuple[dict[str, Tensor], int, int]:
+def begin(job: list[str]) -> tuple[dict[str, Tensor], int, int]:
     """Begin a job; return its weights, and the bytes that this rank has read and holds."""
     Counted.num_bytes = 0
     hf_weights.safe_open = Counted
     try:
-        with jobs.changed_flavor(job, flavor, changes):
-            run = jobs.start(job)
+        run = jobs.start(job)
     finally:
         hf_weights.safe_open = original_open
     own = model_tensors(run.model)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in own.values()]
     weights = {name: jobs.full(t) for name, t in own.items()}
     return weights, Counted.num_bytes, sum(t.nbytes for t in local)
-
-
-def train(job: list[str], flavor: str, changes: dict[str, Any]) -> dict[str, Tensor]:
-    """Run a job to its end; return its weights."""
-    with jobs.changed_flavor(job, flavor, changes):
-        run = jobs.start(job)
-        trainer = Trainer(run)
-        trainer.train()
-        trainer.close()
-    return {name: jobs.full(t) for name, t in model_tensors(run.model).items()}
 
 
 def start_again(job: list[str]) -> int:

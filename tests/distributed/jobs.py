@@ -7,9 +7,9 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from torchtitan.build import build_run
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.job import load_config
 from torchtitan.mesh.ranks import RankInfo
-from torchtitan.models.families import MODELS
 from torchtitan.models.interface import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
@@ -84,22 +83,6 @@ def full(tensor: Tensor) -> Tensor:
     """Gather a tensor from its shards."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-@contextmanager
-def changed_flavor(arguments: list[str], flavor: str, sizes: Mapping[str, Any]) -> Iterator[None]:
-    """Let a flavor of a job's model have other sizes meanwhile."""
-    if not sizes:
-        yield
-        return
-    flavors = MODELS[load_config(arguments).model.name].flavors
-    assert isinstance(flavors, dict)
-    before = flavors[flavor]
-    flavors[flavor] = replace(before, **sizes)
-    try:
-        yield
-    finally:
-        flavors[flavor] = before
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from torchtitan.checkpoint.state import optimizer_tensors
-from torchtitan.models import llama3
+from torchtitan.models import deepseek_v3, llama3, qwen3_moe
 from torchtitan.models.init import Init, Normal
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.optim import loss
@@ -23,11 +23,10 @@ from torchtitan.trainer import Run, Trainer
 
 T = TypeVar("T")
 STEPS = 3
-FOUR_LAYERS = {"num_layers": 4}
-"""Enough for two ranks with two stages each, and half of what eight cost."""
-TIED = {**FOUR_LAYERS, "tie_embeddings": True}
+TIED = "--model.tie_embeddings=true"
+# four layers are enough for two ranks with two stages each, at half the cost of eight
 TINY8 = (
-    jobs.TINY.replace('"tiny"', '"tiny8"')
+    jobs.TINY.replace('"tiny"', '"tiny8"\nnum_layers = 4')
     .replace("local_batch_size = 2", "local_batch_size = 4")
     .replace("\nsteps = 20", f"\nsteps = {STEPS}")
 )
@@ -63,33 +62,39 @@ class Trained(jobs.Result):
     owns_loss: bool
     evaluated: list[float] = field(default_factory=list)
     """Summed loss of one batch after the first step, if asked for; 0 where another rank has it."""
+    balance: dict[str, Tensor] = field(default_factory=dict)
+    """State of the balance of experts."""
 
 
 @contextmanager
-def strong_attention() -> Iterator[None]:
-    """Let the weights of attention start ten times as large as they should.
+def strong_weights() -> Iterator[None]:
+    """Let attention, experts, routers and latents start far larger than they should.
 
-    At the real size it is so even at first, and adds so little, that a wrong position, and layers
-    in the wrong order, are lost in rounding.
+    At their real size attention is so even at first, and adds so little, that a wrong position, and
+    layers in the wrong order, are lost in rounding; experts would matter little, and choices nearly
+    tie. Qwen3's expert biases start at 0, so that what moves them shows; DeepSeek's do not.
     """
-    correct = llama3.initial
 
-    def initial(config: DecoderConfig, name: str) -> Init:
-        return Normal(std=0.2) if ".attention.w" in name else correct(config, name)
+    def stronger(correct: Callable[..., Init], *, keeps_bias: bool) -> Callable[..., Init]:
+        def initial(config: DecoderConfig, name: str) -> Init:
+            if ".attention.w" in name:
+                return Normal(std=0.2)
+            if ".moe." in name and not (keeps_bias and name.endswith("expert_bias")):
+                return Normal(std=0.3)
+            return correct(config, name)
 
-    llama3.initial = initial
-    try:
+        return initial
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (llama3, qwen3_moe, deepseek_v3):
+            changed = stronger(module.initial, keeps_bias=module is qwen3_moe)
+            patch.setattr(module, "initial", changed)
         yield
-    finally:
-        llama3.initial = correct
 
 
-def train(
-    job: list[str], *, sizes: Mapping[str, Any] = FOUR_LAYERS, evaluating: bool = False
-) -> Trained:
-    """Run a job of tiny8 in other sizes to its end on this rank, and tell more of it than
-    `jobs.train`."""
-    with strong_attention(), jobs.changed_flavor(job, "tiny8", sizes):
+def train(job: list[str], *, evaluating: bool = False) -> Trained:
+    """Run a job to its end on this rank, and tell more of it than `jobs.train`."""
+    with strong_weights():
         run = jobs.start(job)
     initial = {name: jobs.full(p) for name, p in run.model.named_parameters()}
     gradients = _keep_first_gradients(run)
@@ -113,12 +118,8 @@ def train(
         trained=names,
         owns_loss=run.execution.owns_loss,
         evaluated=evaluated,
+        balance=run.balance.state() if run.balance is not None else {},
     )
-
-
-def train_tied(job: list[str], *, evaluating: bool = False) -> Trained:
-    """Train with the embedding as output head."""
-    return train(job, sizes=TIED, evaluating=evaluating)
 
 
 def _keep_first_gradients(run: Run) -> dict[str, Tensor]:
@@ -158,6 +159,9 @@ def whole(results: Iterable[Trained], part: Callable[[Trained], dict[str, T]]) -
 
 def assert_same_training(results: list[Trained], reference: Trained) -> None:
     """Compare all that ranks tell with one device: to rounding, float32, relative."""
+    for result in results:
+        assert result.balance.keys() == reference.balance.keys()
+        assert all(value.equal(reference.balance[k]) for k, value in result.balance.items())
     initial = whole(results, lambda result: result.initial)
     assert initial.keys() == reference.initial.keys()
     for name, value in initial.items():
@@ -171,6 +175,9 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         for key in ("lr", "num_tokens", "valid_token_fraction"):
             assert ours[key] == theirs[key]
+        for key in (key for key in theirs if key.startswith("router/")):
+            counts = isinstance(theirs[key], list)
+            assert ours[key] == (theirs[key] if counts else pytest.approx(theirs[key], rel=1e-4))
     gradients = whole(results, lambda result: result.gradients)
     assert gradients.keys() == reference.gradients.keys()
     for name, gradient in gradients.items():
@@ -183,6 +190,8 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
         # all keys share) and which starts at 0: of its movement, 1.1e-4 was rounding on one
         # processor (7e-6 in float64). Movements may differ by ten times what gradients may.
         wanted, gradient = reference.final[name], reference.gradients.get(name)
+        if name.endswith("expert_bias"):  # moved by counts, which are integers
+            assert value.equal(wanted), name
         gap, moved = value - wanted, wanted - reference.initial[name]
         if gradient is not None:
             gap = gap.where(gradient.abs() >= 1e-3 * gradient.abs().mean(), 0.0)
@@ -191,8 +200,7 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
 
 def count_forwards(job: list[str]) -> float:
     """Return how often each block of this rank starts its forward, per microbatch of a step."""
-    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
-        run = jobs.start(job)
+    run = jobs.start(job)
     blocks: list[Any] = [block for part in run.model for block in part.layers.values()]
     calls: list[object] = []
     for block in blocks:
@@ -207,8 +215,7 @@ def count_head_gradients(job: list[str]) -> tuple[int, int, int]:
     """Return how many gradients of the head's weight a step computes on this rank, the most of
     earlier microbatches that are still held when there is a new one, and how many an evaluation
     computes."""
-    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
-        run = jobs.start(job)
+    run = jobs.start(job)
     plain, made, most = loss._Head.__call__, list[weakref.ref[Any]](), 0
 
     def counting(*args: Any) -> Any:

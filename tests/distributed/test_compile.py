@@ -20,7 +20,13 @@ from torch.torch_version import TorchVersion
 
 from tests.distributed import jobs, pipeline_jobs
 from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import TINY8, Trained, assert_same_training, pipeline
+from tests.distributed.pipeline_jobs import (
+    TIED,
+    TINY8,
+    Trained,
+    assert_same_training,
+    pipeline,
+)
 from tests.distributed.rank_pool import RankPool
 from torchtitan.parallel import compile as compiling
 
@@ -37,30 +43,16 @@ SELECTIVE = "--activation_checkpoint.mode=selective"
 BY_OPERATOR = (SELECTIVE, "--activation_checkpoint.selective_ac_option=op")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Where a job runs, and what the compiler makes of its blocks."""
-
-    world: int
-    overrides: tuple[str, ...]
-    graphs: int = 1
-    breaks: int = 0
-
-
-# Attention across ranks is run as it is. The graph breaks there twice, once for attention and once
-# for the block around it, and leaves the parts before and after it in both. Under tensor
-# parallelism the gathering before attention is one more.
-LAYOUTS = {
-    "one device, half recomputed": Layout(world=1, overrides=(SELECTIVE,)),
-    "fsdp 2, recomputed": Layout(world=2, overrides=(FULL,)),
-    "tp 2, stream copied": Layout(world=2, overrides=(TP2, COPIED_STREAM)),
-    "pp 2": Layout(world=2, overrides=pipeline("1F1B")),
-    "one device, by operator": Layout(world=1, overrides=BY_OPERATOR),
-    "fsdp 2, by operator": Layout(world=2, overrides=BY_OPERATOR),
-    "pp 2, tp 2, by operator": Layout(world=4, overrides=(*pipeline("1F1B"), TP2, *BY_OPERATOR)),
-    "cp 2, tp 2, half recomputed": Layout(
-        world=4, overrides=(TP2, *CP2, SELECTIVE), graphs=5, breaks=2
-    ),
+# Ranks, options, graphs and their breaks. Attention across ranks is run as it is. The graph breaks
+# there twice, once for attention and once for the block around it, and leaves the parts before and
+# after it in both. Under tensor parallelism the gathering before attention is one more.
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], int, int]] = {
+    "one device, half recomputed": (1, (SELECTIVE,), 1, 0),
+    "fsdp 2, recomputed": (2, (FULL,), 1, 0),
+    "fsdp 2, by operator": (2, BY_OPERATOR, 1, 0),
+    "tp 2, stream copied": (2, (TP2, COPIED_STREAM), 1, 0),
+    "pp 2, tp 2, by operator": (4, (*pipeline("1F1B"), TP2, *BY_OPERATOR), 1, 0),
+    "cp 2, tp 2, half recomputed": (4, (TP2, *CP2, SELECTIVE), 5, 2),
 }
 
 
@@ -75,11 +67,8 @@ class Compiled:
     cache_misses: int
 
 
-def train(
-    job: list[str], *, code: Path | None = None, strict: bool = True, tied: bool = False
-) -> Compiled:
-    """Train on this rank; `strict`: a second code for a later layer is an error. `tied`: with the
-    embedding as output head."""
+def train(job: list[str], *, code: Path | None = None, strict: bool = True) -> Compiled:
+    """Train on this rank; `strict`: a second code for a later layer is an error."""
     import torch._dynamo
     import torch._inductor.config
     from torch._dynamo.utils import counters
@@ -90,7 +79,7 @@ def train(
     counters.clear()
     scalar = torch._inductor.config.patch({"cpp.simdlen": 1})
     with torch._dynamo.config.patch(error_on_recompile=strict), scalar:
-        trained = pipeline_jobs.train_tied(job) if tied else pipeline_jobs.train(job)
+        trained = pipeline_jobs.train(job)
     return Compiled(
         trained=trained,
         graphs=counters["stats"]["unique_graphs"],
@@ -116,23 +105,21 @@ def job(tmp_path: Path, cache: Path) -> list[str]:
 def test_the_same_model_from_one_code(
     name: str, ranks: RankPool, job: list[str], plain: Trained
 ) -> None:
-    layout = LAYOUTS[name]
-    results = ranks.run(train, [*job, *layout.overrides, *AOT_EAGER], world=layout.world)
+    world, how, graphs, breaks = LAYOUTS[name]
+    results = ranks.run(train, [*job, *how, *AOT_EAGER], world=world)
     # names are compared too
     assert_same_training([result.trained for result in results], plain)
     for result in results:
-        assert (result.graphs, result.breaks) == (layout.graphs, layout.breaks)
+        assert (result.graphs, result.breaks) == (graphs, breaks)
 
 
-@pytest.mark.parametrize("world", [1, 2], ids=["one device", "cp 2"])
 def test_documents_change_with_each_batch_and_compile_nothing(
-    world: int, ranks: RankPool, job: list[str], on_one_device: OneDevice
+    ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
     """Attention that goes by their lengths is not compiled; that would be anew for each batch."""
     within = "--training.attn_mask_type=block_causal"
     reference = on_one_device(pipeline_jobs.train, UNCLIPPED, within)
-    job += [within, *AOT_EAGER]
-    results = ranks.run(train, [*job, *CP2] if world == 2 else job, world=world)
+    results = ranks.run(train, [*job, within, *AOT_EAGER, *CP2], world=2)
     assert_same_training([result.trained for result in results], reference)
     assert {(result.graphs, result.breaks) for result in results} == {(4, 2)}
 
@@ -141,24 +128,10 @@ def test_an_embedding_that_is_the_head_too(
     ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
     """Its gradient is that of both ends, one of which is compiled against."""
-    results = ranks.run(train, [*job, TP2, FULL, *AOT_EAGER], tied=True, world=2)
-    reference = on_one_device(pipeline_jobs.train_tied, UNCLIPPED)
+    results = ranks.run(train, [*job, TIED, TP2, FULL, *AOT_EAGER], world=2)
+    reference = on_one_device(pipeline_jobs.train, UNCLIPPED, TIED)
     assert_same_training([result.trained for result in results], reference)
     assert [(result.graphs, result.breaks) for result in results] == [(1, 0)] * 2
-
-
-def test_a_deterministic_run_goes_on_bit_for_bit(
-    ranks: RankPool, tmp_path: Path, cache: Path
-) -> None:
-    """In one go, and stopped after two of three steps: digits and state."""
-    exact = ("--debug.deterministic=true", SELECTIVE, *AOT_EAGER)
-    whole = [*jobs.write_job(tmp_path, TINY8, name="whole", cache=cache), *exact]
-    parts = [*jobs.write_job(tmp_path, TINY8, name="parts", cache=cache), *exact]
-    [through] = ranks.run(jobs.train, whole, world=1)
-    ranks.run(jobs.train, [*parts, "--training.steps=2"], world=1)
-    [resumed] = ranks.run(jobs.train, parts, world=1)
-    assert digits(resumed) == digits(through)
-    assert resumed.state_hash == through.state_hash
 
 
 def digits(result: jobs.Result) -> list[tuple[float, float, float]]:

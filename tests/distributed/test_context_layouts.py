@@ -1,7 +1,7 @@
 """Jobs whose ranks share each sequence: what they must not get wrong, and what they repeat.
 
-That they train the model of one device is in test_matrix.py; here are ranks without a label,
-the hops of a ring, checkpoints of other degrees. float32, two layers, strong attention, 40 tokens
+That they train the model of one device is in test_matrix.py; here are ranks without a label and
+the hops of a ring. float32, two layers, strong attention, 40 tokens
 to a sequence, and a random number of valid labels a sample, so that ranks hold different numbers of
 them.
 """
@@ -17,30 +17,23 @@ from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_elastic import LOGGED, samples
-from tests.distributed.test_layouts import assert_same_training
 from torchtitan.data.loader import Loader, Samples
 from torchtitan.models.decoder import Block
 from torchtitan.optim.loss import IGNORE_INDEX
 from torchtitan.parallel.context import attention as context_attention
 
+NUM_LAYERS = 2
 BASE = (
     "--model.flavor=tiny8",
+    f"--model.num_layers={NUM_LAYERS}",
     "--training.seq_len=40",
-    "--training.steps=4",
+    "--training.steps=2",
     "--training.local_batch_size=8",
 )
 CP2 = "--parallelism.context_parallel_degree=2"
 CP4 = "--parallelism.context_parallel_degree=4"
 RING = "--parallelism.context_parallel_rotate_method=ring"
 CONTIGUOUS = "--parallelism.context_parallel_load_balancer=none"
-HALF = "--training.local_batch_size=4"
-NUM_LAYERS = 2
-
-
-def train(job: list[str]) -> jobs.Result:
-    with pj.strong_attention(), jobs.changed_flavor(job, "tiny8", {"num_layers": NUM_LAYERS}):
-        return jobs.train(job)
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ def job(tmp_path: Path, cache: Path) -> list[str]:
 # --- a rank without any valid label
 
 
-def train_on_the_second_half(job: list[str]) -> jobs.Result:
+def train_on_the_second_half(job: list[str]) -> pj.Trained:
     """Mask the labels of the first half of every sequence: of two contiguous ranks, all of one."""
     correct = Loader.__next__
 
@@ -61,11 +54,9 @@ def train_on_the_second_half(job: list[str]) -> jobs.Result:
             batch["labels"][:, : batch["labels"].shape[1] // 2] = IGNORE_INDEX
         return step
 
-    Loader.__next__ = masked  # type: ignore[method-assign]
-    try:
-        return train(job)
-    finally:
-        Loader.__next__ = correct  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "__next__", masked)
+        return pj.train(job)
 
 
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
@@ -75,9 +66,9 @@ def test_a_rank_whose_labels_are_all_masked(
     """Its keys and values count all the same: gradients come from the other rank."""
     reference = on_one_device(train_on_the_second_half, *BASE)
     how = [CP2, CONTIGUOUS, f"--parallelism.context_parallel_rotate_method={method}"]
-    result = ranks.run(train_on_the_second_half, [*job, *how, jobs.UNSAVED], world=2)[0]
+    results = ranks.run(train_on_the_second_half, [*job, *how, jobs.UNSAVED], world=2)
     assert reference.rows[0]["valid_token_fraction"] < 0.5
-    assert_same_training(result, reference)
+    pj.assert_same_training(results, reference)
 
 
 # --- recomputation
@@ -97,13 +88,10 @@ def count_hops(job: list[str]) -> list[str]:
         calls.append("block")
         return forward(self, *arguments)  # type: ignore[arg-type]
 
-    context_attention.Message.__init__ = init  # type: ignore[method-assign,assignment]
-    Block.forward = block  # type: ignore[method-assign,assignment]
-    try:
-        train(job)
-    finally:
-        context_attention.Message.__init__ = correct  # type: ignore[method-assign]
-        Block.forward = forward  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_attention.Message, "__init__", init)
+        patch.setattr(Block, "forward", block)
+        pj.train(job)
     return calls
 
 
@@ -124,35 +112,3 @@ def test_recomputed_blocks_repeat_their_hops_on_all_ranks_alike(
     assert calls[0].count("block") == NUM_LAYERS + blocks
     # 3 hops forward, 3 + 4 backward: gradients take one more to come home
     assert calls[0].count("hop") == (NUM_LAYERS + attentions) * 3 + NUM_LAYERS * 7
-
-
-# --- checkpoints
-
-
-def test_another_degree_goes_on_at_the_next_sample(
-    ranks: RankPool, job: list[str], tmp_path: Path, on_one_device: OneDevice
-) -> None:
-    """cp 2 -> cp 4 -> one device -> cp 2 x fsdp 2, each sample logged once."""
-    for world, steps, layout in (
-        (2, 1, [CP2]),
-        (4, 2, [CP4, RING]),
-        (1, 3, []),
-        (4, 4, [CP2, HALF]),
-    ):
-        result, *_ = ranks.run(
-            train, [*job, LOGGED, *layout, f"--training.steps={steps}"], world=world
-        )
-    assert_same_training(result, on_one_device(train, *BASE))
-    drawn = samples(tmp_path / "run")
-    assert [number for number, _, _ in drawn] == list(range(4 * 8))
-
-
-def test_resume_is_exact(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
-    through, stopped = (
-        [*jobs.write_job(tmp_path, name=name, cache=cache), *BASE, CP2, RING]
-        for name in ("through", "stopped")
-    )
-    whole = ranks.run(train, [*through, "--training.steps=4"], world=2)
-    ranks.run(train, [*stopped, "--training.steps=2"], world=2)
-    resumed = ranks.run(train, [*stopped, "--training.steps=4"], world=2)
-    assert [result.state_hash for result in resumed] == [result.state_hash for result in whole]

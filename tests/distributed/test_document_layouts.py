@@ -41,7 +41,6 @@ def cp2(method: str, balancer: str) -> tuple[str, ...]:
 # two sequences of 64 tokens: a boundary in the middle of a chunk, single tokens, a document longer
 # than a rank's part
 LENGTHS = ((11, 1, 52), (37, 27))
-TWO_LAYERS = {"num_layers": 2}
 POSITIONS: list[bool] = [False, True]
 ALONE = {
     "one device": (1, ()),
@@ -86,8 +85,8 @@ def alone() -> dict[str, list[Figures]]:
     for kind in POSITIONS:
         found[kind] = []
         for row, start, stop in documents():
-            with pj.strong_attention():
-                model = spec.build(replace(spec.flavors["tiny8"], **TWO_LAYERS))
+            with pj.strong_weights():
+                model = spec.build(replace(spec.flavors["tiny8"], num_layers=2))
                 initialize(model, seed=0)
             model.output.loss = lambda x, weight, labels: torch.nn.functional.cross_entropy(
                 (x @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum"
@@ -107,7 +106,7 @@ def alone() -> dict[str, list[Figures]]:
 
 def packed(job: list[str]) -> dict[str, list[Figures]]:
     """The loss and the gradients of each document in the batch of all, on this rank."""
-    with pj.strong_attention(), jobs.changed_flavor(job, "tiny8", TWO_LAYERS):
+    with pj.strong_weights():
         run = jobs.start(job)
     parallelism = jobs.load_config(job).parallelism
     found: dict[str, list[Figures]] = {}
@@ -151,6 +150,7 @@ def test_as_if_each_document_were_alone(
     """Losses to 1e-5, and so is the gradient; no label at all (a single token) makes both 0."""
     world, overrides = ALONE[layout]
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *overrides, "--training.seq_len=64"]
+    job += ["--model.num_layers=2"]
     job += ["--training.local_batch_size=2", "--training.global_batch_size=-1"]
     results = ranks.run(packed, job, world=world)
     for kind in POSITIONS:

@@ -23,11 +23,10 @@ from tests.distributed.test_matrix import HOW, TP2
 from torchtitan.parallel.expert import Exchange
 from torchtitan.trainer import Trainer
 
-SIZES = {"num_layers": 3}
 NUM_LAYERS = 2  # with experts: the first of them is dense
 E, K, H, C = 8, 2, 24, 32
 B, S = 8, 16
-STEP = ("--training.steps=1", f"--training.seq_len={S}")
+STEP = ("--model.num_layers=3", "--training.steps=1", f"--training.seq_len={S}")
 COLLECTIVES = {  # of FSDP, as versions of torch call them
     "gathered": ("all_gather_into_tensor", "all_gather_single"),
     "scattered": ("reduce_scatter_tensor", "reduce_scatter_single"),
@@ -82,8 +81,7 @@ def count(job: list[str], *, held: int) -> Traffic:
 
         return weigh
 
-    with jobs.changed_flavor(job, "tiny8", SIZES):
-        run = jobs.start(job)
+    run = jobs.start(job)
     for part in run.model:
         for block in part.layers.values():
             if hasattr(block, "moe"):

@@ -62,27 +62,25 @@ def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
     return "no error", False
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("layout", [jobs.FSDP, jobs.DDP])
+LATER = ("--metrics.log_freq=100", "--checkpoint.interval=100")
+"""A bad step is read one later, when a kernel has left the weights alone, or has not."""
+SGD = "--optimizer.name=SGD"
+
+
 @pytest.mark.parametrize(
-    "found",
+    ("value", "found"),
     [
-        (),
-        # read one step later, when a kernel has been told to leave the weights alone, or not
-        ("--metrics.log_freq=100", "--checkpoint.interval=100"),
-        ("--metrics.log_freq=100", "--checkpoint.interval=100", "--optimizer.name=SGD"),
+        (math.nan, jobs.FSDP),
+        (math.inf, (*jobs.DDP, *LATER)),
+        (math.nan, (*jobs.DDP, *LATER, SGD)),  # which skips nothing by itself
+        (math.inf, (*LATER, SGD)),
     ],
-    ids=["at once", "a step later", "by an optimizer that skips nothing"],
+    ids=["at once", "a step later", "ddp 2, by SGD", "fsdp 2, by SGD"],
 )
 def test_a_bad_loss_on_one_rank_stops_all_and_leaves_the_weights(
-    value: float,
-    layout: tuple[str, ...],
-    found: tuple[str, ...],
-    ranks: RankPool,
-    tmp_path: Path,
+    value: float, found: tuple[str, ...], ranks: RankPool, tmp_path: Path
 ) -> None:
-    overrides = [*layout, "--training.local_batch_size=4", *found]
-    job = [*jobs.write_job(tmp_path), *overrides]
+    job = [*jobs.write_job(tmp_path), "--training.local_batch_size=4", *found]
     for message, unchanged in ranks.run(train_into, value, 1, job, world=2):
         assert "step 3" in message
         assert f"the loss is {value} on rank 1." in message
@@ -173,47 +171,20 @@ def test_no_step_waits_but_those_that_are_reported(
         assert norms_read == [1, 1, 2, 3, 4, 6]
 
 
-def test_a_wait_would_be_seen() -> None:
-    with Waits() as waits:
-        torch.ones(1).item()
-    assert waits.count == 1
-
-
-EPOCHS = """
-base = "run.toml"
-[training]
-dataset = "files"
-dataset_path = ["{folder}/*.txt"]
-num_epochs = 2
-steps = 1000
-[lr_scheduler]
-total_steps = 1000
-"""
+def in_epochs(folder: Path, text: str) -> list[str]:
+    (folder / "a.txt").write_text(text)
+    data = ["--training.dataset=files", f"--training.dataset_path={folder}/*.txt"]
+    steps = ["--training.steps=1000", "--lr_scheduler.total_steps=1000"]
+    return [*jobs.write_job(folder), *data, "--training.num_epochs=2", *steps]
 
 
 def test_the_end_of_the_data_ends_the_run_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """2 epochs of 401 tokens make 24 samples of 32: 3 steps of 8."""
-    (tmp_path / "a.txt").write_text("x" * 400)
-    job = jobs.write_job(tmp_path)
-    (tmp_path / "epochs.toml").write_text(EPOCHS.format(folder=tmp_path))
-    job[0] = f"--job.config_file={tmp_path / 'epochs.toml'}"
-    results = ranks.run(jobs.train, job, world=2)
+    results = ranks.run(jobs.train, in_epochs(tmp_path, "x" * 400), world=2)
     assert [row["step"] for row in results[0].rows] == [1, 2, 3]
     folder = tmp_path / "run" / "checkpoint"
     assert find_steps(folder) == [3]
     assert read_state(folder / "step-3", "dataloader")["position"] == 24
-
-
-def test_a_folder_of_another_job_is_refused_with_what_differs(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path), "--training.steps=2"]
-    ranks.run(jobs.train, job, world=1)
-    rows = jobs.read_rows(tmp_path / "run")
-    [message] = ranks.run(jobs.failure, [*job, "--training.seq_len=16"], world=1)
-    assert "was made by a job with other settings" in message
-    assert "training.seq_len: stored 32, now 16" in message
-    assert jobs.read_rows(tmp_path / "run") == rows
 
 
 def test_a_batch_that_the_ranks_cannot_split(ranks: RankPool, tmp_path: Path) -> None:
@@ -223,28 +194,24 @@ def test_a_batch_that_the_ranks_cannot_split(ranks: RankPool, tmp_path: Path) ->
 
 
 def test_data_that_fill_no_batch_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x" * 100)
-    job = jobs.write_job(tmp_path)
-    (tmp_path / "epochs.toml").write_text(EPOCHS.format(folder=tmp_path))
-    job[0] = f"--job.config_file={tmp_path / 'epochs.toml'}"
-    [message] = ranks.run(jobs.failure, job, world=1)
+    [message] = ranks.run(jobs.failure, in_epochs(tmp_path, "x" * 100), world=1)
     assert "[training] global_batch_size" in message
-    assert "8 samples of 32 tokens, got 6 samples in 2 epochs; add data, or lower" in message
+    assert "got 6 samples in 2 epochs" in message
 
 
-def stopped_into_a_bad_step(job: list[str]) -> str:
-    """Ask for an end in the third step, whose loss is not finite either."""
+def stopped(job: list[str], *, step: int, factor: float) -> str:
+    """Ask for an end in a step, and multiply its loss."""
 
     class Asked(StopRequest):
         def votes(self) -> list[int]:
-            return [int(run.progress.step == 3), 0, 0]
+            return [int(run.progress.step == step), 0, 0]
 
-    def spoiled(correct: HeadLoss) -> HeadLoss:
+    def changed(correct: HeadLoss) -> HeadLoss:
         return lambda x, weight, labels: (
-            correct(x, weight, labels) * (math.nan if run.progress.step == 3 else 1.0)
+            correct(x, weight, labels) * (factor if run.progress.step == step else 1.0)
         )
 
-    with jobs.other_loss(spoiled):
+    with jobs.other_loss(changed):
         run = jobs.start(job)
     try:
         return f"stopped by {Trainer(run, stop=Asked()).train()} after step {run.progress.step}"
@@ -252,23 +219,18 @@ def stopped_into_a_bad_step(job: list[str]) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("saves", ["true", "false"])
-def test_a_bad_last_step_is_told_of(saves: str, ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saves", "step", "factor", "expected"),
+    [
+        ("true", 2, 1.0, "stopped by a signal (to 1 rank) after step 2"),
+        ("true", 3, math.nan, "step 3 must have a finite loss"),
+        ("false", 3, math.nan, "step 3 must have a finite loss"),
+    ],
+    ids=["heard at once", "a bad last step", "a bad last step, unsaved"],
+)
+def test_a_stop_in_a_step(
+    saves: str, step: int, factor: float, expected: str, ranks: RankPool, tmp_path: Path
+) -> None:
     job = [*jobs.write_job(tmp_path), "--metrics.log_freq=100", f"--checkpoint.enable={saves}"]
-    [message] = ranks.run(stopped_into_a_bad_step, job, world=1)
-    assert "step 3 must have a finite loss" in message
-
-
-def test_a_stop_is_heard_in_the_step_that_asks(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), "--metrics.log_freq=100"]
-    [message] = ranks.run(stopped_in_step_two, job, world=1)
-    assert message == "stopped by a signal (to 1 rank) after step 2"
-
-
-def stopped_in_step_two(job: list[str]) -> str:
-    class Asked(StopRequest):
-        def votes(self) -> list[int]:
-            return [int(run.progress.step == 2), 0, 0]
-
-    run = jobs.start(job)
-    return f"stopped by {Trainer(run, stop=Asked()).train()} after step {run.progress.step}"
+    [message] = ranks.run(stopped, job, step=step, factor=factor, world=1)
+    assert expected in message

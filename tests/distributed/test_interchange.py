@@ -99,8 +99,7 @@ def begin(job: list[str]) -> tuple[dict[str, Tensor], int]:
     return {n: jobs.full(t) for n, t in model_tensors(run.model).items()}, run.progress.step
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("content", [everything, weights])
+@pytest.mark.parametrize(("content", "world"), [(everything, 2), (weights, 1)])
 def test_the_weights_of_another_writer_are_a_beginning(
     content: Callable[[], dict[str, Any]],
     world: int,

@@ -1,11 +1,12 @@
-"""The same model in every layout, with every feature: a table in which all pairs of them occur.
+"""The same model in every layout, with every feature: a table with a row for each pair of them.
 
-A row is a job: where it runs, what it trains, and how. What it leaves is compared with one device
-that trains the same, in float32, where rounding is all that may differ: initial weights bit for
-bit, each parameter's first gradient before clipping, losses and norms, an evaluation after the
-first step, weights at the end, and the names of what was trained. A mistake seldom needs more than
-two things to come together, so each pair of axis and feature is in some row
-(`test_every_pair_has_its_row`), and not each combination.
+A row is a job: where it runs, what it trains, and how. Its results are compared with those of one
+device, in float32, where only rounding may differ: initial weights bit for bit, each parameter's
+first gradient before clipping, losses and norms, an evaluation after the first step, final weights,
+and the names of trained parameters. A mistake seldom needs more than two things to come together,
+so each pair of axis and feature of the dense model has a row (`test_every_pair_has_its_row`), and
+not each combination. Other families, optimizers and the examples have a row wherever their own code
+meets an axis or a feature.
 
 The model has four layers, sizes that two tensor-parallel ranks can split and two shards of that
 cannot evenly, and strong attention; the samples have a random number of valid labels.
@@ -15,11 +16,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,11 +30,31 @@ from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 
-SIZES = {"num_layers": 4, "dim": 16, "hidden_dim": 42, "vocab_size": 266}
+SIZES = ("--model.dim=16", "--model.hidden_dim=42", "--model.vocab_size=266")
 TP2 = "--parallelism.tensor_parallel_degree=2"
 COPIED = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel"
 TWO_STEPS = "--training.steps=2"
+DOCUMENTS = ("--training.attn_mask_type=block_causal", "--training.reset_positions=true")
+BALANCED = (
+    "--model.expert_bias=true",
+    "--router.bias_update_rate=0.01",
+    "--router.sequence_loss_weight=0.5",
+    "--router.global_loss_weight=0.5",
+    "--router.z_loss_weight=0.05",
+    "--router.log_layers",
+)
+"""Losses of routers go by counts of the step before, biases by those of this one."""
+OWN_THINGS = (
+    "--training.dataset=examples.own_dataset:Sums",
+    "--sums.digits=1",
+    "--training.loss=examples.own_hooks:smoothed",
+    "--lr_scheduler.decay_type=examples.own_hooks:quadratic",
+    "--optimizer.name=examples.own_optimizer:Lion",
+    "--optimizer.lr=1e-4",
+    "--optimizer.options.betas=[0.9, 0.98]",
+    "--metrics.sinks=examples.own_hooks:CsvSink",
+)
 PP2, PP2_ZBV = pipeline("1F1B"), pipeline("ZBVZeroBubble")
 IN_TWOS = "--parallelism.pipeline_parallel_microbatch_size=2"
 
@@ -47,30 +67,30 @@ def cp(degree: int, method: str, balancer: str = "headtail") -> tuple[str, ...]:
     )
 
 
+def ep(degree: int) -> str:
+    """Return the argument of expert parallelism."""
+    return f"--parallelism.expert_parallel_degree={degree}"
+
+
 def frozen(*patterns: str) -> str:
     return f"--optimizer.frozen_params={json.dumps(patterns)}"
 
 
 @dataclass(frozen=True)
 class What:
-    """What is trained: the reference trains it too."""
+    """The model and its settings, which the reference has too."""
 
     arguments: tuple[str, ...] = ()
-    sizes: Mapping[str, Any] = field(default_factory=dict)
     reads_texts: bool = False
     """Else its samples are synthetic, with masked labels."""
 
     def options(self, texts: Path) -> tuple[str, ...]:
-        """Two steps: the second one begins with the first one's weights and moments."""
+        """Two steps: the second one starts from the first one's weights and moments."""
         data: tuple[str, ...] = ("--training.seq_len=40",)
         if self.reads_texts:
             files = ("--training.dataset=files", f"--training.dataset_path={texts}")
             data = (*files, "--training.seq_len=64")
-        return (*data, TWO_STEPS, *self.arguments)
-
-    @property
-    def all_sizes(self) -> dict[str, Any]:
-        return {**SIZES, **self.sizes}
+        return (*SIZES, *data, TWO_STEPS, *self.arguments)
 
 
 @dataclass(frozen=True)
@@ -85,7 +105,7 @@ class Where:
         return math.prod(self.degrees.values())
 
     def local_batch_size(self, how: str) -> int:
-        """Four for stages, so that each has more than one microbatch; else the whole batch of 8."""
+        """Four for stages, so that each has more than one microbatch; else all 8 samples."""
         size = 4 if "pp" in self.degrees else 8 // self.degrees.get("dp", 1)
         return size // 2 if "accumulating" in how else size
 
@@ -95,25 +115,70 @@ class Where:
         return [*self.arguments, jobs.UNSAVED, size, *words]
 
 
-WHAT = {
+FEATURES = {
     "all": What(),
-    "tied": What(sizes={"tie_embeddings": True}),
-    "documents": What(
-        ("--training.attn_mask_type=block_causal", "--training.reset_positions=true"),
-        reads_texts=True,
-    ),
+    "tied": What((pj.TIED,)),
+    "documents": What(DOCUMENTS, reads_texts=True),
     # all of the first stage among others
     "few": What(
         (frozen("tok_embeddings.*", *(f"layers.{i}.*" for i in range(3)), "*.wk.*", "norm.*"),)
     ),
-    "all but a tied embedding": What(
-        (frozen("tok_*", "layers.*.feed_forward.w1.*"),), sizes={"tie_embeddings": True}
-    ),
+    "all but a tied embedding": What((frozen("tok_*", "layers.*.feed_forward.w1.*"), pj.TIED)),
     "adapter": What(
         ("--lora.rank=4", "--lora.alpha=8.0", "--optimizer.lr=0.02", frozen("*.3.*.wo.lora_b"))
     ),
     "bfloat16": What(("--training.mixed_precision_param=bfloat16",)),
 }
+EXPERTS, DEEPSEEK = "--model.name=qwen3_moe", "--model.name=deepseek_v3"
+MISTRAL, MUON = "--model.name=mistral", ("--optimizer.name=Muon", "--optimizer.lr=0.02")
+GROUPS = '--optimizer.groups=[{params = ["tok*", "*.0.*"], lr = 1e-3}, {params = "*", lr = 5e-4}]'
+ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
+OF_ATTENTION = (*ADAPTER, '--lora.modules=["layers.*.attention.w*"]')
+ROUTED = (EXPERTS, *BALANCED, "--training.steps=4", "--training.local_batch_size=8")
+PADDING = ("--training.dataset=synthetic_examples", "--training.seq_len=180")
+IN_SIXES = ("--training.global_batch_size=6", "--training.local_batch_size=2")
+ODD = "--training.seq_len=41"
+# the first layer is dense
+THREE_LAYERS = "--model.num_layers=3"
+FEW_EXPERTS = (
+    "--model.num_experts=2",
+    "--model.num_experts_per_token=1",
+    "--model.norm_expert_weights=false",  # else a router has no gradient
+)
+"""Fewer than ranks: each is split by its width, equally over the ranks."""
+FAMILIES = {
+    "experts": What((EXPERTS, THREE_LAYERS)),
+    "experts in four layers": What((EXPERTS,)),
+    "few experts": What((EXPERTS, THREE_LAYERS, *FEW_EXPERTS)),
+    "experts, odd tokens": What((EXPERTS, ODD, THREE_LAYERS)),
+    "experts, in sixes": What((EXPERTS, *IN_SIXES, THREE_LAYERS)),
+    "experts, documents": What((EXPERTS, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
+    "frozen experts": What((EXPERTS, frozen("*.experts.*"), THREE_LAYERS)),
+    "frozen routers, odd tokens": What((EXPERTS, ODD, frozen("*.router.*"), THREE_LAYERS)),
+    "experts, adapters": What((EXPERTS, *OF_ATTENTION, THREE_LAYERS)),
+    "experts, Muon": What((EXPERTS, *MUON, THREE_LAYERS)),
+    "balanced": What((*ROUTED, THREE_LAYERS)),
+    "balanced in four layers": What(ROUTED),
+    "balanced, odd tokens": What((*ROUTED, ODD, THREE_LAYERS)),
+    "balanced, documents": What((*ROUTED, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
+    "balanced, padding": What((*ROUTED, *PADDING)),
+    "DeepSeek": What((DEEPSEEK, THREE_LAYERS)),
+    "DeepSeek in four layers": What((DEEPSEEK,)),
+    "DeepSeek, documents": What((DEEPSEEK, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
+    "DeepSeek, adapters": What((DEEPSEEK, *OF_ATTENTION, THREE_LAYERS)),
+    "Qwen2, adapters": What(("--model.name=qwen2", "--lora.rank=4")),
+    "Qwen3": What(("--model.name=qwen3",)),
+    # windows of 7 tokens
+    "Mistral": What((MISTRAL,)),
+    "Mistral, documents": What((MISTRAL, *DOCUMENTS), reads_texts=True),
+    "Muon": What(MUON),
+    "Muon, in sixes": What((*MUON, *IN_SIXES)),
+    "Muon, adapters": What((*MUON, *ADAPTER, "--optimizer.muon_excluded_params=output.*")),
+    "Muon, groups": What((*MUON, GROUPS)),
+    "own family": What(("--model.name=examples.parallel_block:SPEC", "--model.flavor=tiny")),
+    "own things": What((*OWN_THINGS, WHOLE_LOGITS)),
+}
+WHAT = FEATURES | FAMILIES
 HOW: dict[str, tuple[str, ...]] = {
     "recomputed": ("--activation_checkpoint.mode=full",),
     "half recomputed": ("--activation_checkpoint.mode=selective",),
@@ -163,6 +228,30 @@ WHERE = {
     "cp 2 ring balanced x pp 2 x tp 2": Where(
         {"cp": 2, "pp": 2, "tp": 2}, (*cp(2, "ring", "balanced"), *PP2, TP2, IN_TWOS)
     ),
+    "pp 2 ZBV x fsdp 2, weights freed": Where(
+        {"pp": 2, "dp": 2}, pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="always")
+    ),
+    # only for families
+    "fsdp 3": Where({"dp": 3}),
+    "fsdp 4": Where({"dp": 4}),
+    "cp 2 allgather x fsdp 2": Where({"cp": 2, "dp": 2}, cp(2, "allgather")),
+    "ep 2": Where({"dp": 2}, (ep(2),)),
+    "ep 4": Where({"dp": 4}, (ep(4),)),
+    "ep 2 x fsdp 2": Where({"dp": 4}, (ep(2),)),
+    "ep 2 x hsdp 2x2": Where({"dp": 4}, (*jobs.HSDP, ep(2))),
+    "ep 2 x tp 2": Where({"tp": 2}, (TP2, ep(2))),
+    "ep 2 x tp 2, stream copied": Where({"tp": 2}, (TP2, COPIED, ep(2))),
+    "ep 2 x tp 2 x fsdp 2": Where({"tp": 2, "dp": 2}, (TP2, ep(2))),
+    "ep 4 x tp 2 x fsdp 2": Where({"tp": 2, "dp": 2}, (TP2, ep(4))),
+    "ep 2 x cp 2 ring": Where({"cp": 2}, (*cp(2, "ring"), ep(2))),
+    "ep 4 x cp 2 ring x fsdp 2": Where({"cp": 2, "dp": 2}, (*cp(2, "ring"), ep(4))),
+    "ep 2 x cp 2 ring x tp 2": Where({"cp": 2, "tp": 2}, (*cp(2, "ring"), TP2, ep(2))),
+    "ep 4 x cp 2 ulysses x tp 2": Where({"cp": 2, "tp": 2}, (*cp(2, "ulysses"), TP2, ep(4))),
+    "ep 2 x pp 2 Interleaved x tp 2": Where(
+        {"pp": 2, "tp": 2}, (*pipeline("Interleaved1F1B"), TP2, IN_TWOS, ep(2))
+    ),
+    "ep 2 x pp 2 ZBV x fsdp 2": Where({"pp": 2, "dp": 2}, (*PP2_ZBV, ep(2))),
+    "ep 2 x pp 2 DualPipeV x fsdp 2": Where({"pp": 2, "dp": 2}, (*pipeline("DualPipeV"), ep(2))),
 }
 TABLE: list[tuple[str, str, str]] = [
     ("one device", "all", "recomputed, accumulating, offloaded"),
@@ -204,6 +293,87 @@ TABLE: list[tuple[str, str, str]] = [
     ("cp 2 ring x pp 2 ZBV", "bfloat16", ""),
     ("cp 2 ring balanced x pp 2 x tp 2", "documents", ""),
 ]
+OF_FAMILIES: list[tuple[str, str, str]] = [
+    ("one device", "experts", "recomputed, accumulating"),
+    ("fsdp 2", "experts", "compiled"),
+    ("fsdp 2", "frozen routers, odd tokens", ""),
+    ("fsdp 3", "experts, in sixes", ""),
+    ("hsdp 2x2", "experts", "kept, offloaded"),
+    ("hsdp 2x2", "experts, Muon", ""),
+    ("cp 2 ring", "experts", "recomputed"),
+    ("cp 2 ulysses", "experts, documents", ""),
+    ("pp 2 ZBV", "experts in four layers", ""),
+    ("tp 2", "experts", ""),
+    ("tp 2, stream copied", "experts, odd tokens", "recomputed"),
+    ("fsdp 2 x tp 2", "experts", "by operator"),
+    ("ep 2", "experts", "by operator"),
+    ("ep 2", "experts", "compiled"),
+    ("ep 2", "experts, odd tokens", "recomputed, accumulating"),
+    ("ep 2", "frozen experts", "half recomputed"),
+    ("ep 2", "experts, adapters", ""),
+    ("ep 4", "experts", "offloaded"),
+    ("ep 2 x fsdp 2", "experts", "kept"),
+    ("ep 2 x fsdp 2", "experts, Muon", ""),
+    ("ep 2 x hsdp 2x2", "experts", ""),
+    ("ep 2 x tp 2", "experts", "recomputed"),
+    ("ep 2 x tp 2, stream copied", "experts, odd tokens", ""),
+    ("ep 4 x tp 2 x fsdp 2", "experts", ""),
+    ("ep 2 x cp 2 ring", "experts", ""),
+    ("ep 4 x cp 2 ulysses x tp 2", "experts, documents", ""),
+    ("ep 2 x pp 2 Interleaved x tp 2", "experts in four layers", "recomputed"),
+    ("ep 2 x pp 2 ZBV x fsdp 2", "experts in four layers", ""),
+    ("ep 2 x pp 2 DualPipeV x fsdp 2", "experts in four layers", ""),
+    ("fsdp 4", "few experts", ""),
+    ("ep 2 x tp 2 x fsdp 2", "few experts", ""),
+    ("one device", "balanced", "recomputed"),
+    ("fsdp 2", "balanced", "by operator, accumulating"),
+    ("fsdp 2", "balanced", "compiled, recomputed"),
+    ("hsdp 2x2", "balanced", "offloaded"),
+    ("cp 2 allgather x fsdp 2", "balanced, documents", ""),
+    ("cp 2 allgather x pp 2", "balanced", "recomputed"),
+    ("cp 2 ulysses x tp 2", "balanced", ""),
+    ("tp 2, stream copied", "balanced, odd tokens", "recomputed"),
+    ("ep 2", "balanced", "half recomputed"),
+    ("ep 4 x tp 2 x fsdp 2", "balanced", ""),
+    ("ep 2 x pp 2 DualPipeV x fsdp 2", "balanced in four layers", ""),
+    ("one device", "balanced, padding", "recomputed, accumulating"),
+    ("cp 2 ring x pp 2 ZBV", "balanced, padding", ""),
+    ("ep 2 x tp 2, stream copied", "balanced, padding", "recomputed"),
+    ("one device", "DeepSeek", "recomputed, accumulating"),
+    ("fsdp 2", "DeepSeek", "by operator"),
+    ("cp 2 ulysses", "DeepSeek, documents", ""),
+    ("cp 2 allgather x fsdp 2", "DeepSeek", ""),
+    ("tp 2", "DeepSeek", "compiled"),
+    ("tp 2, stream copied", "DeepSeek", "recomputed"),
+    ("fsdp 2 x tp 2", "DeepSeek", "by operator"),
+    ("tp 2", "DeepSeek, adapters", ""),
+    ("tp 2, stream copied", "DeepSeek, adapters", ""),
+    ("ep 2 x cp 2 ring x tp 2", "DeepSeek, documents", ""),
+    ("ep 4 x cp 2 ring x fsdp 2", "DeepSeek", "recomputed"),
+    ("ep 2 x pp 2 ZBV x fsdp 2", "DeepSeek in four layers", ""),
+    ("ep 2 x pp 2 Interleaved x tp 2", "DeepSeek in four layers", ""),
+    ("tp 2", "Qwen2, adapters", ""),
+    ("tp 2", "Qwen3", "compiled"),
+    ("cp 2 allgather", "Qwen3", "by operator"),
+    ("pp 2 x tp 2", "Qwen3", "recomputed"),
+    ("fsdp 2", "Mistral", "by operator, compiled"),
+    ("tp 2", "Mistral, documents", ""),
+    ("pp 2", "Mistral", "recomputed"),
+    ("cp 2 ulysses", "Mistral, documents", ""),
+    ("fsdp 3", "Muon, in sixes", ""),
+    ("hsdp 2x2", "Muon", ""),
+    ("tp 2", "Muon, adapters", ""),
+    ("fsdp 2 x tp 2", "Muon, groups", ""),
+    ("pp 2", "Muon", ""),
+    ("fsdp 2", "own family", "compiled"),
+    ("tp 2", "own family", ""),
+    ("pp 2 ZBV", "own family", ""),
+    ("cp 2 ring x fsdp 2", "own family", "recomputed"),
+    ("hsdp 2x2", "own things", ""),
+    ("fsdp 2 x tp 2", "own things", ""),
+    ("pp 2 ZBV", "own things", ""),
+    ("cp 2 ring", "own things", ""),
+]
 IMPOSSIBLE = {
     # torch would recompute each block eleven times
     ("halves", how)
@@ -219,7 +389,7 @@ def words(row: tuple[str, str, str]) -> set[str]:
 def test_every_pair_has_its_row() -> None:
     found = {frozenset(pair) for row in TABLE for pair in combinations(sorted(words(row)), 2)}
     axes = ("dp", "tp", "pp", "halves", "cp")
-    things = [*WHAT][1:]
+    things = [*FEATURES][1:]
     ways = HOW.keys() - {"compiled"}  # that has its own file, test_compile.py
     wanted = [(axis, other) for axis in axes for other in (*things, *ways)]
     wanted += [*combinations(axes, 2), *((what, how) for what in things for how in ways)]
@@ -228,31 +398,45 @@ def test_every_pair_has_its_row() -> None:
     ] == []
 
 
+@pytest.fixture
+def assert_as_on_one_device(
+    ranks: RankPool, tmp_path: Path, cache: Path, texts: Path, on_one_device: OneDevice
+) -> Callable[[tuple[str, str, str]], None]:
+    """Train a row, and compare it."""
+
+    def compare(row: tuple[str, str, str]) -> None:
+        layout, what, how = row
+        where, options = WHERE[layout], WHAT[what].options(texts)
+        reference = on_one_device(pj.train, *options, evaluating=True)
+        job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(how)]
+        evaluating = "compiled" not in how  # that would compile once more
+        results = ranks.run(pj.train, job, evaluating=evaluating, world=where.world)
+        if what == "bfloat16":
+            losses = [row["loss"] for row in results[0].rows]
+            assert losses == pytest.approx([row["loss"] for row in reference.rows], rel=1e-3)
+            return
+        pj.assert_same_training(results, reference)
+        if "dp" not in where.degrees:  # the maximum over one data-parallel rank
+            for row_of_step in results[0].rows:
+                assert row_of_step["max_loss"] == pytest.approx(row_of_step["loss"], rel=1e-6)
+        if evaluating:
+            pj.assert_same_evaluation(results, reference, cp=where.degrees.get("cp", 1))
+
+    return compare
+
+
 @pytest.mark.parametrize("row", TABLE, ids="; ".join)
 def test_the_same_model(
-    row: tuple[str, str, str],
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    texts: Path,
-    on_one_device: OneDevice,
+    row: tuple[str, str, str], assert_as_on_one_device: Callable[[tuple[str, str, str]], None]
 ) -> None:
-    layout, what, how = row
-    where, options, sizes = WHERE[layout], WHAT[what].options(texts), WHAT[what].all_sizes
-    reference = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(how)]
-    evaluating = "compiled" not in how  # that would compile once more
-    results = ranks.run(pj.train, job, evaluating=evaluating, sizes=sizes, world=where.world)
-    if what == "bfloat16":
-        losses = [row["loss"] for row in results[0].rows]
-        assert losses == pytest.approx([row["loss"] for row in reference.rows], rel=1e-3)
-        return
-    pj.assert_same_training(results, reference)
-    if "dp" not in where.degrees:  # the maximum over one data-parallel rank
-        for row in results[0].rows:
-            assert row["max_loss"] == pytest.approx(row["loss"], rel=1e-6)
-    if evaluating:
-        pj.assert_same_evaluation(results, reference, cp=where.degrees.get("cp", 1))
+    assert_as_on_one_device(row)
+
+
+@pytest.mark.parametrize("row", OF_FAMILIES, ids="; ".join)
+def test_families_optimizers_and_examples(
+    row: tuple[str, str, str], assert_as_on_one_device: Callable[[tuple[str, str, str]], None]
+) -> None:
+    assert_as_on_one_device(row)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +445,7 @@ def test_the_same_model(
 def test_what_is_frozen_stays_and_all_else_moves(
     what: str, count: int, texts: Path, on_one_device: OneDevice
 ) -> None:
-    options, sizes = WHAT[what].options(texts), WHAT[what].all_sizes
-    result = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
+    result = on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True)
     for name, weights in result.final.items():
         assert torch.equal(weights, result.initial[name]) != (name in result.trained), name
     assert len(result.trained) == count
@@ -273,11 +456,27 @@ def test_bfloat16_is_near_float32(texts: Path, on_one_device: OneDevice) -> None
     found = {
         what: [
             row["loss"]
-            for row in on_one_device(
-                pj.train, *WHAT[what].options(texts), evaluating=True, sizes=SIZES
-            ).rows
+            for row in on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True).rows
         ]
         for what in ("all", "bfloat16")
     }
     assert found["bfloat16"] == pytest.approx(found["all"], rel=2**-8)
     assert found["bfloat16"] != pytest.approx(found["all"], rel=1e-6)
+
+
+@pytest.mark.parametrize("what", ["experts", "DeepSeek"])
+def test_every_part_of_a_model_with_experts_is_trained(
+    what: str, texts: Path, on_one_device: OneDevice
+) -> None:
+    """Each part of the reference model has a gradient."""
+    gradients = on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True).gradients
+    biases = {name for name in gradients if name.endswith("expert_bias")}
+    assert len(biases) == (2 if what == "DeepSeek" else 0)
+    assert not any(gradients[name].any() for name in biases)
+    names = {name for name in gradients if name.startswith("layers.1.")} - biases
+    parts = ["experts.w1", "experts.w2", "experts.w3", "router.gate", "attention.wo"]
+    if what == "DeepSeek":
+        parts += ["wq_a", "q_norm", "wq_b", "wkv_a", "kv_norm", "wkv_b", "shared_experts.w1"]
+    assert all(any(part in name for name in names) for part in parts)
+    largest = max(float(gradient.norm()) for gradient in gradients.values())
+    assert all(float(gradients[name].norm()) > 1e-4 * largest for name in names)

@@ -1,4 +1,6 @@
-"""Things of the user's own, in layouts: the examples train the same model, and nobody is parted."""
+"""Things of the user's own on several ranks: a stream resumes, and callbacks do not part ranks.
+
+The examples train in test_matrix.py and resume in test_resume.py."""
 
 from __future__ import annotations
 
@@ -8,56 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed import jobs
-from tests.distributed import pipeline_jobs as pj
-from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import TINY8, assert_same_training
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_elastic import LOGGED, samples
-from tests.distributed.test_matrix import WHERE, WHOLE_LOGITS, Where
-
-OWN = (
-    "--training.dataset=examples.own_dataset:Sums",
-    "--sums.digits=1",
-    "--training.loss=examples.own_hooks:smoothed",
-    "--lr_scheduler.decay_type=examples.own_hooks:quadratic",
-    "--optimizer.name=examples.own_optimizer:Lion",
-    "--optimizer.lr=1e-4",
-    "--optimizer.options.betas=[0.9, 0.98]",
-    "--metrics.sinks=examples.own_hooks:CsvSink",
-)
-LAYOUTS: dict[str, tuple[Where, int]] = {
-    "hsdp 2x2": (WHERE["hsdp 2x2"], 2),
-    "fsdp 2 x tp 2": (WHERE["fsdp 2 x tp 2"], 4),
-    "pp 2, halves": (Where({"pp": 2}, pj.pipeline("ZBVZeroBubble")), 4),
-    "cp 2": (WHERE["cp 2 ring"], 8),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_examples_train_the_same_model(
-    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
-) -> None:
-    where, size = LAYOUTS[layout]
-    sizes = pj.FOUR_LAYERS
-    reference = on_one_device(pj.train, *OWN, WHOLE_LOGITS, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *OWN, WHOLE_LOGITS, jobs.UNSAVED]
-    job += [*where.arguments, f"--training.local_batch_size={size}"]
-    results = ranks.run(pj.train, job, sizes=sizes, world=where.world)
-    assert_same_training(results, reference)
-    lines = (tmp_path / "run" / "losses.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in lines] == ["1", "2", "3"]
-
-
-def test_they_resume_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
-    straight, twice = (
-        [*jobs.write_job(tmp_path, name=name), *OWN, "--training.steps=3"]
-        for name in ("straight", "twice")
-    )
-    expected = ranks.run(jobs.train, straight, world=2)
-    ranks.run(jobs.train, [*twice, "--training.steps=2"], world=2)
-    found = ranks.run(jobs.train, twice, world=2)
-    assert [r.state_hash for r in found] == [r.state_hash for r in expected]
-    assert found[0].rows[-1]["loss"] == expected[0].rows[-1]["loss"]
 
 
 class Counted:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from logging import WARNING
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from tests.distributed import jobs
-from tests.distributed.jobs import changed_flavor, logged, refusal
+from tests.distributed.jobs import logged, refusal
+from tests.distributed.pipeline_jobs import pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import (
     CONTINUE,
@@ -23,16 +22,8 @@ from tests.distributed.test_intentions import (
 )
 from tests.distributed.test_matrix import frozen
 
-T = TypeVar("T")
 IN_A_LAYER = 9
-
-
-def resized(
-    function: Callable[[list[str]], T], sizes: dict[str, int], job: list[str], flavor: str = "tiny"
-) -> T:
-    """Call `function(job)` while the job's model has other sizes."""
-    with changed_flavor(job, flavor, sizes):
-        return function(job)
+LAYERS = "--model.num_layers="
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +44,12 @@ def job(saved: Path, tmp_path: Path) -> list[str]:
     ("sizes", "parts"),
     [
         (
-            {"num_layers": 3},
+            [LAYERS + "3"],
             ["30 tensors", "9 missing: 'layers.2.attention.wk.weight'; ", " ..."],
         ),
-        ({"num_layers": 1}, ["9 unexpected: 'layers.1.attention.wk.weight'; "]),
+        ([LAYERS + "1"], ["9 unexpected: 'layers.1.attention.wk.weight'; "]),
         (
-            {"vocab_size": 300, "num_layers": 1},
+            ["--model.vocab_size=300", LAYERS + "1"],
             [
                 "9 unexpected: ",
                 "2 of another shape: 'output.weight' has shape [263, 32], not [300, 32]; "
@@ -68,9 +59,9 @@ def job(saved: Path, tmp_path: Path) -> list[str]:
     ],
 )
 def test_every_name_that_does_not_fit_is_counted_in_one_message(
-    sizes: dict[str, int], parts: list[str], job: list[str], ranks: RankPool
+    sizes: list[str], parts: list[str], job: list[str], ranks: RankPool
 ) -> None:
-    for message in ranks.run(resized, refusal, sizes, job, world=2):
+    for message in ranks.run(refusal, [*job, *sizes], world=2):
         assert all(part in message for part in parts), message
         assert 'exclude_from_loading = ["output.*"]' in message
 
@@ -92,16 +83,16 @@ def test_an_optimizer_of_another_kind_is_left_out_by_name(job: list[str], ranks:
 
 
 def test_a_new_head_by_pattern(saved: Path, job: list[str], ranks: RankPool) -> None:
-    sizes = {"vocab_size": 300}
+    larger = "--model.vocab_size=300"
     [old] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
     fresh_job = [argument for argument in job if "initial_load_path" not in argument][:-1]
-    [fresh] = ranks.run(resized, begin, sizes, fresh_job, world=1)
-    by_pattern = [*job, excluding("output.*", "tok_*")]
-    for begun in ranks.run(resized, begin, sizes, by_pattern, world=2):
+    [fresh] = ranks.run(begin, [*fresh_job, larger], world=1)
+    by_pattern = [*job, larger, excluding("output.*", "tok_*")]
+    for begun in ranks.run(begin, by_pattern, world=2):
         for name, value in begun.model.items():
             replaced = name in ("output.weight", "tok_embeddings.weight")
             assert value.equal((fresh if replaced else old).model[name]), name
-    [lines] = ranks.run(resized, logged, sizes, by_pattern, world=1)
+    [lines] = ranks.run(logged, by_pattern, world=1)
     assert any("'output.*'" in line and "1 parameter: output.weight" in line for line in lines)
     assert any("'tok_*'" in line and "1 parameter: tok_embeddings.weight" in line for line in lines)
 
@@ -113,7 +104,7 @@ def test_more_or_fewer_layers_by_pattern(
     """A pattern leaves out a parameter with its optimizer state, here or there."""
     [old] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
     part = [*job, CONTINUE, EVERYTHING, excluding(f"layers.{min(num_layers, 2)}.*")]
-    [begun] = ranks.run(resized, begin, {"num_layers": num_layers}, part, world=1)
+    [begun] = ranks.run(begin, [*part, f"{LAYERS}{num_layers}"], world=1)
     common = begun.model.keys() & old.model.keys()
     assert len(common) == 3 + IN_A_LAYER * min(num_layers, 2)
     assert len(begun.model) == 3 + IN_A_LAYER * num_layers
@@ -183,7 +174,16 @@ def test_a_continued_run_may_train_other_parameters(
     assert all(f"{count} parameter" in line for count in (num_fresh, num_unread))
 
 
-def test_a_pattern_that_stands_for_nothing(job: list[str], ranks: RankPool) -> None:
+@pytest.mark.parametrize("layout", [(), pipeline("1F1B")], ids=["fsdp 2", "pp 2"])
+def test_a_pattern_counts_on_all_ranks_together(
+    layout: tuple[str, ...], job: list[str], ranks: RankPool
+) -> None:
+    job += layout
+    for lines in ranks.run(logged, [*job, excluding("output.*", "layers.0.*")], world=2):
+        assert any("1 parameter: output.weight" in line for line in lines)
+        assert any("'layers.0.*': 9 parameters" in line for line in lines)
     for message in ranks.run(refusal, [*job, excluding("outptu.*", "norm.*")], world=2):
         assert "checkpoint.exclude_from_loading: 'outptu.*'" in message
         assert "(model, optimizer" in message
+    for message in ranks.run(refusal, [*job, LAYERS + "3"], world=2):
+        assert "9 missing: 'layers.2.attention.wk.weight'" in message

@@ -24,7 +24,6 @@ from tests.distributed.pipeline_jobs import (
 )
 from tests.distributed.rank_pool import RankPool
 
-WHOLE_BACKWARD = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 # the modules of two stages, cut where no cost would
 LISTS = [
     ["tok_embeddings", *(f"layers.{i}" for i in range(3))],
@@ -37,37 +36,24 @@ SELECTIVE = (
     "--activation_checkpoint.mode=selective",
     "--activation_checkpoint.selective_ac_option=1",
 )
+ONE_EACH = {
+    "pipeline_parallel_layers_per_stage": 1,
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    **{f"pp 2 {name}": (2, pipeline(name)) for name in SCHEDULES},
+    "LoopedBFS": (2, pipeline("LoopedBFS")),
     **{f"pp 2 x fsdp 2 {name}": (4, pipeline(name)) for name in SCHEDULES},
     **{
         f"pp 2 x fsdp 2 {name}, weights freed": (
             4,
             pipeline(name, fsdp_reshard_after_forward="always"),
         )
-        for name in WHOLE_BACKWARD
+        for name in ("1F1B", "LoopedBFS")
     },
-    "pp 4 1F1B": (4, pipeline("1F1B", pp=4)),
     "pp 4 Interleaved1F1B": (4, pipeline("Interleaved1F1B", pp=4)),
     "pp 4 DualPipeV": (4, (*pipeline("DualPipeV", pp=4), BATCH8)),
-    "4 stages a rank": (
-        2,
-        pipeline(
-            "Interleaved1F1B",
-            pipeline_parallel_layers_per_stage=1,
-            pipeline_parallel_first_stage_less_layers=0,
-            pipeline_parallel_last_stage_less_layers=0,
-        ),
-    ),
-    "pp 2 x fsdp 2, 4 stages a rank": (
-        4,
-        pipeline(
-            "InterleavedZeroBubble",
-            pipeline_parallel_layers_per_stage=1,
-            pipeline_parallel_first_stage_less_layers=0,
-            pipeline_parallel_last_stage_less_layers=0,
-        ),
-    ),
+    "pp 2 x fsdp 2, 4 stages a rank": (4, pipeline("InterleavedZeroBubble", **ONE_EACH)),
     # the gradients of the last stage's weights recomputed, and apart from those of its input
     "GPipe, loss in chunks": (2, (*pipeline("GPipe"), CHUNKS)),
     "InterleavedZeroBubble, loss in chunks": (2, (*pipeline("InterleavedZeroBubble"), CHUNKS)),
@@ -83,16 +69,22 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ZBVZeroBubble, selective": (2, (*pipeline("ZBVZeroBubble"), *SELECTIVE)),
     # six stages for four layers: the embedding alone, norm and head alone
     "ends without layers": (2, pipeline("Interleaved1F1B", pipeline_parallel_layers_per_stage=1)),
+    "tied ends without layers": (
+        2,
+        (*pipeline("Interleaved1F1B", pipeline_parallel_layers_per_stage=1), CHUNKS),
+    ),
     "pp 2 x fsdp 2, a rank without layers": (4, pipeline("ZBVZeroBubble", pp=2)),
     "pp 2 x hsdp 2x2": (8, (*pipeline("1F1B"), *jobs.HSDP, "--training.local_batch_size=2")),
-    "never clipped": (2, (*pipeline("DualPipeV"), NEVER_CLIPPED)),
+    "never clipped": (2, pipeline("DualPipeV")),
 }
-DEEP = {
-    "pp 4 Interleaved1F1B": {"num_layers": 8},
-    "pp 4 DualPipeV": {"num_layers": 8},
-    "4 stages a rank": {"num_layers": 8},
-    "pp 2 x fsdp 2, 4 stages a rank": {"num_layers": 8},
-    "pp 2 x fsdp 2, a rank without layers": {"num_layers": 2},
+EIGHT_LAYERS = "--model.num_layers=8"
+WHAT = {
+    "pp 4 Interleaved1F1B": [EIGHT_LAYERS],
+    "pp 4 DualPipeV": [EIGHT_LAYERS],
+    "pp 2 x fsdp 2, 4 stages a rank": [EIGHT_LAYERS],
+    "tied ends without layers": [pj.TIED],
+    "pp 2 x fsdp 2, a rank without layers": ["--model.num_layers=2"],
+    "never clipped": [NEVER_CLIPPED],
 }
 
 
@@ -101,39 +93,14 @@ def test_the_same_model(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
 ) -> None:
     world, arguments = LAYOUTS[layout]
-    sizes = DEEP.get(layout, pj.FOUR_LAYERS)
-    clipping = [NEVER_CLIPPED] if NEVER_CLIPPED in arguments else []
-    reference = on_one_device(pj.train, *clipping, evaluating=True, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *arguments]
-    results = ranks.run(pj.train, job, evaluating=True, sizes=sizes, world=world)
+    what = WHAT.get(layout, [])
+    reference = on_one_device(pj.train, *what, evaluating=True)
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *what, *arguments]
+    results = ranks.run(pj.train, job, evaluating=True, world=world)
     assert_same_training(results, reference)
     pj.assert_same_evaluation(results, reference)
     pp = 4 if "pp 4" in layout else 2
     assert sum(result.owns_loss for result in results) * pp == world
-
-
-@pytest.mark.parametrize(
-    ("arguments", "world"),
-    [
-        (pipeline("1F1B"), 4),
-        (pipeline("Interleaved1F1B"), 2),
-        (pipeline("Interleaved1F1B", pipeline_parallel_layers_per_stage=1), 2),  # on its own stage
-        (pipeline("ZBVZeroBubble"), 2),
-    ],
-)
-def test_tied_embeddings_on_two_stages(
-    arguments: tuple[str, ...],
-    world: int,
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    on_one_device: OneDevice,
-) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *arguments, CHUNKS]
-    results = ranks.run(pj.train_tied, job, evaluating=True, world=world)
-    reference = on_one_device(pj.train, evaluating=True, sizes=pj.TIED)
-    assert_same_training(results, reference)
-    pj.assert_same_evaluation(results, reference)
 
 
 @pytest.mark.parametrize(("schedule", "forwards"), [("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)])
@@ -158,7 +125,7 @@ def test_a_schedule_file_of_two_stages_with_halved_backwards(
     multi = pipeline("PipelineScheduleMulti")
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *multi, csv]
     results = ranks.run(pj.train, job, evaluating=True, world=2 * fsdp)
-    assert_same_training(results, on_one_device(pj.train, evaluating=True, sizes=pj.FOUR_LAYERS))
+    assert_same_training(results, on_one_device(pj.train, evaluating=True))
     assert [result.owns_loss for result in results] == [True] * fsdp + [False] * fsdp
 
 

@@ -83,8 +83,11 @@ def test_losses_and_norms(world: int, ranks: RankPool, tmp_path: Path) -> None:
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
 
 
-@pytest.mark.parametrize(("world", "options"), [(1, ()), (2, ()), (2, pipeline("1F1B"))])
-@pytest.mark.parametrize("then", [(), ("output.*",)], ids=["all", "others"])
+@pytest.mark.parametrize(
+    ("then", "world", "options"),
+    [((), 2, ()), (("output.*",), 1, ()), (("output.*",), 2, pipeline("1F1B"))],
+    ids=["all", "others", "others, pp 2"],
+)
 def test_other_parameters_are_trained_after_a_continue(
     then: tuple[str, ...], world: int, options: tuple[str, ...], ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.distributed import jobs
+from tests.distributed.pipeline_jobs import pipeline, strong_weights
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_matrix import BALANCED, EXPERTS, HOW, OWN_THINGS, TP2, cp, ep
 from torchtitan.checkpoint import restore
 from torchtitan.models.interface import HeadLoss
 
@@ -30,28 +33,42 @@ def test_the_same_config_twice_gives_the_same_digits(ranks: RankPool, tmp_path: 
     assert results[0].state_hash == results[1].state_hash
 
 
-LAYOUTS = {
-    "one process": (1, ()),
-    "fsdp 2": (2, jobs.FSDP),
-    "ddp 2": (2, jobs.DDP),
-    "hsdp 2x2": (4, jobs.HSDP),
-    "fsdp 2, bfloat16": (2, ("--training.mixed_precision_param=bfloat16",)),
-    "one process, SGD": (1, ("--optimizer.name=SGD", "--optimizer.momentum=0.9")),
-    "fsdp 2, SGD without state": (2, ("--optimizer.name=SGD",)),
-    "fsdp 2, Muon": (2, ("--optimizer.name=Muon",)),
-}
+TINY8 = "--model.flavor=tiny8"
+MOE = (EXPERTS, TINY8, "--model.num_layers=3", "--training.seq_len=40")
+WORKERS, ASYNC = "--training.dataloader.num_workers=2", "--checkpoint.async_mode=async"
 WAYS = {
     "sync": (),
-    "async": ("--checkpoint.async_mode=async",),
-    "sync, workers": ("--training.dataloader.num_workers=2",),
-    "async, workers": ("--training.dataloader.num_workers=2", "--checkpoint.async_mode=async"),
+    "async": (ASYNC,),
+    "sync, workers": (WORKERS,),
+    "async, workers": (WORKERS, ASYNC),
 }
-WAYS_OF = {
-    "one process": tuple(WAYS),
-    "fsdp 2": tuple(WAYS),
-    "ddp 2": ("sync", "async, workers"),
-    "hsdp 2x2": ("sync", "async, workers"),
+# ranks, options, ways to save and read
+LAYOUTS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
+    "one process": (1, (), tuple(WAYS)),
+    "fsdp 2": (2, jobs.FSDP, ("sync", "async, workers")),
+    "ddp 2": (2, jobs.DDP, ("sync",)),
+    "hsdp 2x2": (4, jobs.HSDP, ("async",)),
+    "fsdp 2, bfloat16": (2, ("--training.mixed_precision_param=bfloat16",), ("sync",)),
+    "one process, SGD": (1, ("--optimizer.name=SGD", "--optimizer.momentum=0.9"), ("sync",)),
+    "fsdp 2, SGD without state": (2, ("--optimizer.name=SGD",), ("sync",)),
+    "fsdp 2, Muon": (2, ("--optimizer.name=Muon",), ("sync",)),
 }
+QUIET: dict[str, tuple[int, tuple[str, ...]]] = {
+    "tp 2": (2, (TP2, TINY8)),
+    "cp 2 ring": (2, (*cp(2, "ring"), "--training.seq_len=40")),
+    "one process, compiled": (
+        1,
+        ("--debug.deterministic=true", *HOW["half recomputed"], *HOW["compiled"]),
+    ),
+    "fsdp 2, experts, Muon": (2, (*MOE, "--optimizer.name=Muon")),
+    "ep 2, recomputed": (2, (*MOE, ep(2), *HOW["recomputed"])),
+    "fsdp 2, balanced, async": (2, (*MOE, *BALANCED, ASYNC)),
+    "hsdp 2x2, ep 2, balanced": (4, (*MOE, *BALANCED, *jobs.HSDP, ep(2))),
+    "pp 2, balanced": (2, (*MOE, *BALANCED, *pipeline("1F1B"), "--training.local_batch_size=4")),
+    "tp 2, own family": (2, ("--model.name=examples.parallel_block:SPEC", TP2)),
+    "fsdp 2, own things": (2, OWN_THINGS),
+}
+"""Where the loss cannot draw, because ranks share it or it is compiled."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +106,7 @@ def test_eight_steps_equal_three_and_two_and_three(
 ) -> None:
     """Rows and the hash of the state (weights, optimizer, generators, data) on every rank; neither
     workers nor saving in the background may change a bit either."""
-    world, overrides = LAYOUTS[layout]
-    ways = WAYS_OF.get(layout, ("sync",))
+    world, overrides, ways = LAYOUTS[layout]
     runs = [([*jobs.write_job(tmp_path, name="whole"), *overrides], (8,))]
     for way in ways:
         parts = [*jobs.write_job(tmp_path, name=way), *overrides, *WAYS[way]]
@@ -100,6 +116,30 @@ def test_eight_steps_equal_three_and_two_and_three(
     for way, found in zip(ways, resumed, strict=True):
         assert found[0][-1].rows == through[0][0].rows, way
         assert [r[-1].state_hash for r in found] == [r[0].state_hash for r in through], way
+
+
+def train_to(jobs_of: list[tuple[list[str], int]]) -> list[tuple[list[Any], str]]:
+    """Train each job to its step; return its figures, those of routers too, and the state."""
+    found = []
+    for job, step in jobs_of:
+        with strong_weights():
+            result = jobs.train([*job, f"--training.steps={step}"])
+        routers = [{k: row[k] for k in row if k.startswith("router/")} for row in result.rows]
+        found.append(([*exact(result.rows), *routers], result.state_hash))
+    return found
+
+
+@pytest.mark.parametrize("layout", QUIET)
+def test_four_steps_equal_two_and_two(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    world, how = QUIET[layout]
+    whole, parts = (
+        [*jobs.write_job(tmp_path, name=name, cache=cache), *how] for name in ("whole", "parts")
+    )
+    starts = [(whole, 4), (parts, 2), (parts, 4)]
+    for through, _, resumed in ranks.run(train_to, starts, world=world, timeout=280):
+        assert resumed == through
 
 
 def test_a_run_that_died_between_checkpoints_repeats_what_was_lost(

@@ -66,10 +66,8 @@ def job_from(source: str, folder: Path, sources: dict[str, Path], *options: str)
 @pytest.mark.parametrize(
     ("source", "layout"),
     [
-        ("ours", "one"),
         ("ours", "fsdp 3"),
         ("plain", "pp 2, tp 2"),
-        ("hf", "fsdp 3"),
         ("pt", "pp 2, tp 2"),
         ("hf", "fsdp 2, tp 2"),
     ],

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import pipeline
+from tests.distributed.pipeline_jobs import pipeline, strong_weights
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_experts import CHUNKS, MOE, ep, strong_experts
-from tests.distributed.test_matrix import COPIED, HOW, TP2, cp
+from tests.distributed.test_experts import MOE
+from tests.distributed.test_matrix import COPIED, HOW, ODD, TP2, cp, ep
 from torchtitan.models.interface import RouterModule
 from torchtitan.models.moe import best_experts
 from torchtitan.tools.compare.layouts.flips import Flips, compare_choices
@@ -27,9 +27,8 @@ from torchtitan.tools.compare.layouts.routing import (
 )
 from torchtitan.trainer import Trainer
 
-SIZES = {"num_layers": 3}
 STEPS = 2
-SHORT = (f"--training.steps={STEPS}", jobs.UNSAVED)
+SHORT = ("--model.num_layers=3", f"--training.steps={STEPS}", jobs.UNSAVED)
 
 
 def worst_experts(scores: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,7 +39,7 @@ def watched(
     job: list[str], *, rank: int, into: Path, replayed: Path | None = None, wrong: bool = False
 ) -> list[dict[str, Any]]:
     """Train, writing down what is chosen; with `wrong` the router chooses the worst."""
-    with strong_experts(), jobs.changed_flavor(job, "tiny8", SIZES):
+    with strong_weights():
         run = jobs.start(job)
     routers = [m for part in run.model for m in part.modules() if isinstance(m, RouterModule)]
     for router in routers if wrong else ():
@@ -62,7 +61,7 @@ def run_folder(job: list[str]) -> str:
 @pytest.fixture(scope="module")
 def reference(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reference")
-    for name, what in (("even", ()), ("odd", CHUNKS)):
+    for name, what in (("even", ()), ("odd", (ODD,))):
         job = [*jobs.write_job(folder, MOE, name=name), *SHORT, *what]
         job += ["--training.local_batch_size=8"]
         ranks.run(on_ranks, job, into=folder / name / CHOICES, world=1)
@@ -71,7 +70,7 @@ def reference(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 LAYOUTS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
     "ep 2, recomputed, accumulating": (2, 2, "even", (ep(2), *HOW["recomputed"])),
-    "tp 2, stream copied": (2, 8, "odd", (TP2, COPIED, *CHUNKS)),
+    "tp 2, stream copied": (2, 8, "odd", (TP2, COPIED, ODD)),
     "cp 2, tp 2": (4, 8, "even", (TP2, *cp(2, "ring"), ep(4))),
     "pp 2": (2, 8, "even", pipeline("1F1B")),
 }
