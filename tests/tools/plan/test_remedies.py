@@ -109,10 +109,7 @@ def test_experts_are_shared_by_more_ranks(tmp_path: Path) -> None:
         assert [one.split()[0] for one in said if degree in one] == [f"{degree}={2 * now}"]
     assert not [one for one in propose(planned(tmp_path)) if degree in str(one)]
     needed = [
-        replay(
-            rehearse_rank(planned(tmp_path, *experts, f"{degree}={n}", world=4), 0),
-            expandable=True,
-        ).needed
+        replay(rehearse_rank(planned(tmp_path, *experts, f"{degree}={n}", world=4), 0)).needed
         for n in (1, 2)
     ]
     assert needed[1] < needed[0]

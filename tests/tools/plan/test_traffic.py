@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from tests.tools.plan.jobs import planned
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.tools.plan.links import Collective, axes_of, collective
+from torchtitan.tools.plan.links import axes_of
 from torchtitan.tools.plan.rehearse import rehearse
 from torchtitan.tools.plan.traffic import Row, count_traffic
 
@@ -174,21 +174,6 @@ def test_every_rank_sends_what_another_receives() -> None:
         total[what] = 2 * axis.moved(what, 400)[1]
     # all-gather: a machine needs the other's 200 bytes; all-to-all: each of 2 ranks sends 2 x 100
     assert total == {"all-gather": 200.0, "all-to-all": 400.0}
-
-
-@pytest.mark.parametrize(
-    ("operator", "name"),
-    [
-        ("allgather_base", "all-gather"),
-        ("all_gather_into_tensor", "all-gather"),
-        ("reduce_scatter_base", "reduce-scatter"),
-        ("allreduce", "all-reduce"),
-        ("alltoall_base", "all-to-all"),
-        ("recv", "receive"),
-    ],
-)
-def test_names_of_operators(operator: str, name: Collective) -> None:
-    assert collective(operator) == name
 
 
 def test_modules_are_named(tmp_path: Path) -> None:
