@@ -65,3 +65,4 @@ def test_constants_that_can_be_are_taken(tmp_path: Path) -> None:
     assert (device.name, device.memory) == ("H100", 85_000_000_000)
     assert (device.copies.worst, device.copies.best) == (0.5, 0.9)
     assert (device.passes.worst, device.passes.best) == (0.5, 0.9)
+    assert find_device("H100", memory_gib=94).memory == 94 * 2**30

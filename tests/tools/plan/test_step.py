@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.tools.plan.jobs import planned
+from tests.tools.plan.jobs import planned, recorded
 from tests.tools.plan.test_traffic import BLOCK, EMBEDDING, FP32, HEAD, KV, B, C, F, H, L, S, V
 from torchtitan.parallel.pipeline.schedules import compute_table
 from torchtitan.tools.plan.command import main
-from torchtitan.tools.plan.devices import DEVICES, Share, find_device
+from torchtitan.tools.plan.devices import DEVICES, Share
 from torchtitan.tools.plan.rehearse import rehearse
 from torchtitan.tools.plan.schedule import Costs, simulate
 from torchtitan.tools.plan.step import time_step
@@ -31,26 +31,23 @@ def products(record: Record, *, of_attention: bool) -> int:
     )
 
 
-def test_products_are_those_of_the_convention(tmp_path: Path) -> None:
+def test_products_are_those_of_the_convention() -> None:
     """6 per weight and token; causal attention is half of 12 H D S, and its backward
     multiplies the scores once more."""
-    job = planned(tmp_path, world=1)
-    record = rehearse(job.config, layout=job.layout, rank=0)
+    record = recorded()
     assert products(record, of_attention=False) == 6 * MULTIPLIED * B * S
     assert products(record, of_attention=True) == B * L * (2 + 5) * C * S * S
 
 
-def test_ranks_share_the_products(tmp_path: Path) -> None:
+def test_ranks_share_the_products() -> None:
     for name in ("tensor", "context"):
         setting = f"--parallelism.{name}_parallel_degree=2"
-        job = planned(tmp_path, setting, world=2)
-        record = rehearse(job.config, layout=job.layout, rank=0)
+        record = recorded(setting, world=2)
         assert products(record, of_attention=False) == 6 * MULTIPLIED * B * S / 2
 
 
-def test_full_recomputation_multiplies_blocks_once_more(tmp_path: Path) -> None:
-    job = planned(tmp_path, "--activation_checkpoint.mode=full", world=1)
-    record = rehearse(job.config, layout=job.layout, rank=0)
+def test_full_recomputation_multiplies_blocks_once_more() -> None:
+    record = recorded("--activation_checkpoint.mode=full")
     in_blocks = MULTIPLIED - V * C
     left_out = L * C * F  # a block's last product is not needed again
     expected = 6 * MULTIPLIED + 2 * (in_blocks - left_out)
@@ -296,8 +293,3 @@ def test_refusals(
     code = main(["memory", f"--job.config_file={tmp_path / 'job.toml'}", *arguments])
     assert code == 2
     assert message in capsys.readouterr().err
-
-
-def test_devices() -> None:
-    assert find_device("H200", memory_gib=None).memory > find_device("H100", memory_gib=None).memory
-    assert find_device("H100", memory_gib=94).memory == 94 * 2**30

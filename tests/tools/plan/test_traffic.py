@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.tools.plan.jobs import planned
+from tests.tools.plan.jobs import planned, recorded
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.tools.plan.links import axes_of
 from torchtitan.tools.plan.rehearse import rehearse
@@ -178,7 +178,6 @@ def test_every_rank_sends_what_another_receives() -> None:
 
 def test_modules_are_named(tmp_path: Path) -> None:
     job = planned(tmp_path, TP2, world=2)
-    record = rehearse(job.config, layout=job.layout, rank=0)
-    rows: Sequence[Row] = count_traffic(job, record, by_module=True)
+    rows: Sequence[Row] = count_traffic(job, recorded(TP2, world=2), by_module=True)
     of_attention = [row for row in rows if row.module.startswith("attention")]
     assert sum(row.calls for row in of_attention if row.collective == "reduce-scatter") == L

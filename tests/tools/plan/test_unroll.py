@@ -179,14 +179,6 @@ def test_a_death_of_something_else_is_seen(few: tuple[Record, list[Template]]) -
         copy_blocks(changed(record, second, born=record.entries[first].born), templates)
 
 
-def test_a_block_that_comes_twice_is_seen(few: tuple[Record, list[Template]]) -> None:
-    record, templates = few
-    wrong = replace(templates[0], first=2, period=2)
-    swapped = replace(wrong, blocks=tuple(reversed(wrong.blocks)))
-    with pytest.raises(CannotCopyError):
-        copy_blocks(record, [swapped])
-
-
 def widened(layout: Layout, *, block: int) -> Layout:
     """Return a layout with a wider feed-forward in one block, of which no setting tells."""
     before: Callable[[LanguageModel], None] | None = layout.adapt

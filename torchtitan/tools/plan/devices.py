@@ -23,6 +23,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.base.peaks import GPU_PEAKS, table_peaks
@@ -150,7 +151,7 @@ def find_device(name: str, *, memory_gib: float | None) -> Device:
 def _read_constants(file: Path) -> Device:
     try:
         table = json.loads(file.read_bytes())
-        shares = {name: Share(**table[name]) for name in MEASURED}
+        shares: dict[str, Any] = {name: Share(**table[name]) for name in MEASURED}
         memory = int(table["memory"])
         known = device_named(table["product"])
         numbers = [memory, *(n for share in shares.values() for n in (share.worst, share.best))]
