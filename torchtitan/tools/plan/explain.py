@@ -44,6 +44,7 @@ def _explain(arguments: argparse.Namespace) -> str:
     config = Job.stored_in(run / CONFIG_FILE).config
     start = read_hardware(run)
     rows = settled(read_rows(run / "metrics.jsonl"), start=start)
+    peaks = _peaks(run, start=start)
     device = device_of(start.device, asked=arguments.device)
     on_cpu = CPU in start.device
     is_same = device is not None and device is device_named(start.device)
@@ -59,7 +60,7 @@ def _explain(arguments: argparse.Namespace) -> str:
         planned.headline(),
         f"measured on {start.world_size} x {start.device}, {len(rows)} rows after the first "
         f"of the start at step {start.resumed_from}",
-        _memory(_peaks(run, start=start), planned, accounts, comparable=not on_cpu),
+        _memory(peaks, planned, accounts, comparable=not on_cpu),
     ]
     found = None if device is None else time_step(planned, records)
     parts.append(_speed(rows, found, comparable=is_same))
