@@ -117,7 +117,6 @@ SLOW: tuple[str, ...] = (
     "tests/tools/plan/test_explain.py",
     "tests/tools/plan/test_layout.py::test_formulas_are_near_the_rehearsal",
     "tests/tools/plan/test_main.py::test_pictures",
-    "tests/tools/plan/test_microbatches.py::test_few_microbatches_become_all",
     "tests/tools/plan/test_norms.py::test_norms_of_heads",
     "tests/tools/plan/test_passes.py::test_the_update",
     "tests/tools/plan/test_staged.py::test_the_command",

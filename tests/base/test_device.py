@@ -182,10 +182,7 @@ def test_the_cause_of_an_error_is_found() -> None:
     assert find_out_of_memory(RuntimeError("other")) is None
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_a_gpu_out_of_memory_is_described(
-    expandable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_out_of_memory_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "is_available": lambda: True,
         "mem_get_info": lambda: (0, round(79.1 * GIB)),
@@ -194,8 +191,6 @@ def test_a_gpu_out_of_memory_is_described(
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     environ = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
-    if expandable:
-        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     said = describe_out_of_memory(
         torch.OutOfMemoryError("full"), ["--job.config_file", "my job.toml"], environ=environ
     )
@@ -206,6 +201,5 @@ def test_a_gpu_out_of_memory_is_described(
         *("python", "-m", "torchtitan", "plan", "memory", "--ran_out"),
         *("--world_size=16", "--gpus_per_node=8"),
         *("--device=NVIDIA H100 80GB HBM3", "--memory_gib=79.1"),
-        *([] if expandable else ["--classic_allocator"]),
         *("--job.config_file", "my job.toml"),
     ]

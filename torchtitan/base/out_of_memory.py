@@ -29,9 +29,6 @@ def describe_out_of_memory(
     if device.type == "cuda":
         memory_gib = torch.cuda.mem_get_info()[1] / GIB
         command += [f"--device={device_name(device)}", f"--memory_gib={memory_gib:.1f}"]
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        if not any("expandable_segments:True" in environ.get(name, "") for name in names):
-            command.append("--classic_allocator")
     return (
         f"rank {environ.get('RANK', '0')} is out of memory: {error}\n"
         f"Its memory peaked at {memory_peak_gib(device):.2f} GiB. Run this to see what the memory "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torchtitan.job import Config
 from torchtitan.parallel.layout import Layout
 from torchtitan.tools.plan.devices import DEVICES
 from torchtitan.tools.plan.job import Planned, plan_job
+from torchtitan.tools.plan.rehearse import rehearse
+from torchtitan.tools.plan.tape import Record
 
 TINY = """
 [model]
@@ -43,3 +47,11 @@ def placed(folder: Path, *arguments: str, world: int = 1) -> tuple[Config, Layou
     """Return what is rehearsed of it, nothing left out."""
     job = planned(folder, *arguments, world=world)
     return job.config, job.layout
+
+
+@cache
+def recorded(*arguments: str, world: int = 1, rank: int = 0) -> Record:
+    """Return the record of a step of one rank. Tests share it and leave it as it is."""
+    with TemporaryDirectory() as folder:
+        config, layout = placed(Path(folder), *arguments, world=world)
+    return rehearse(config, layout=layout, rank=rank)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.plan.jobs import placed
+from tests.tools.plan.jobs import placed, recorded
 from torchtitan.tools.plan.account import classify, replay
-from torchtitan.tools.plan.rehearse import rehearse
 from torchtitan.tools.plan.tape import Entry, Record
 
 LAYERS, DIM, KV, HIDDEN, VOCAB, HEADS = 3, 32, 16, 96, 264, 8
@@ -25,9 +24,8 @@ NUM_LAYERS = f"--model.num_layers={LAYERS}"
 RECOMPUTED = "--activation_checkpoint.mode=full"
 
 
-def record(folder: Path, *arguments: str, world: int = 1) -> Record:
-    config, layout = placed(folder, NUM_LAYERS, *arguments, world=world)
-    return rehearse(config, layout=layout, rank=0)
+def record(*arguments: str, world: int = 1, rank: int = 0) -> Record:
+    return recorded(NUM_LAYERS, *arguments, world=world, rank=rank)
 
 
 def born(found: Record, kind: str, *, pool: str = "compute") -> int:
@@ -64,12 +62,12 @@ BATCHES = 2 * 8 * TOKENS + 8 * SEQUENCE
 
 
 @pytest.mark.parametrize("arguments", [(), (RECOMPUTED,)])
-def test_state_and_gradients(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    found = record(tmp_path, *arguments)
+def test_state_and_gradients(arguments: tuple[str, ...]) -> None:
+    found = record(*arguments)
     assert born(found, "weights") == 4 * PARAMETERS
     assert born(found, "optimizer") == 2 * 4 * PARAMETERS + 4 * TENSORS
     assert born(found, "gradients") == 4 * PARAMETERS
-    account = replay(found, expandable=True)
+    account = replay(found)
     assert account.by_kind["weights"] == 4 * PARAMETERS
     assert account.on_host == 0
     assert sum(account.by_kind.values()) <= account.active <= account.reserved
@@ -77,38 +75,33 @@ def test_state_and_gradients(arguments: tuple[str, ...], tmp_path: Path) -> None
     assert max(sum(point.values()) for point in account.curve) == sum(account.by_kind.values())
 
 
-def test_nothing_but_state_outlives_the_step(tmp_path: Path) -> None:
-    found = record(tmp_path)
+def test_nothing_but_state_outlives_the_step() -> None:
+    found = record()
     assert left(found) == Counter(
         weights=4 * PARAMETERS,
         optimizer=8 * PARAMETERS + 4 * TENSORS,
         temporaries=left(found)["temporaries"],
     ) | Counter(gradients=0)
     assert left(found)["temporaries"] <= BATCHES + 64
-    # a death forgotten or a birth too many is seen
-    death = next(i for i, e in enumerate(found.entries) if e.what == "death" and e.size > 10_000)
-    entries = list(found.entries)
-    entries[death] = entries[death]._replace(what="pass")
-    assert sum(left(Record(entries, found.pieces)).values()) > sum(left(found).values())
 
 
-def test_what_a_block_saves(tmp_path: Path) -> None:
+def test_what_a_block_saves() -> None:
     """By token, in bfloat16."""
     norm = 2 * DIM + 4 + 2 * DIM  # input, 1 / rms in float32, output
     attention = 2 * (DIM + KV + KV + DIM) + 4 * HEADS  # q, k, v, output, log-sum-exp
     feed_forward = 4 * 2 * HIDDEN  # w1 x, silu(w1 x), w3 x, their product
     casts = 2 * (MATRICES + NORMS)  # weights in bfloat16, once for all tokens
     expected = TOKENS * (2 * norm + attention + feed_forward) + casts
-    assert saved(record(tmp_path), block=1) == expected
+    assert saved(record(), block=1) == expected
 
 
-def test_what_a_recomputed_block_saves(tmp_path: Path) -> None:
+def test_what_a_recomputed_block_saves() -> None:
     """Its input, which the block before it makes."""
-    assert saved(record(tmp_path, RECOMPUTED), block=1) == TOKENS * 2 * DIM
+    assert saved(record(RECOMPUTED), block=1) == TOKENS * 2 * DIM
 
 
-def test_fsdp_saves_no_casts_of_weights(tmp_path: Path) -> None:
-    one, sharded = record(tmp_path), record(tmp_path, world=2)
+def test_fsdp_saves_no_casts_of_weights() -> None:
+    one, sharded = record(), record(world=2)
     assert saved(one, block=1) - saved(sharded, block=1) == 2 * (MATRICES + NORMS)
     assert born(sharded, "weights") == 4 * PARAMETERS // 2
 
@@ -116,10 +109,10 @@ def test_fsdp_saves_no_casts_of_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reshard", "again"), [("default", LAYERS - 1), ("always", LAYERS), ("never", 0)]
 )
-def test_gathered_weights(reshard: str, again: int, tmp_path: Path) -> None:
+def test_gathered_weights(reshard: str, again: int) -> None:
     """All once in forward, and for backward the blocks that were freed: by default not the last."""
     argument = f"--parallelism.fsdp_reshard_after_forward={reshard}"
-    found = record(tmp_path, argument, world=2)
+    found = record(argument, world=2)
     everything, blocks = 2 * PARAMETERS, 2 * again * (MATRICES + NORMS)
     # a gather takes half of what it fills, and this is copied to where weights are used
     messages = (everything + blocks) * 3 // 2
@@ -132,10 +125,10 @@ def test_gathered_weights(reshard: str, again: int, tmp_path: Path) -> None:
     assert sum(scattered) == 4 * PARAMETERS
 
 
-def test_passes_are_what_moves_bytes(tmp_path: Path) -> None:
+def test_passes_are_what_moves_bytes() -> None:
     """FSDP copies gathered weights to where they are used, and gradients to where they are reduced,
     in another type; new memory and views move nothing."""
-    found = record(tmp_path, world=2)
+    found = record(world=2)
     size: Counter[str] = Counter()
     for entry in found.entries:
         if entry.what == "message":
@@ -148,51 +141,25 @@ def test_passes_are_what_moves_bytes(tmp_path: Path) -> None:
     assert not [name for name in size if "empty" in name or "view" in name]
 
 
-def test_offloaded_state_is_on_the_host(tmp_path: Path) -> None:
-    found = record(tmp_path, "--training.enable_cpu_offload=true", world=2)
+def test_offloaded_state_is_on_the_host() -> None:
+    found = record("--training.enable_cpu_offload=true", world=2)
     share = PARAMETERS // 2
     assert born(found, "weights") == born(found, "optimizer") == 0
     assert born(found, "weights", pool="host") == 4 * share
     assert born(found, "optimizer", pool="host") == 8 * share + 4 * TENSORS
-    account = replay(found, expandable=True)
+    account = replay(found)
     # weights, both moments and gradients
     assert account.on_host == 16 * share + 4 * TENSORS
     assert "weights" not in account.by_kind
 
 
-@pytest.mark.parametrize("forgotten", ["death", "birth"])
-def test_the_peak_is_that_of_all_births_and_deaths(forgotten: str, tmp_path: Path) -> None:
-    found = record(tmp_path)
-    right = replay(found, expandable=False)
-    assert sum(right.by_kind.values()) == _peak(found)
-    peak = _peak_at(found)
-    assert found.entries[peak] == right.where
-    entries = list(found.entries)
-    if forgotten == "death":  # the largest before the peak
-        deaths = [i for i in range(peak) if entries[i].what == "death"]
-        worst = max(deaths, key=lambda i: entries[i].size)
-        entries[worst] = entries[worst]._replace(what="pass")
-    else:  # one more of what makes the peak, at the end so that indices stay
-        entries[peak] = entries[peak]._replace(size=2 * entries[peak].size)
-        death = next(i for i, e in enumerate(entries) if e.what == "death" and e.born == peak)
-        entries[death] = entries[death]._replace(size=entries[peak].size)
-    wrong = replay(Record(entries, found.pieces), expandable=False)
-    assert sum(wrong.by_kind.values()) > sum(right.by_kind.values())
-
-
-def _live(found: Record) -> list[int]:
-    """Return the bytes that live behind each entry."""
+def test_the_peak_is_that_of_all_births_and_deaths() -> None:
+    found = record()
     signs = {"birth": 1, "death": -1}
-    return list(accumulate(signs.get(entry.what, 0) * entry.size for entry in found.entries))
-
-
-def _peak(found: Record) -> int:
-    return max(_live(found))
-
-
-def _peak_at(found: Record) -> int:
-    live = _live(found)
-    return live.index(max(live))
+    live = list(accumulate(signs.get(entry.what, 0) * entry.size for entry in found.entries))
+    account = replay(found)
+    assert sum(account.by_kind.values()) == max(live)
+    assert account.where == found.entries[live.index(max(live))]
 
 
 def operations(found: Record, *, attention: bool) -> int:
@@ -208,12 +175,12 @@ def is_attention(entry: Entry) -> bool:
 
 
 @pytest.mark.parametrize(("arguments", "times"), [((), 3), ((RECOMPUTED,), 4)])
-def test_products(arguments: tuple[str, ...], times: int, tmp_path: Path) -> None:
+def test_products(arguments: tuple[str, ...], times: int) -> None:
     """Backward multiplies twice as much as forward; attention 2.5 times, for it recomputes.
 
     A block that is recomputed stops before its last product, which backward does not ask for.
     """
-    found = record(tmp_path, *arguments)
+    found = record(*arguments)
     blocks = 2 * TOKENS * LAYERS * (times * MATRICES - (times - 3) * DIM * HIDDEN)
     assert operations(found, attention=False) == blocks + 3 * 2 * TOKENS * DIM * VOCAB
     scores = BATCH * SEQUENCE * SEQUENCE // 2  # below the diagonal
@@ -222,16 +189,13 @@ def test_products(arguments: tuple[str, ...], times: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("method", ["alltoall", "allgather", "ulysses"])
-def test_context_parallel_ranks_share_the_products_of_attention(
-    method: str, tmp_path: Path
-) -> None:
-    one = operations(record(tmp_path), attention=True)
+def test_context_parallel_ranks_share_the_products_of_attention(method: str) -> None:
+    one = operations(record(), attention=True)
     arguments = (
         "--parallelism.context_parallel_degree=2",
         f"--parallelism.context_parallel_rotate_method={method}",
     )
-    config, layout = placed(tmp_path, NUM_LAYERS, *arguments, world=2)
-    ranks = [rehearse(config, layout=layout, rank=rank) for rank in range(2)]
+    ranks = [record(*arguments, world=2, rank=rank) for rank in range(2)]
     assert sum(operations(rank, attention=True) for rank in ranks) == one
 
 
@@ -242,8 +206,8 @@ def test_products_of_experts(ep: int, tmp_path: Path) -> None:
         "--model.flavor=tiny",
         f"--parallelism.expert_parallel_degree={ep}",
     )
-    config, layout = placed(tmp_path, NUM_LAYERS, *arguments, world=ep)
-    found = rehearse(config, layout=layout, rank=0)
+    _, layout = placed(tmp_path, NUM_LAYERS, *arguments, world=ep)
+    found = record(*arguments, world=ep)
     sizes = layout.architecture
     rows = TOKENS * sizes.num_experts_per_token  # type: ignore[attr-defined]
     expert = 3 * sizes.dim * sizes.expert_hidden_dim  # type: ignore[attr-defined]

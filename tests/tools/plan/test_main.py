@@ -14,8 +14,8 @@ import pytest
 
 from torchtitan.parallel.pipeline.schedules import compute_table
 from torchtitan.tools.plan import command
-from torchtitan.tools.plan.command import VERBS, main
-from torchtitan.tools.plan.draw import as_text, save_picture
+from torchtitan.tools.plan.command import main
+from torchtitan.tools.plan.draw import as_text, save_timeline
 from torchtitan.tools.plan.schedule import Costs, simulate
 
 ZBV = ["--schedule", "ZBVZeroBubble", "--pp", "4", "--stages", "8", "--microbatches", "8"]
@@ -59,21 +59,10 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in all 51 " not in dearer
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--schedule", "1F1B", "--stages", "4", "--microbatches", "8"],
-        ["--schedule", "1F1B", "--pp", "4", "--microbatches", "8"],
-    ],
-)
-def test_ranks_and_stages_follow(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, arguments)[1].startswith(
-        "1F1B, 4 ranks, 4 stages, 8 microbatches: bubble 37.5%"
-    )
-    double = [word.replace("1F1B", "ZBVZeroBubble") for word in arguments]
-    ranks = 2 if "--stages" in arguments else 4
-    stages = 2 * ranks
-    assert run(capsys, double)[1].startswith(f"ZBVZeroBubble, {ranks} ranks, {stages} stages")
+@pytest.mark.parametrize(("name", "stages"), [("1F1B", 4), ("ZBVZeroBubble", 8)])
+def test_the_usual_stages(name: str, stages: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--schedule", name, "--pp", "4", "--microbatches", "8"]
+    assert run(capsys, arguments)[1].startswith(f"{name}, 4 ranks, {stages} stages, 8 micro")
 
 
 def test_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,12 +79,10 @@ def test_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ([], ["--schedule", "--microbatches", "--stages", "--pp", "--csv"]),
+        ([], ["--schedule", "--microbatches", "--pp", "--csv"]),
         (["--schedule", "ZBV", *ZBV[2:]], ["'ZBV'", "ZBVZeroBubble"]),
-        ([*ZBV[:2], "--stages", "7", "--microbatches", "8"], ["--stages", "got 7", "try 6"]),
-        ([*ZBV[:2], "--pp", "4", "--stages", "9", *ZBV[6:]], ["--stages", "got 9", "try 8"]),
-        ([*ZBV[:2], "--stages", "1", *ZBV[6:]], ["got 1", "try 2"]),
-        ([*ZBV[:2], "--pp", "0", *ZBV[6:]], ["--pp", "got 0"]),
+        ([*ZBV[:2], "--pp", "4", "--stages", "9", *ZBV[6:]], ["--stages", "got 9"]),
+        ([*ZBV[:2], "--pp", "0", *ZBV[6:]], ["--pp", "0"]),
         ([*ZBV, "--forward", "0"], ["--forward", "got 0"]),
         ([*ZBV, "--transfer=-1"], ["--transfer", "got -1"]),
         ([*ZBV, "--out", "x.gif"], ["x.gif", ".svg", ".png"]),
@@ -119,7 +106,7 @@ def test_a_name_of_another_program_leads_to_world_size(
     assert "--world_size" in error
 
 
-@pytest.mark.parametrize("verb", [[], *([verb] for verb in VERBS)])
+@pytest.mark.parametrize("verb", [[], ["layout"]])
 def test_help_needs_no_torch(verb: list[str]) -> None:
     code = (
         "import sys\nfrom torchtitan.tools.plan.command import main\n"
@@ -150,10 +137,10 @@ def test_sigterm_keeps_what_was_found(
 
 def test_pictures(tmp_path: Path) -> None:
     table = compute_table("ZBVZeroBubble", pp=2, stages_per_rank=2, num_microbatches=4)
-    panels = [("the title", "the unit", simulate(table, costs=Costs()))]
+    timeline = simulate(table, costs=Costs())
     paths = [tmp_path / "new" / name for name in ("a.svg", "b.svg", "c.png")]
     for path in paths:
-        save_picture(path, panels=panels, num_slots=27)
+        save_timeline(path, timeline, title="the title", unit="the unit", num_slots=27)
     first, second, png = (path.read_bytes() for path in paths)
     assert first == second  # the same bytes on every day: pictures are kept under git
     assert png.startswith(b"\x89PNG")

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.tools.plan.jobs import placed
-from torchtitan.tools.plan.rehearse import rehearse
+from tests.tools.plan.jobs import placed, recorded
 from torchtitan.tools.plan.tape import Record, Tape
 from torchtitan.tools.plan.world import stand_ins
 
@@ -31,9 +30,8 @@ BY_OPERATOR = (
 )
 
 
-def record(folder: Path, *arguments: str, world: int = 1) -> Record:
-    config, layout = placed(folder, NUM_LAYERS, *arguments, world=world)
-    return rehearse(config, layout=layout, rank=0)
+def record(*arguments: str, world: int = 1, rank: int = 0) -> Record:
+    return recorded(NUM_LAYERS, *arguments, world=world, rank=rank)
 
 
 def sizes(found: Record, what: str, operator: str, module: str) -> Counter[int]:
@@ -56,9 +54,9 @@ def sizes(found: Record, what: str, operator: str, module: str) -> Counter[int]:
     ],
 )
 def test_norms_of_the_stream(
-    arguments: tuple[str, ...], world: int, num_rows: int, times: int, tmp_path: Path
+    arguments: tuple[str, ...], world: int, num_rows: int, times: int
 ) -> None:
-    found = record(tmp_path, *arguments, world=world)
+    found = record(*arguments, world=world)
     rows, weight, root = 2 * DIM * num_rows, 2 * DIM, 4 * num_rows
     for module in ("attention_norm", "ffn_norm"):
         calls = times * LAYERS
@@ -78,7 +76,7 @@ def test_norms_of_the_stream(
 @pytest.mark.parametrize(("arguments", "world"), [((), 1), ((TP2,), 2)])
 def test_norms_of_heads(arguments: tuple[str, ...], world: int, tmp_path: Path) -> None:
     """Tensor parallelism cuts their heads, not their rows."""
-    found = record(tmp_path, "--model.name=qwen3", "--model.flavor=tiny8", *arguments, world=world)
+    found = record("--model.name=qwen3", "--model.flavor=tiny8", *arguments, world=world)
     _, layout = placed(tmp_path, "--model.name=qwen3", "--model.flavor=tiny8")
     model = layout.architecture
     for module, heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
@@ -93,7 +91,7 @@ def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return y.detach(), *torch.autograd.grad(y, (x, weight), torch.full_like(y, 0.5))
 
 
-def test_real_norms_are_computed_as_ever(tmp_path: Path) -> None:
+def test_real_norms_are_computed_as_ever() -> None:
     x = torch.randn(3, 5, DIM, requires_grad=True)
     weight = torch.randn(DIM, requires_grad=True)
     before, tape = norm(x, weight), Tape({})

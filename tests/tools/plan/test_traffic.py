@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.tools.plan.jobs import planned
+from tests.tools.plan.jobs import planned, recorded
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.tools.plan.links import Collective, axes_of, collective
+from torchtitan.tools.plan.links import axes_of
 from torchtitan.tools.plan.rehearse import rehearse
 from torchtitan.tools.plan.traffic import Row, count_traffic
 
@@ -176,24 +176,8 @@ def test_every_rank_sends_what_another_receives() -> None:
     assert total == {"all-gather": 200.0, "all-to-all": 400.0}
 
 
-@pytest.mark.parametrize(
-    ("operator", "name"),
-    [
-        ("allgather_base", "all-gather"),
-        ("all_gather_into_tensor", "all-gather"),
-        ("reduce_scatter_base", "reduce-scatter"),
-        ("allreduce", "all-reduce"),
-        ("alltoall_base", "all-to-all"),
-        ("recv", "receive"),
-    ],
-)
-def test_names_of_operators(operator: str, name: Collective) -> None:
-    assert collective(operator) == name
-
-
 def test_modules_are_named(tmp_path: Path) -> None:
     job = planned(tmp_path, TP2, world=2)
-    record = rehearse(job.config, layout=job.layout, rank=0)
-    rows: Sequence[Row] = count_traffic(job, record, by_module=True)
+    rows: Sequence[Row] = count_traffic(job, recorded(TP2, world=2), by_module=True)
     of_attention = [row for row in rows if row.module.startswith("attention")]
     assert sum(row.calls for row in of_attention if row.collective == "reduce-scatter") == L

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.distributed.pipeline_jobs import pipeline
 from tests.tools.plan.jobs import planned
-from torchtitan.tools.plan import records
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.job import Planned, send
-from torchtitan.tools.plan.records import rehearse_rank, rehearse_ranks
-from torchtitan.tools.plan.tried import Tried, try_jobs
+from torchtitan.tools.plan.records import rehearse_rank
+from torchtitan.tools.plan.tried import Tried, try_job
 
 WIDE = ("--model.dim=512", "--model.hidden_dim=1024")
 PP6 = (*pipeline("1F1B", pp=6), "--training.local_batch_size=12")
@@ -30,12 +25,7 @@ SIX = (
 )
 JOBS: dict[str, tuple[int, tuple[str, ...]]] = {
     "1F1B": (6, PP6),
-    "GPipe": (6, (*pipeline("GPipe", pp=6), "--training.local_batch_size=12")),
     "the fourth rank holds most blocks": (6, (*PP6, UNEVEN + SIX)),
-    "the fourth rank, recomputed": (
-        6,
-        (*PP6, UNEVEN + SIX, "--activation_checkpoint.mode=full", "--model.vocab_size=8"),
-    ),
     "ZBVZeroBubble": (
         6,
         (
@@ -53,18 +43,13 @@ def says_all() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def needed(job: Planned, *, expandable: bool = True) -> dict[int, int]:
+def needed(job: Planned) -> dict[int, int]:
     """Return the bytes that each rank needs."""
-    return {
-        rank: replay(rehearse_rank(job, rank), expandable=expandable).needed
-        for rank in range(job.world_size)
-    }
+    return {rank: replay(rehearse_rank(job, rank)).needed for rank in range(job.world_size)}
 
 
-def tried(job: Planned, *, expandable: bool = True) -> Tried:
-    with ThreadPool(1) as pool:
-        sent = send(job.config, job)
-        [one] = try_jobs([sent], pool=pool, of="jobs", expandable=expandable)
+def tried(job: Planned) -> Tried:
+    one = try_job(send(job.config, job))
     assert one is not None
     return one
 
@@ -88,39 +73,3 @@ def test_a_rank_in_the_middle_may_need_most(tmp_path: Path) -> None:
     of_each = needed(job)
     assert max(of_each, key=lambda rank: of_each[rank]) == 1
     assert tried(job).memory == of_each[1]
-
-
-def test_each_rank_is_rehearsed_on_one_core(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    job = planned(tmp_path, *pipeline("1F1B"), world=2)
-    of_each = rehearse_ranks(job)
-    assert [replay(record, expandable=True).needed for record in of_each] == [*needed(job).values()]
-
-
-def test_the_allocator_is_the_one_asked_for(tmp_path: Path) -> None:
-    job = planned(tmp_path, *WIDE, "--training.seq_len=448", world=2)
-    needs = {expandable: needed(job, expandable=expandable)[0] for expandable in (True, False)}
-    assert needs[True] < needs[False]
-    for expandable, size in needs.items():
-        assert tried(job, expandable=expandable).memory == size
-
-
-@pytest.mark.parametrize(
-    ("jobs", "cores", "expected"), [(3, 192, 3), (40, 192, 16), (5, 2, 2), (0, 4, 1)]
-)
-def test_no_more_processes_than_jobs_cores_and_memory(
-    jobs: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def pool(num: int, *_: object) -> AbstractContextManager[None]:
-        asked.append(num)
-        return nullcontext()
-
-    context = SimpleNamespace(Pool=pool)
-    monkeypatch.setattr(records, "num_cores", lambda: cores)
-    monkeypatch.setattr(records.multiprocessing, "get_context", lambda _: context)
-    with records.open_pool(jobs):
-        assert asked == [expected]

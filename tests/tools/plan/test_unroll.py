@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from tests.distributed.jobs import DDP, HSDP
+from tests.distributed.jobs import HSDP
 from tests.distributed.pipeline_jobs import pipeline
 from tests.tools.plan.jobs import placed
 from torchtitan.models.interface import LanguageModel
@@ -49,27 +49,18 @@ FREES_SENT_LATER = TorchVersion(torch.__version__) >= (2, 15)
 """A pipeline frees what it sent in whichever block runs then, so all blocks are rehearsed."""
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     # ranks, the one that is rehearsed
-    "one device": (1, 0, (layers(8),)),
     "recomputed": (1, 0, (layers(8), "--activation_checkpoint.mode=full")),
-    "by operator": (1, 0, (layers(8), *BY_OPERATOR)),
     "documents": (1, 0, (layers(8), "--training.attn_mask_type=block_causal")),
     "hsdp, every 2": (4, 1, (layers(10), *HSDP, *EVERY_2)),
     "fsdp, kept": (4, 0, (layers(8), "--parallelism.fsdp_reshard_after_forward=never")),
     "fsdp, accumulating": (4, 3, (layers(8), "--training.global_batch_size=64")),
     "fsdp, offloaded": (4, 0, (layers(8), "--training.enable_cpu_offload=true")),
     "fsdp, adapters": (4, 0, (layers(8), "--lora.rank=4")),
-    "ddp": (2, 0, (layers(8), *DDP)),
-    "tp": (2, 0, (layers(8), TP2)),
     "fsdp x tp, stream copied": (4, 0, (layers(8), TP2, COPIED)),
-    "cp allgather": (4, 0, (layers(8), *cp("allgather"))),
     "cp ring": (4, 1, (layers(8), *cp("alltoall"))),
     "cp ulysses": (4, 0, (layers(8), *cp("ulysses"))),
-    "pp, first rank": (4, 0, (layers(14), IN_4, *pipeline("1F1B"))),
     "pp, last rank": (2, 1, (layers(14), IN_4, *pipeline("1F1B"))),
-    "pp GPipe": (2, 0, (layers(14), IN_4, *pipeline("GPipe"))),
     "pp Interleaved1F1B": (2, 0, (layers(28), IN_4, *pipeline("Interleaved1F1B"))),
-    "experts": (4, 0, (layers(8), *EXPERTS)),
-    "experts dealt out": (4, 0, (layers(8), *EXPERTS, EP2)),
     "experts dealt out, tp": (4, 0, (layers(8), *EXPERTS, EP2, TP2)),
     "deepseek_v3": (4, 0, (layers(10), *DEEPSEEK, EP2, *BY_OPERATOR)),
 }
@@ -188,14 +179,6 @@ def test_a_death_of_something_else_is_seen(few: tuple[Record, list[Template]]) -
         copy_blocks(changed(record, second, born=record.entries[first].born), templates)
 
 
-def test_a_block_that_comes_twice_is_seen(few: tuple[Record, list[Template]]) -> None:
-    record, templates = few
-    wrong = replace(templates[0], first=2, period=2)
-    swapped = replace(wrong, blocks=tuple(reversed(wrong.blocks)))
-    with pytest.raises(CannotCopyError):
-        copy_blocks(record, [swapped])
-
-
 def widened(layout: Layout, *, block: int) -> Layout:
     """Return a layout with a wider feed-forward in one block, of which no setting tells."""
     before: Callable[[LanguageModel], None] | None = layout.adapt
@@ -216,7 +199,7 @@ def widened(layout: Layout, *, block: int) -> Layout:
     return replace(layout, adapt=adapt)
 
 
-@pytest.mark.parametrize("block", [0, 3, 5, 8, 11])
+@pytest.mark.parametrize("block", [3, 8])
 def test_a_block_that_is_unlike_the_others(block: int, tmp_path: Path) -> None:
     config, layout = placed(tmp_path, layers(12))
     layout = widened(layout, block=block)
@@ -247,14 +230,10 @@ def test_frozen_blocks_are_unlike_trained_ones(tmp_path: Path) -> None:
 
 
 def test_dense_blocks_before_experts_are_no_templates(tmp_path: Path) -> None:
-    arguments = (layers(12), *DEEPSEEK)
-    config, layout = placed(tmp_path, *arguments)
+    config, layout = placed(tmp_path, layers(12), *DEEPSEEK)
     [template], skipped = find_templates(config, layout=layout, rank=0)
     assert min(skipped) > 1 + rehearsing.MARGIN  # the first is dense
-    found = rehearse_step(config, layout=layout, rank=0)
-    assert_like(found, rehearse(config, layout=layout, rank=0))
-    # as if all were alike
-    wrong = Template(blocks=template.blocks, first=0, period=1, times=template.times)
     few = rehearse(config, layout=layout, rank=0, skipped=skipped)
-    with pytest.raises(CannotCopyError):
+    wrong = Template(blocks=template.blocks, first=0, period=1, times=template.times)
+    with pytest.raises(CannotCopyError):  # as if all were alike
         copy_blocks(few, [wrong])

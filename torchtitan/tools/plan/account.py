@@ -58,14 +58,16 @@ class Account:
         return self.reserved + ALLOWANCE
 
 
-def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Account:
+def replay(record: Record, *, num_points: int = 400) -> Account:
     """Replay a record through the allocator."""
     entries, kinds = record.entries, classify(record)
-    allocator, places = Allocator(expandable=expandable), {}
+    allocator, places = Allocator(), {}
     live: Counter[Kind] = Counter()
     now = peak = host = most_on_host = peak_active = 0
     start = next((p.start for p in record.pieces[1:] if p.phase != "state"), 0)
-    at, curve = -1, _Curve(len(entries) - start, num_points)
+    width = max(1, -(-(len(entries) - start) // num_points))
+    at, interval, most = -1, -1, 0
+    curve: list[dict[Kind, int]] = []
     for index, entry in enumerate(entries):
         if entry.what not in ("birth", "death"):
             continue
@@ -83,8 +85,13 @@ def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Accoun
         peak_active = max(peak_active, allocator.active)
         if now > peak:
             peak, at = now, index
-        if index >= start:
-            curve.add(index - start, now, live)
+        if index < start:
+            continue
+        if (index - start) // width > interval:
+            interval, most = (index - start) // width, -1
+            curve.append({})
+        if now > most:
+            most, curve[-1] = now, dict(live)
     tenants = _tenants(entries, kinds, at=at)
     by_kind: Counter[Kind] = Counter()
     for tenant in tenants:
@@ -97,7 +104,7 @@ def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Accoun
         where=entries[at],
         during=(piece.phase, piece.block),
         tenants=tenants,
-        curve=curve.points,
+        curve=curve,
         on_host=most_on_host,
     )
 
@@ -147,21 +154,3 @@ def _tenants(entries: Sequence[Entry], kinds: Sequence[Kind], *, at: int) -> lis
         Tenant(kind=key[0], operator=key[1], module=key[2], num=nums[key], size=size)
         for key, size in sizes.most_common()
     ]
-
-
-class _Curve:
-    """The peak of each of a number of intervals."""
-
-    def __init__(self, num_entries: int, num_points: int) -> None:
-        self._width = max(1, -(-num_entries // num_points))
-        self._number, self._most = -1, -1
-        self.points: list[dict[Kind, int]] = []
-
-    def add(self, index: int, now: int, live: Mapping[Kind, int]) -> None:
-        number = index // self._width
-        if number != self._number:
-            self._number, self._most = number, -1
-            self.points.append({})
-        if now > self._most:
-            self._most = now
-            self.points[-1] = dict(live)

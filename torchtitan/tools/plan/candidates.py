@@ -168,7 +168,7 @@ def measure(planned: Planned, recompute: Recompute) -> Measured:
         for entry, kind in zip(record.entries, kinds, strict=True)
         if entry.what == "birth" and kind == "activations"
     )
-    at_peak = replay(record, expandable=True).by_kind
+    at_peak = replay(record).by_kind
     found = time_step(job, [record])
     in_turn = [found.resources[name] for name in IN_TURN]
     model = planned.layout.spec.build_meta(planned.layout.architecture)

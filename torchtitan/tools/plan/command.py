@@ -103,7 +103,6 @@ def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
         world_size=arguments.world_size,
         device=device,
         gpus_per_node=arguments.gpus_per_node,
-        all_ranks=getattr(arguments, "all_ranks", False),
     )
     return answer(planned, arguments)
 
@@ -140,31 +139,19 @@ def _parser() -> argparse.ArgumentParser:
             add("--device", default="H100", help=DEVICE)
             add("--memory_gib", type=float, help="memory of the device, if not the usual")
             add("--gpus_per_node", type=int, default=8, help="GPUs per machine (8)")
-        ADD_OPTIONS[name](command)
+        if name in ADD_OPTIONS:
+            ADD_OPTIONS[name](command)
     return parser
-
-
-def _add_all_ranks(parser: Parser) -> None:
-    text = "plan every rank of a pipeline of more than 4, not only those that may need most"
-    parser.add_argument("--all_ranks", action="store_true", help=text)
 
 
 def _add_memory(parser: Parser) -> None:
     add = parser.add_argument
-    _add_all_ranks(parser)
     add("--out", type=local_path, metavar="FILE", help="draw an .svg or .png")
-    add(
-        "--classic_allocator",
-        action="store_true",
-        help="without PYTORCH_ALLOC_CONF=expandable_segments:True",
-    )
     add("--ran_out", action="store_true", help="plan remedies even if the job fits")
 
 
 def _add_traffic(parser: Parser) -> None:
-    add = parser.add_argument
-    _add_all_ranks(parser)
-    add("--by_module", action="store_true", help="a row for each module")
+    parser.add_argument("--by_module", action="store_true", help="a row for each module")
 
 
 def _add_layout(parser: Parser) -> None:
@@ -176,8 +163,8 @@ def _add_layout(parser: Parser) -> None:
 def _add_schedule(parser: Parser) -> None:
     add = parser.add_argument
     add("--schedule", metavar="NAME", help="1F1B, Interleaved1F1B, ZBVZeroBubble, ...")
-    add("--pp", type=int, help="pipeline ranks, if --stages does not determine them")
-    add("--stages", type=int, help="stages over all ranks")
+    add("--pp", type=int, help="pipeline ranks")
+    add("--stages", type=int, help="stages over all ranks, by default one or two per rank")
     add("--microbatches", type=int, help="microbatches per step")
     add("--csv", type=Path, metavar="FILE", help="read the schedule from a file")
     add("--out", type=local_path, metavar="FILE", help="draw an .svg or .png")
@@ -197,7 +184,6 @@ ADD_OPTIONS: Mapping[str, Callable[[Parser], None]] = {
     "memory": _add_memory,
     "traffic": _add_traffic,
     "layout": _add_layout,
-    "step": _add_all_ranks,
     "schedule": _add_schedule,
     "explain": _add_explain,
 }

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.base.peaks import GPU_PEAKS, table_peaks
-from torchtitan.config.schema import FinitePositive, PositiveInt, keys, literal
 from torchtitan.tools.plan.allocator import GIB
 
 
@@ -35,8 +34,8 @@ from torchtitan.tools.plan.allocator import GIB
 class Share:
     """Share of a resource's peak, or a rate or time, at worst and at best."""
 
-    worst: FinitePositive
-    best: FinitePositive
+    worst: float
+    best: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ class Constants:
 
     product: str
     """The name that its driver gives."""
-    memory: PositiveInt
+    memory: int
     products: Share
     attention: Share
     passes: Share
@@ -110,7 +109,8 @@ DEVICES: Mapping[str, Device] = dict(
         _device("MI300X", gib=191.9, bandwidth=5.3, link=448, network=50, to_host=64),
     )
 )
-REMEDY = "correct the file, or measure again with scripts/benchmark.py gpu --calibrate FILE"
+MEASURED = ("products", "attention", "passes", "copies", "launch", "on_host")
+"""Shares that a calibration measures."""
 ALLOWANCE = 2 * GIB
 """Memory of a device that torch does not allocate: the CUDA context and its libraries (about 0.5
 GiB), NCCL's buffers of each communicator, cuBLAS's workspaces. A cautious estimate."""
@@ -151,34 +151,14 @@ def find_device(name: str, *, memory_gib: float | None) -> Device:
 def _read_constants(file: Path) -> Device:
     try:
         table = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"--device {file} cannot be read: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"--device {file} is not JSON: {error}; {REMEDY}") from error
-    mistakes, values = [], dict[str, Any]()
-    for path, key in keys(Constants).items():
-        value = table
-        for name in path:
-            value = value.get(name) if isinstance(value, dict) else None
-        try:
-            converted = key.convert(value)
-        except ValueError as error:
-            where = f"--device {file}: {'.'.join(path)}"
-            mistakes.append(f"{where}: {error}, got {literal(value)}; {REMEDY}")
-            continue
-        if path[1:]:
-            values.setdefault(path[0], {})[path[1]] = converted
-        else:
-            values[path[0]] = converted
-    if mistakes:
-        raise ConfigError(mistakes)
-    shares = {name: Share(**value) for name, value in values.items() if isinstance(value, dict)}
-    found = Constants(**values | shares)
-    known = device_named(found.product)
-    if known is None:
+        shares: dict[str, Any] = {name: Share(**table[name]) for name in MEASURED}
+        memory = int(table["memory"])
+        known = device_named(table["product"])
+        numbers = [memory, *(n for share in shares.values() for n in (share.worst, share.best))]
+        if known is None or not all(0.0 < number < float("inf") for number in numbers):
+            raise ValueError("its device must be of the table, its figures finite and above 0")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--device {file} must be measured on one of {', '.join(DEVICES)}, got {found.product}"
-        )
-    measured = {field.name: getattr(found, field.name) for field in fields(found)}
-    del measured["product"]
-    return replace(known, **measured)
+            f"--device {file} must be a file of `scripts/benchmark.py gpu --calibrate`: {error!r}"
+        ) from error
+    return replace(known, memory=memory, **shares)

@@ -81,10 +81,8 @@ def _label(action: Action, first_stage: int) -> str:
     return f"{letter if action.stage == first_stage else letter.lower()}{action.microbatch}"
 
 
-def save_picture(
-    path: Path, *, panels: Sequence[tuple[str, str, Timeline]], num_slots: int
-) -> None:
-    """Draw panels, each a title, the unit of its time and a timeline, below one another.
+def save_timeline(path: Path, timeline: Timeline, *, title: str, unit: str, num_slots: int) -> None:
+    """Draw a timeline. `unit` is that of its time.
 
     Raises:
         ConfigError: The suffix is not .svg or .png, or matplotlib is missing.
@@ -93,17 +91,15 @@ def save_picture(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    num_ranks = len(panels[0][2].rows)
-    height = (0.32 * num_ranks + 0.75) * len(panels) + 0.4
-    figure = Figure(figsize=(min(24.0, max(7.0, 0.2 * num_slots)), height), layout="constrained")
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axis, (title, unit, timeline) in zip(axes, panels, strict=True):
-        _draw(axis, title=title, unit=unit, timeline=timeline)
-    kinds = {span.action.kind for _, _, line in panels for row in line.rows for span in row}
+    num_ranks = len(timeline.rows)
+    size = (min(24.0, max(7.0, 0.2 * num_slots)), 0.32 * num_ranks + 1.15)
+    figure = Figure(figsize=size, layout="constrained")
+    _draw(figure.subplots(), title=title, unit=unit, timeline=timeline)
+    kinds = {span.action.kind for row in timeline.rows for span in row}
     entries = [
         Patch(color=_COLOURS[kind][0], label=LABELS[kind]) for kind in LABELS if kind in kinds
     ]
-    if any(panels[0][2].num_stages_of(rank) > 1 for rank in range(num_ranks)):
+    if any(timeline.num_stages_of(rank) > 1 for rank in range(num_ranks)):
         entries.append(Patch(color="#cccccc", label="lighter: a later stage of the rank"))
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), fontsize=8)
     _save(figure, path)
@@ -115,7 +111,7 @@ def save_areas(
     """Draw panels of stacked areas, in GiB over the step, with a line at the limit.
 
     Raises:
-        ConfigError: See `save_picture`.
+        ConfigError: See `save_timeline`.
     """
     check_picture(path)
     from matplotlib.figure import Figure

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from statistics import median
 
 from torchtitan.base.custom import trusting_stored
 from torchtitan.base.errors import ConfigError
-from torchtitan.checkpoint.storage import step_of
 from torchtitan.job import CONFIG_FILE
 from torchtitan.metrics.ledger import Hardware, read_hardware
 from torchtitan.metrics.rows import Row, figure_of, read_rows
@@ -27,28 +25,11 @@ from torchtitan.tools.plan.account import Account, replay
 from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.devices import DEVICES, Device, device_named, find_device
 from torchtitan.tools.plan.job import Planned, place
-from torchtitan.tools.plan.kernels import kernel_seconds
 from torchtitan.tools.plan.records import rehearse_ranks
-from torchtitan.tools.plan.step import StepTime, Time, time_rank, time_step
+from torchtitan.tools.plan.step import StepTime, time_step
 
 CPU = "(OMP_NUM_THREADS)"
 """Part of a CPU's name in `base/device.py`."""
-COMPILED = (
-    "The run compiled its blocks. `compiled` are Triton kernels of the compiler. They may include "
-    "products and attention; the prediction for `other` is for both."
-)
-KERNELS: Mapping[str, Sequence[str]] = {
-    "products": ("products",),
-    "attention": ("attention",),
-    "collectives": ("waits", "overlapped"),
-    "to device": ("to device",),
-    "to host": ("to host",),
-    "compiled": (),
-    "other": ("passes",),
-}
-"""Resources of a step that each kind of kernel needs."""
-NEEDED = ("step_time_s", "data_time_s", "tokens_per_second", "mfu", "memory_peak_gib")
-"""Required figures of a row."""
 RANK_FILE = re.compile(r"metrics\.rank_([0-9]{1,9})\.jsonl")
 
 
@@ -63,6 +44,7 @@ def _explain(arguments: argparse.Namespace) -> str:
     config = Job.stored_in(run / CONFIG_FILE).config
     start = read_hardware(run)
     rows = settled(read_rows(run / "metrics.jsonl"), start=start)
+    peaks = _peaks(run, start=start)
     device = device_of(start.device, asked=arguments.device)
     on_cpu = CPU in start.device
     is_same = device is not None and device is device_named(start.device)
@@ -73,12 +55,12 @@ def _explain(arguments: argparse.Namespace) -> str:
         gpus_per_node=start.ranks_per_machine,
     )
     records = rehearse_ranks(planned)
-    accounts = [replay(record, expandable=True) for record in records]
+    accounts = [replay(record) for record in records]
     parts = [
         planned.headline(),
         f"measured on {start.world_size} x {start.device}, {len(rows)} rows after the first "
         f"of the start at step {start.resumed_from}",
-        _memory(_peaks(run, start=start), planned, accounts, comparable=not on_cpu),
+        _memory(peaks, planned, accounts, comparable=not on_cpu),
     ]
     found = None if device is None else time_step(planned, records)
     parts.append(_speed(rows, found, comparable=is_same))
@@ -89,18 +71,6 @@ def _explain(arguments: argparse.Namespace) -> str:
             + ("; memory, because on a CPU it is that of the process." if on_cpu else ".")
             + ("" if device else " --device plans for another device.")
         )
-    folders = (run / config.profiling.save_traces_folder).glob("step-*")
-    traces = {step: path / "rank_0.json" for path in folders if (step := step_of(path)) is not None}
-    traces = {step: path for step, path in traces.items() if path.exists()}
-    if traces:
-        trace = traces[max(traces)]
-        spent = kernel_seconds(trace, num_steps=config.profiling.profiler_active)
-        # the first pipeline rank is always planned
-        of_rank = {} if device is None else time_rank(planned, records[0])
-        parts.append(_kernels(trace, spent, of_rank))
-        if planned.is_compiled:
-            parts.append(COMPILED)
-        parts.append("The rows include steps under the profiler, which are slower.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -108,22 +78,9 @@ def settled(rows: Sequence[Row], *, start: Hardware) -> list[Row]:
     """Return the rows of the newest start without the first, which includes the start-up.
 
     Raises:
-        ConfigError: Figures are missing, or no row is left.
+        ConfigError: No row is left.
     """
     found = [row for row in rows if row["step"] > start.resumed_from][1:]
-    missing = sorted(
-        {
-            name
-            for row in found
-            for name in NEEDED
-            if name not in row or (figure_of(row, name) is None and name != "mfu")
-        }
-    )
-    if missing:
-        raise ConfigError(
-            f"rows of metrics.jsonl must have {', '.join(NEEDED)}, got one without "
-            f"{', '.join(missing)}; explain a run of this version"
-        )
     if not found:
         raise ConfigError(
             "metrics.jsonl must have two rows since the newest start, because the first includes "
@@ -142,15 +99,6 @@ def device_of(recorded: str, *, asked: str | None) -> Device | None:
         f"the run's device must be one of {', '.join(DEVICES)}, got {recorded!r}; set --device to "
         "the nearest"
     )
-
-
-def verdict(measured: float, *, best: float, worst: float) -> str:
-    """Describe where a measured time is between the bounds."""
-    if measured > worst:
-        return f"slower than the worst bound by {100 * (measured / worst - 1):.0f} %"
-    if measured < best:
-        return f"faster than the best bound by {100 * (1 - measured / best):.0f} %"
-    return "within the bounds"
 
 
 def _peaks(run: Path, *, start: Hardware) -> dict[int, float]:
@@ -209,38 +157,21 @@ def _speed(rows: Sequence[Row], found: StepTime | None, *, comparable: bool) -> 
         if key in bounds:
             line += f"   {bounds[key][0]:.4g} to {bounds[key][1]:.4g}"
         lines.append(line)
-    step = median(row["step_time_s"] for row in rows)
     if found is not None and comparable:
-        line = verdict(step, best=found.best, worst=found.worst)
-        if step > found.worst:
-            line += ": " + _causes(rows, excess=step - found.worst)
-        lines.append(line)
+        lines.append(_verdict(rows, best=found.best, worst=found.worst))
     return "\n".join(lines)
 
 
-def _causes(rows: Sequence[Row], *, excess: float) -> str:
-    data = median(row["data_time_s"] for row in rows)
-    part = 100 * data / excess
+def _verdict(rows: Sequence[Row], *, best: float, worst: float) -> str:
+    """Describe where the measured time of a step is between the bounds."""
+    step, data = (median(row[key] for row in rows) for key in ("step_time_s", "data_time_s"))
+    if step < best:
+        return f"faster than the best bound by {100 * (1 - step / best):.0f} %"
+    if step <= worst:
+        return "within the bounds"
     return (
-        f"waiting for data took {data:.4g} s of a step, {part:.0f} % of the excess. Checkpoints "
+        f"slower than the worst bound by {100 * (step / worst - 1):.0f} %: waiting for data took "
+        f"{data:.4g} s of a step, {100 * data / (step - worst):.0f} % of the excess. Checkpoints "
         "and validation are not included, so the rest is in kernels, links or the host: profile a "
         "step (docs/metrics.md)"
     )
-
-
-def _kernels(trace: Path, spent: Counter[str], of_rank: Mapping[str, Time]) -> str:
-    """Return the seconds of rank 0's kernels by kind, beside the prediction."""
-    name = f"{trace.parent.name}/{trace.name}"
-    if not spent:
-        return f"{name} has no kernels of a GPU: not compared"
-    lines = [
-        f"seconds of kernels of rank 0 per step, {name} (collectives include waiting for other "
-        "ranks), and the prediction"
-    ]
-    for kind, resources in KERNELS.items():
-        times = [of_rank[resource] for resource in resources if resource in of_rank]
-        worst, best = (sum(time[bound] for time in times) for bound in (0, 1))
-        if kind in ("products", "attention", "collectives", "other") or spent[kind] or worst:
-            bounds = f"   {best:.4g} to {worst:.4g}" if worst else ""
-            lines.append(f"{kind:<12}{spent[kind]:>12.4g}{bounds}")
-    return "\n".join(lines)

@@ -15,10 +15,6 @@ from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.plan.devices import Device
 from torchtitan.tools.plan.shorten import Shortened, fullest_ranks, shorten
 
-BUDGET_IS_NOT_TRIED = (
-    'activation_checkpoint.mode = "memory_budget" is replaced in these settings: what the compiler '
-    "recomputes is not rehearsed."
-)
 FEW = 4
 """Pipelines of at most this number of ranks are planned with all of them."""
 
@@ -47,11 +43,6 @@ class Planned:
         return self.config.compile.enable
 
     @property
-    def has_budget(self) -> bool:
-        """Whether the compiler chooses what to recompute. A rehearsal recomputes nothing."""
-        return self.config.activation_checkpoint.mode == "memory_budget"
-
-    @property
     def tokens_per_step(self) -> int:
         """Tokens of all ranks."""
         training = self.config.training
@@ -66,16 +57,6 @@ class Planned:
     def first_ranks(self) -> list[int]:
         """Return the first global rank of each planned pipeline rank."""
         return [rank * (self.world_size // self.layout.dims.pp) for rank in self.pipeline_ranks]
-
-    def limits_of_recomputation(self) -> list[str]:
-        """Describe what a plan does not know about the compiler's recomputation."""
-        if not self.has_budget:
-            return []
-        budget = self.config.activation_checkpoint.memory_budget
-        return [
-            f'activation_checkpoint.mode = "memory_budget" ({budget:g}): the plan recomputes '
-            "nothing, so the job should need less memory; the worst time has a second forward."
-        ]
 
     def headline(self) -> str:
         """Describe the planned job in one line."""
@@ -94,12 +75,8 @@ def plan_job(
     world_size: int,
     device: Device,
     gpus_per_node: int,
-    all_ranks: bool = False,
 ) -> Planned:
     """Read a job as the trainer does, and find its layout.
-
-    Args:
-        all_ranks: Plan every rank of a long pipeline.
 
     Raises:
         ConfigError: The settings do not fit together or the number of ranks.
@@ -114,7 +91,6 @@ def plan_job(
         world_size=world_size,
         device=device,
         gpus_per_node=gpus_per_node,
-        all_ranks=all_ranks,
     )
 
 
@@ -124,13 +100,18 @@ def place(
     world_size: int,
     device: Device,
     gpus_per_node: int,
-    all_ranks: bool = False,
 ) -> Planned:
     """Find the layout of a job over a number of ranks.
 
     Raises:
         ConfigError: The rules forbid it, or it cannot be rehearsed.
     """
+    if config.activation_checkpoint.mode == "memory_budget":
+        raise ConfigError.at(
+            "activation_checkpoint.mode",
+            'must not be "memory_budget" in a plan, because the compiler chooses what it '
+            'recomputes; plan with "none", which needs more memory',
+        )
     if config.optimizer.name == "Muon":
         raise ConfigError.at(
             "optimizer.name",
@@ -139,14 +120,13 @@ def place(
         )
     layout = find_layout(config, world_size=world_size)
     pipeline, pp = layout.pipeline, layout.dims.pp
-    is_short = pipeline is None or all_ranks or pp <= FEW
     return Planned(
         config=config,
         layout=layout,
         device=device,
         gpus_per_node=gpus_per_node,
         shortened=shorten(config, layout),
-        pipeline_ranks=range(pp) if is_short or pipeline is None else fullest_ranks(pipeline),
+        pipeline_ranks=range(pp) if pipeline is None or pp <= FEW else fullest_ranks(pipeline),
     )
 
 

@@ -23,9 +23,9 @@ from torchtitan.tools.plan.candidates import (
     measure,
     rank_candidates,
 )
-from torchtitan.tools.plan.job import BUDGET_IS_NOT_TRIED, Planned, Sent, send
+from torchtitan.tools.plan.job import Planned, Sent, send
 from torchtitan.tools.plan.records import open_pool, run_in
-from torchtitan.tools.plan.tried import Tried, try_jobs
+from torchtitan.tools.plan.tried import Tried, try_job
 
 SHOWN, TRIED = 3, 12
 """Number of fitting layouts to find, and the most that are rehearsed for it."""
@@ -46,10 +46,11 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
         f"{device.name} ({device.memory / GIB:.1f} GiB), {planned.gpus_per_node} on a machine; "
         f"{samples} samples of {training.seq_len} tokens in a step\n"
     )
-    num_found = 0
+    found: list[Candidate] = []
     with open_pool(TRIED) as pool:
         work = partial(_measure, send(planned.config, planned))
-        figures = run_in(pool, work, RECOMPUTES, of="ways to recompute, on one device")
+        names = [f"recompute {recompute}, on one device" for recompute in RECOMPUTES]
+        figures = run_in(pool, work, RECOMPUTES, names=names)
         measured = dict(zip(RECOMPUTES, figures, strict=True))
         sys.stderr.write("ranking all layouts by formulas\n")
         ranked = rank_candidates(planned, samples=samples, measured=measured)
@@ -65,25 +66,25 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
         )
         best = ranked[:TRIED]
         jobs = [send(candidate.apply(planned.config), planned) for candidate in best]
-        for candidate, tried in zip(best, try_jobs(jobs, pool=pool, of="layouts"), strict=True):
+        results = run_in(pool, try_job, jobs, names=[str(candidate) for candidate in best])
+        for candidate, tried in zip(best, results, strict=True):
             if tried is None or tried.memory > device.memory:
                 continue
             yield _row(candidate, tried)
-            num_found += 1
-            if num_found == 1 and arguments.write is not None:
+            found.append(candidate)
+            sys.stderr.write(f"best so far: {found[0]}\n")
+            if len(found) == 1 and arguments.write is not None:
                 config = candidate.apply(planned.config)
                 arguments.write.parent.mkdir(parents=True, exist_ok=True)
                 arguments.write.write_text(to_toml(config, only_changed=True), encoding="utf-8")
-            if num_found == SHOWN:
+            if len(found) == SHOWN:
                 break
-    if not num_found:
+    if not found:
         raise ConfigError(
             f"the {plural(len(best), 'best layout')} do not fit {device.name}; use more ranks, "
             "or a device with more memory"
         )
     yield "\nBounds, and limits as of `memory` and `step`.\n"
-    if planned.has_budget:
-        yield f"{BUDGET_IS_NOT_TRIED}\n"
     if arguments.write is not None:
         yield f"\nwritten, with the first of them: {arguments.write}\n"
 

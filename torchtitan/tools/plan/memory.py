@@ -28,16 +28,15 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
     """
     if arguments.out is not None:
         check_picture(arguments.out)
-    expandable = not arguments.classic_allocator
     records = rehearse_ranks(planned)
-    accounts = [replay(record, expandable=expandable) for record in records]
+    accounts = [replay(record) for record in records]
     fullest_rank, fullest = _fullest(planned, accounts)
     parts = [
         planned.headline(),
         _table(planned, accounts, [staged(planned, record) for record in records]),
         _verdict(planned, fullest),
         _peak(fullest_rank, fullest),
-        _limits(planned, expandable=expandable),
+        _limits(planned),
     ]
     if arguments.out is not None:
         _draw(arguments.out, planned, accounts)
@@ -45,7 +44,7 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
     yield "\n\n".join(parts) + "\n"
     if arguments.ran_out or fullest.needed > planned.device.memory:
         now = Tried(memory=fullest.needed, time=time_step(planned, records))
-        yield f"\n{plan_remedies(planned, now=now, expandable=expandable)}\n"
+        yield f"\n{plan_remedies(planned, now=now)}\n"
 
 
 def staged(planned: Planned, record: Record) -> int:
@@ -129,22 +128,17 @@ def _peak(rank: int, account: Account) -> str:
     return "\n".join(lines)
 
 
-def _limits(planned: Planned, *, expandable: bool) -> str:
+def _limits(planned: Planned) -> str:
     lines = [
         f"An allowance of {ALLOWANCE / GIB:.0f} GiB covers the CUDA context, NCCL's buffers and "
         "cuBLAS's workspaces.",
-        f"The allocator runs {'with' if expandable else 'without'} "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True.",
+        "The allocator runs with PYTORCH_ALLOC_CONF=expandable_segments:True.",
     ]
     num_planned, pp = len(planned.pipeline_ranks), planned.layout.dims.pp
     if num_planned < pp:
-        lines.append(
-            f"{num_planned} of {pp} pipeline ranks are planned, which should need most; "
-            "`--all_ranks` plans each."
-        )
+        lines.append(f"{num_planned} of {pp} pipeline ranks are planned, which should need most.")
     if planned.is_compiled:
         lines.append("Blocks are planned without the compiler, which usually needs less.")
-    lines += planned.limits_of_recomputation()
     if planned.layout.counts.num_experts:
         lines.append("Each expert gets an equal number of tokens.")
     if planned.config.training.attn_mask_type == "block_causal":

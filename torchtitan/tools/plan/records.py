@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,8 @@ from torchtitan.tools.plan.tape import Piece, Record
 
 MOST = 16
 """Largest number of processes. Each takes about 0.4 GiB."""
+PATIENCE = 10
+"""Seconds between two reports of progress."""
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -36,12 +39,22 @@ def open_pool(num_jobs: int) -> Iterator[Pool]:
         yield pool
 
 
-def run_in(pool: Pool, work: Callable[[T], U], items: Sequence[T], *, of: str) -> Iterator[U]:
-    """Yield the result for each item in order, and report progress on stderr."""
-    sys.stderr.write(f"rehearsing {len(items)} {of}\n")
-    for number, result in enumerate(pool.imap(work, items), start=1):
-        sys.stderr.write(f"rehearsed {number} of {len(items)} {of}\n")
-        yield result
+def run_in(
+    pool: Pool, work: Callable[[T], U], items: Sequence[T], *, names: Sequence[str]
+) -> Iterator[U]:
+    """Yield the result for each item in order, and report progress by the items' names."""
+    sys.stderr.write(f"rehearsing {len(items)}: {'; '.join(names)}\n")
+    results, start = pool.imap(work, items), time.monotonic()
+    for number, name in enumerate(names, start=1):
+        result = None
+        while result is None:
+            try:
+                result = [results.next(timeout=PATIENCE)]
+            except multiprocessing.TimeoutError:
+                elapsed = time.monotonic() - start
+                sys.stderr.write(f"still rehearsing {name}, {elapsed:.0f} s\n")
+        sys.stderr.write(f"rehearsed {number} of {len(items)}: {name}\n")
+        yield result[0]
 
 
 def rehearse_rank(planned: Planned, rank: int, *, validates: bool = True) -> Record:
@@ -64,7 +77,8 @@ def rehearse_ranks(planned: Planned, *, validates: bool = True) -> list[Record]:
         return [rehearse_rank(planned, ranks[0], validates=validates)]
     work = partial(_rehearse, send(planned.config, planned), validates)
     with open_pool(len(ranks)) as pool:
-        return list(run_in(pool, work, ranks, of="pipeline ranks"))
+        names = [f"pipeline rank {number}" for number in planned.pipeline_ranks]
+        return list(run_in(pool, work, ranks, names=names))
 
 
 def follow(step: Record, validation: Record) -> Record:

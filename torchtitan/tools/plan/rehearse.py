@@ -1,8 +1,8 @@
 """Rehearse one optimizer step of one rank: the trainer's own code, on fake tensors.
 
 The model, FSDP, recomputation and the pipeline run as they are, in a world with simulated other
-ranks (`world.py`), and a tape records them. A rehearsal may skip blocks and microbatches that are
-like their neighbours; `copies.py` adds them to the record.
+ranks (`world.py`), and a tape records them. A rehearsal may skip blocks that are like their
+neighbours; `copies.py` adds them to the record.
 
 Tensors are on a fake CPU, because a fake GPU needs a driver. If a GPU would take another path that
 matters, it is selected explicitly: bfloat16 for "auto", fused kernels as set.
@@ -34,13 +34,7 @@ from torchtitan.parallel.context.shard import build_shard
 from torchtitan.parallel.execution import Batch
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.parallelize import allocate
-from torchtitan.tools.plan.copies import (
-    CannotCopyError,
-    Template,
-    copy_blocks,
-    copy_microbatches,
-    skip_microbatches,
-)
+from torchtitan.tools.plan.copies import CannotCopyError, Template, copy_blocks
 from torchtitan.tools.plan.tape import Pool, Record, Tape
 from torchtitan.tools.plan.world import axes_by_group, fake_world, load_evenly, stand_ins
 from torchtitan.validate import evaluate, validation_source
@@ -187,14 +181,11 @@ def _hold_state(
 
 
 def rehearse_step(config: Config, *, layout: Layout, rank: int, validates: bool = False) -> Record:
-    """Do the same as `rehearse`, but copy most blocks and microbatches if possible.
+    """Do the same as `rehearse`, but copy most blocks if possible.
 
     Accumulation steps, and microbatches that do not change the peak, are skipped by `shorten`.
     """
-    if validates:
-        run = partial(rehearse, config, layout=layout, rank=rank, validates=True)
-    else:
-        run = partial(rehearse_microbatches, config, layout=layout, rank=rank)
+    run = partial(rehearse, config, layout=layout, rank=rank, validates=validates)
     templates, skipped = find_templates(config, layout=layout, rank=rank)
     if templates:
         try:
@@ -202,23 +193,6 @@ def rehearse_step(config: Config, *, layout: Layout, rank: int, validates: bool 
         except CannotCopyError as error:
             logger.info("all blocks are rehearsed: %s", error)
     return run()
-
-
-def rehearse_microbatches(
-    config: Config, *, layout: Layout, rank: int, skipped: Collection[int] = ()
-) -> Record:
-    """Do the same as `rehearse`, but copy most microbatches of a pipeline if possible."""
-    if layout.pipeline is not None:
-        pp_rank = rank // (layout.dims.world_size // layout.dims.pp)
-        few = skip_microbatches(layout.pipeline, rank=pp_rank)
-        if few is not None:
-            shorter = replace(layout, pipeline=few.pipeline)
-            record = rehearse(config, layout=shorter, rank=rank, skipped=skipped)
-            try:
-                return copy_microbatches(record, few)
-            except CannotCopyError as error:
-                logger.info("all microbatches are rehearsed: %s", error)
-    return rehearse(config, layout=layout, rank=rank, skipped=skipped)
 
 
 def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[Template], set[int]]:

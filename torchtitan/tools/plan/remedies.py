@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.candidates import LEAST_SEQUENCE
-from torchtitan.tools.plan.job import BUDGET_IS_NOT_TRIED, Planned, send
-from torchtitan.tools.plan.records import open_pool
-from torchtitan.tools.plan.tried import Tried, try_jobs
+from torchtitan.tools.plan.job import Planned, send
+from torchtitan.tools.plan.records import open_pool, run_in
+from torchtitan.tools.plan.tried import Tried, try_job
 
 MANY_CHUNKS = 64
 """Chunks of the logits, if the trainer chooses their number, which is 16 at most."""
@@ -38,20 +38,15 @@ class Remedy:
         return " ".join([*ranks, *options])
 
 
-def plan_remedies(planned: Planned, *, now: Tried, expandable: bool) -> str:
-    """Return memory and step time of the job with each remedy, as a table.
-
-    Args:
-        now: Figures of the job as it is.
-        expandable: Whether segments of the allocator can grow.
-    """
+def plan_remedies(planned: Planned, *, now: Tried) -> str:
+    """Return memory and step time of the job with each remedy, and as it is (`now`), as a table."""
     remedies = list(propose(planned))
     jobs = [
         send(planned.config, planned, settings=one.settings, world_size=one.world_size)
         for one in remedies
     ]
     with open_pool(len(jobs)) as pool:
-        found = list(try_jobs(jobs, pool=pool, of="remedies", expandable=expandable))
+        found = list(run_in(pool, try_job, jobs, names=[str(one) for one in remedies]))
     lines = [
         "Remedies, each planned by itself, as options to add to this command:",
         f"{'GiB':>6}{'step, s':>16}  fits  options",
@@ -59,10 +54,7 @@ def plan_remedies(planned: Planned, *, now: Tried, expandable: bool) -> str:
     for remedy, tried in zip(remedies, found, strict=True):
         if tried is not None:
             lines.append(_line(planned, tried, str(remedy)))
-    recomputed = ", nothing recomputed" if planned.has_budget else ""
-    lines.append(_line(planned, now, f"as it is{recomputed}"))
-    if planned.has_budget:
-        lines.append(BUDGET_IS_NOT_TRIED)
+    lines.append(_line(planned, now, "as it is"))
     return "\n".join(lines)
 
 

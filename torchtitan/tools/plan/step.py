@@ -10,7 +10,6 @@ Each resource has a time at worst and at best, from the shares of its peak in `d
     to device   copies of offloaded weights before they are gathered; unsharded, computation waits
     to host     copies of their gradients
     offload     work of the host on offloaded weights: the update, sums of gradients
-    recomputed  at worst a second forward, if the compiler chooses what to recompute
     host        launches of operators, one after the other, beside the device's work
 
 A microbatch's forward takes products, attention, passes and waits in turn. A pipeline's
@@ -42,7 +41,7 @@ FUSED = 1 / 3
 Time = tuple[float, float]
 """Seconds at worst, and at best."""
 NONE: Time = (0.0, 0.0)
-IN_TURN = ("products", "attention", "passes", "waits", "offload", "recomputed")
+IN_TURN = ("products", "attention", "passes", "waits", "offload")
 BESIDE = ("overlapped", "to device", "to host")
 
 
@@ -86,12 +85,6 @@ def time_step(planned: Planned, records: Sequence[Record]) -> StepTime:
     )
 
 
-def time_rank(planned: Planned, record: Record) -> Mapping[str, Time]:
-    """Return the time of each resource on one rank of the pipeline."""
-    rank = _RankTimes(record, planned)
-    return {name: rank.total(name) for name in (*IN_TURN, *BESIDE, "host")}
-
-
 class _RankTimes:
     """The times of one rank, by phase and resource."""
 
@@ -124,9 +117,6 @@ class _RankTimes:
         is_waited_for = planned.layout.dims.fsdp == 1
         self._in_turn = (*IN_TURN, "to device") if is_waited_for else IN_TURN
         self._beside = [name for name in BESIDE if name not in self._in_turn]
-        if planned.has_budget:
-            again = sum(self.of(name, 0, "forward") for name in ("products", "attention", "passes"))
-            self._times["backward", "recomputed", 0] = again
 
     def total(self, resource: str) -> Time:
         """Return the time of a resource over the step."""
@@ -239,7 +229,6 @@ def plan_step(planned: Planned, arguments: argparse.Namespace) -> str:
         f"{_percent(device.links)} of {device.link / 1e9:.0f} GB/s within a machine and "
         f"{device.network / 1e9:.0f} GB/s between machines{_to_host(planned)}; the shares are in "
         "torchtitan/tools/plan/devices.py.",
-        *planned.limits_of_recomputation(),
     ]
     return "\n".join(lines) + "\n"
 

@@ -85,24 +85,12 @@ class Piece(NamedTuple):
     block: int | None
 
 
-class Action(NamedTuple):
-    """An action of a pipeline's schedule: one stage's work on a microbatch, or a message."""
-
-    name: str
-    """Torch's name: `0F3` is the forward of stage 0 for microbatch 3. Empty outside of actions."""
-    start: int
-    pieces: list[Piece]
-    """Pieces that start in it, even if the piece before is equal."""
-
-
 @dataclass
 class Record:
     """The contents of a tape, to be replayed, counted or extended."""
 
     entries: list[Entry] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=lambda: [Piece(0, None, None)])
-    actions: list[Action] = field(default_factory=lambda: [Action("", 0, [])], compare=False)
-    """Consecutive actions. Empty in an extended record."""
 
     def bounds(self) -> Iterator[tuple[Piece, int]]:
         """Yield each piece and the index of its end."""
@@ -136,8 +124,7 @@ class Tape(DispatchMode):
 
     def ended(self) -> Record:
         """Return a copy of the record so far, without later deaths."""
-        record = self.record
-        return Record(list(record.entries), list(record.pieces), list(record.actions))
+        return Record(list(self.record.entries), list(self.record.pieces))
 
     @property
     def place(self) -> tuple[str, Kind, Pool]:
@@ -147,13 +134,8 @@ class Tape(DispatchMode):
     def mark(self, phase: Phase | None, block: int | None) -> None:
         """Start a piece."""
         piece = Piece(len(self.record.entries), phase, block)
-        for pieces in (self.record.pieces, self.record.actions[-1].pieces):
-            if not pieces or pieces[-1][1:] != piece[1:]:
-                pieces.append(piece)
-
-    def begin_action(self, name: str) -> None:
-        """Start an action of a pipeline's schedule, or end it if `name` is empty."""
-        self.record.actions.append(Action(name, len(self.record.entries), []))
+        if self.record.pieces[-1][1:] != piece[1:]:
+            self.record.pieces.append(piece)
 
     def hold(self, tensor: Tensor, *, kind: Kind, pool: Pool = "compute") -> None:
         """Record an existing tensor. A tensor that was seen before keeps its birth."""

@@ -7,46 +7,32 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.pipeline.schedules import SCHEDULES, Table, compute_table, read_csv
-from torchtitan.tools.plan.draw import LEGEND, as_text, save_picture
+from torchtitan.tools.plan.draw import LEGEND, as_text, save_timeline
 from torchtitan.tools.plan.schedule import Costs, Timeline, simulate
 
 UNIT = "times a forward of one stage"
 COSTS = ("forward", "backward_input", "backward_weight")
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A timeline and its name."""
-
-    name: str
-    timeline: Timeline
-
-    @property
-    def headline(self) -> str:
-        """Name, bubble and peak in one line."""
-        peaks = [self.timeline.peak_in_shares(rank) for rank in range(len(self.timeline.rows))]
-        return (
-            f"{self.name}: bubble {self.timeline.total_bubble:.1%}, peak activations {max(peaks):g}"
-        )
-
-
 def draw_schedule(arguments: argparse.Namespace) -> str:
     """Return a timeline and its figures as text, and draw it to `arguments.out` if set."""
     table, title = _table(arguments)
-    panel = Panel(title, simulate(table, costs=_costs(arguments)))
-    num_slots = _num_slots(panel.timeline)
+    timeline = simulate(table, costs=_costs(arguments))
+    peak = max(timeline.peak_in_shares(rank) for rank in range(len(timeline.rows)))
+    headline = f"{title}: bubble {timeline.total_bubble:.1%}, peak activations {peak:g}"
+    # the shortest action has one slot
+    shortest = min(span.end - span.start for row in timeline.rows for span in row)
+    num_slots = min(2000, round(timeline.makespan / shortest))
     width = shutil.get_terminal_size((100, 24)).columns
-    drawn = as_text(panel.timeline, num_slots=num_slots, width=width)
-    text = "\n\n".join([panel.headline, drawn, _figures(panel.timeline), LEGEND]) + "\n"
+    drawn = as_text(timeline, num_slots=num_slots, width=width)
+    text = "\n\n".join([headline, drawn, _figures(timeline), LEGEND]) + "\n"
     if arguments.out is not None:
-        axis = f"time, in {UNIT}"
-        save_picture(
-            arguments.out, panels=[(panel.headline, axis, panel.timeline)], num_slots=num_slots
-        )
+        unit = f"time, in {UNIT}"
+        save_timeline(arguments.out, timeline, title=headline, unit=unit, num_slots=num_slots)
         text += f"\nwritten: {arguments.out}\n"
     return text
 
@@ -70,52 +56,20 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
     """Return the table to draw, and its title."""
+    name, pp, num = arguments.schedule, arguments.pp, arguments.microbatches
     if arguments.csv is not None:
-        asked = [arguments.schedule, arguments.pp, arguments.stages, arguments.microbatches]
-        if any(value is not None for value in asked):
-            raise ConfigError(
-                "--csv sets ranks, stages and microbatches; remove --schedule, --pp, --stages and "
-                "--microbatches"
-            )
+        if any(value is not None for value in (name, pp, num, arguments.stages)):
+            raise ConfigError("--csv sets --schedule, --pp, --stages and --microbatches")
         return read_csv(arguments.csv), arguments.csv.name
-    name, pp, stages, microbatches = (
-        arguments.schedule,
-        arguments.pp,
-        arguments.stages,
-        arguments.microbatches,
-    )
-    missing = [
-        option
-        for option, value in (
-            ("--schedule", name),
-            ("--microbatches", microbatches),
-            ("--stages (or --pp)", stages if pp is None else pp),
-        )
-        if value is None
-    ]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} must be set, or --csv FILE")
-    if pp is not None and pp < 1:
-        raise ConfigError(f"--pp must be at least 1, got {pp}")
+    if name is None or pp is None or num is None:
+        raise ConfigError("--schedule, --pp and --microbatches must be set, or --csv FILE")
     # compute_table refuses an unknown name
     usual = 2 if name in SCHEDULES and SCHEDULES[name].multi_stage else 1
-    stages = usual * pp if stages is None else stages
-    step = usual if pp is None else pp
-    if stages < 1 or stages % step:
-        raise ConfigError(
-            f"--stages must be a multiple of {step} "
-            f"({'the usual stages per rank' if pp is None else '--pp'}), got {stages}; "
-            f"try {max(1, stages // step) * step}"
-        )
-    pp = stages // usual if pp is None else pp
-    table = compute_table(name, pp=pp, stages_per_rank=stages // pp, num_microbatches=microbatches)
-    return table, f"{name}, {pp} ranks, {stages} stages, {microbatches} microbatches"
-
-
-def _num_slots(timeline: Timeline) -> int:
-    """Return the number of slots such that the shortest action has one."""
-    shortest = min(span.end - span.start for row in timeline.rows for span in row)
-    return min(2000, round(timeline.makespan / shortest))
+    stages = usual * pp if arguments.stages is None else arguments.stages
+    if pp < 1 or stages < 1 or stages % pp:
+        raise ConfigError(f"--stages must be a multiple of --pp, got {stages} and {pp}")
+    table = compute_table(name, pp=pp, stages_per_rank=stages // pp, num_microbatches=num)
+    return table, f"{name}, {pp} ranks, {stages} stages, {num} microbatches"
 
 
 def _figures(timeline: Timeline) -> str:

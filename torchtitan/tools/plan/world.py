@@ -12,7 +12,6 @@ without an operator. They are replaced here, and in no other file:
     gradients in small chunks for the norm           only on a CPU
     RMSNorm as several operators                     a GPU has one kernel for it
     the head's gradient in thousands of products     those of one chunk are copied
-    the number of a pipeline's microbatches          its table may skip some
     the garbage collector                            it would run at any time
 
 Memory that a stage sends is freed at once. NCCL keeps it until the other stage has received it:
@@ -37,7 +36,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.mesh.dims import Mesh
@@ -45,17 +43,13 @@ from torchtitan.mesh.ranks import end_process_group
 from torchtitan.models.interface import Compute, GroupedExperts
 from torchtitan.models.moe import multiply_grouped, multiply_per_expert
 from torchtitan.optim import clip, loss
-from torchtitan.parallel.execution import Batch
 from torchtitan.parallel.expert import Exchange
-from torchtitan.parallel.pipeline.schedules import Runtime
 from torchtitan.tools.plan.tape import WORLD, Entry, Tape
 
 FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default)
 """Operators with a kernel on a GPU only. With one on a CPU too, dispatch takes a GPU's path: these
 operators, and their own rules for autograd and DTensor. A norm whose input and weight have
 different types remains several operators, as on a GPU."""
-ACTION = "PP:"
-"""Prefix of the profiler's range around each action of a schedule."""
 
 
 @contextmanager
@@ -132,7 +126,7 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
         return worked
 
     sharding = ("unshard", "wait_for_unshard", "reshard", "post_backward")
-    with ExitStack() as stack, _record_actions(tape), _no_garbage_collection():
+    with ExitStack() as stack, _no_garbage_collection():
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator in FUSED:
             kernels.impl(operator, decomposition_table[operator], "CPU")
@@ -198,34 +192,6 @@ def _copied(work: Callable[..., None], tape: Tape, *, are_fake: bool) -> Callabl
         ]
 
     return worked
-
-
-@contextmanager
-def _record_actions(tape: Tape) -> Iterator[None]:
-    """Notify `tape` of the start and end of each action of a pipeline's schedule, and allow the
-    schedule more microbatches than its table has."""
-    enter, leave, run = record_function.__enter__, record_function.__exit__, Runtime.run
-
-    def entered(scope: record_function) -> record_function:
-        if scope.name.startswith(ACTION):
-            tape.begin_action(scope.name.removeprefix(ACTION))
-        return enter(scope)
-
-    def left(scope: record_function, *args: Any) -> None:
-        leave(scope, *args)
-        if scope.name.startswith(ACTION):
-            tape.begin_action("")
-
-    def run_first(runtime: Runtime, microbatches: Sequence[Batch]) -> None:
-        runtime._schedule._n_microbatches = len(microbatches)
-        run(runtime, microbatches)
-
-    with (
-        _replaced(record_function, "__enter__", entered),
-        _replaced(record_function, "__exit__", left),
-        _replaced(Runtime, "run", run_first),
-    ):
-        yield
 
 
 def load_evenly(model: nn.Module, *, dtype: torch.dtype) -> None:
