@@ -86,8 +86,8 @@ def warn_beyond_positions(
 
     Args:
         folder: The folder.
-        scaling: The model's. With YaRN's, `warn_beyond_rope` does this; with another one than the
-            folder's, the folder does not say how far it reaches.
+        scaling: The model's. With YaRN's, or another one than the folder's, the folder does not say
+            how far it reaches.
         lengths: Tokens of the sequences by key.
     """
     config = read_config(folder)

@@ -71,7 +71,6 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     from torchtitan.hf.model import warn_beyond_positions
     from torchtitan.hf.names import CONFIG
     from torchtitan.layout import find_layout
-    from torchtitan.models.positions import warn_beyond_rope
     from torchtitan.parallel.layout import check_device
     from torchtitan.resume_rules import resolve_model
 
@@ -81,8 +80,6 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     if tokenizer is not None:
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
     checkpoint, scaling = config.checkpoint, layout.architecture.rope_scaling
-    if scaling is not None:
-        warn_beyond_rope(scaling, lengths=config.sequence_lengths)
     folder = Path(checkpoint.initial_load_path or "")
     if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
         warn_beyond_positions(folder, scaling=scaling, lengths=config.sequence_lengths)
