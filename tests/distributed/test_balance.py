@@ -30,7 +30,6 @@ from torchtitan.base.errors import NonFiniteError
 from torchtitan.models import qwen3_moe
 from torchtitan.models.init import Init, Normal
 from torchtitan.models.interface import HeadLoss
-from torchtitan.models.sizes import DecoderConfig
 from torchtitan.optim import balance as module
 from torchtitan.optim.balance import Balance
 from torchtitan.parallel.execution import Batch
@@ -54,17 +53,15 @@ LOSSES = tuple(f"router/{name}" for name in module.LOSSES)
 @contextmanager
 def strong_routers() -> Iterator[None]:
     """Let experts start so large that they matter, and routers so that few choices nearly tie."""
-    correct = qwen3_moe.initial
+    correct = qwen3_moe.Qwen3MoE.initial
 
-    def initial(config: DecoderConfig, name: str) -> Init:
+    def initial(self: qwen3_moe.Qwen3MoE, name: str) -> Init:
         is_strong = ".moe." in name and not name.endswith("expert_bias")
-        return Normal(std=0.3) if is_strong else correct(config, name)
+        return Normal(std=0.3) if is_strong else correct(self, name)
 
-    qwen3_moe.initial = initial
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qwen3_moe.Qwen3MoE, "initial", initial)
         yield
-    finally:
-        qwen3_moe.initial = correct
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def test_an_export_that_would_lack_or_invent_a_parameter_is_refused_before_the_t
         find_layout(config, world_size=1)
 
 
-class Gated(Decoder):
+class Gated(llama3.Llama3):
     """A block of it has a parameter beside its modules."""
 
     shape: tuple[int, ...] = (1,)
@@ -238,7 +238,7 @@ class Gated(Decoder):
             block.gate = nn.Parameter(torch.ones(self.shape))
 
     def initial(self, name: str) -> Any:
-        return Constant(1.0) if name.endswith("gate") else llama3.initial(self.config, name)
+        return Constant(1.0) if name.endswith("gate") else super().initial(name)
 
 
 class Scalar(Gated):
