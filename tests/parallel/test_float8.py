@@ -90,7 +90,7 @@ def test_the_head_and_what_is_named_stay() -> None:
     }
     head = Float8Config(emulate=True, filter_fqns=("output",))
     assert converted(head, tied=True) == every - {"output"}
-    with pytest.raises(ConfigError, match=r"filter_fqns.*'wg'"):
+    with pytest.raises(ConfigError, match=r'filter_fqns.*"wg"'):
         built(Float8Config(filter_fqns=("wk", "wg")))
     with pytest.raises(ConfigError, match="filter_fqns"):
         built(Float8Config(filter_fqns=("layers",)))

@@ -69,7 +69,7 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
     names = {*linear, "output"}  # a tied head is not a linear layer, but may be filtered too
     for part in settings.filter_fqns:
         if not any(part in name for name in names):
-            raise ConfigError.at(key, f"must be parts of linear layers' names, got {part!r}")
+            raise ConfigError.at(key, f'must be parts of linear layers\' names, got "{part}"')
 
     converted = {
         name

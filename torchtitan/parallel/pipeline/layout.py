@@ -167,7 +167,7 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
         ("stages", "the settings", num_stages, wanted),
     )
     mistakes = [
-        f"must have {due} {what}, as {source} asks for, got {found}"
+        f"must have {due} {what} by {source}, got {found}"
         for what, source, found, due in numbers
         if found != due
     ]
@@ -306,7 +306,8 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int) 
             raise ConfigError.at(
                 DEGREE,
                 f"must make at most {most} stages of {num_layers} layers, the embedding, and norm "
-                f"with output, got {num_stages}; lower it to at most {most // (default // pp)}",
+                f"with output, got {num_stages}; lower it to at most "
+                f"{most // max(1, default // pp)}",
             )
     return num_stages
 
