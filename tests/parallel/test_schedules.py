@@ -172,7 +172,7 @@ GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"
         (GOOD.replace("0F1", "0F1,0F1"), "stage 0 has 2 F, .* of microbatch 1"),
         (GOOD.replace("1W1", ""), "stage 1 has 1 F, 0 B, 1 I and 0 W of microbatch 1"),
         (GOOD.replace("1", "2"), "stage 0 has 0 F"),
-        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 1 waits at 1F1"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 0 waits at 0B0"),
     ],
 )
 def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
