@@ -741,10 +741,6 @@ def log_job(
         precision,
         config.training.dtype,
     )
-    if layout.architecture.rope_scaling is not None:
-        from torchtitan.models.positions import warn_beyond_rope
-
-        warn_beyond_rope(layout.architecture.rope_scaling, lengths=config.sequence_lengths)
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))
     if (float8 := layout.float8) is not None:

@@ -125,14 +125,6 @@ def test_the_log_says_how_sequences_are_cut_and_stretched(caplog: pytest.LogCapt
     assert "WARNING" not in text
 
 
-def test_a_stretch_too_short_for_the_sequences_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    text = logged(caplog, *YARN, "--model.rope_scaling.factor=7.9")
-    assert "reaches 4044 positions (factor 7.9 x original_max_position 512)" in text
-    assert (
-        "training.seq_len is 4096; to reach as many raise model.rope_scaling.factor to 8\n" in text
-    )
-
-
 @pytest.mark.parametrize(
     ("whole", "remedy"),
     [

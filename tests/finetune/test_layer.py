@@ -103,7 +103,7 @@ def test_patterns_that_cannot_be_meant_are_refused_with_names_that_come_near() -
     names = [name for name, _ in random_decoder(VARIANTS["grouped"]).named_parameters()]
     with pytest.raises(ConfigError, match=r"frozen_params.*'outptu.*output.weight"):
         TrainableParams(frozen=("norm.*", "outptu.*")).check(names)
-    with pytest.raises(ConfigError, match=r"frozen_params.*remove a pattern"):
+    with pytest.raises(ConfigError, match=r"frozen_params.*got \*"):
         TrainableParams(frozen=("*",)).check(names)
     linears = linear_names(random_decoder(VARIANTS["grouped"]))
     with pytest.raises(ConfigError, match=r"\[lora\] modules: 'wq' .*layers.*wq"):

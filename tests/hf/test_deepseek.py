@@ -156,7 +156,7 @@ SAID_BY_ALL = (
         ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got 'greedy'"),
         ({"rope_interleave": False}, "rope_interleave must be True, got False"),
         ({"n_group": 3}, "must divide num_experts, got 3 for 256"),
-        ({"num_key_value_heads": 64}, "write num_kv_heads = 128"),
+        ({"num_key_value_heads": 64}, "got 64 and 128"),
         ({"qk_rope_head_dim": 63}, "must be even"),
         ({"kv_lora_rank": 0}, "kv_lora_rank must be from 1 to"),
         ({"routed_scaling_factor": "2"}, "'routed_scaling_factor' must be a number above 0"),

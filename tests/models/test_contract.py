@@ -136,10 +136,6 @@ def with_a_tied_head(model: Any) -> None:
     model.output = TiedOutput()
 
 
-def with_tokens_alone(model: Any) -> None:
-    model.forward = lambda tokens: tokens
-
-
 def without_a_rule(model: Any) -> None:
     model.initial = lambda name: None
 
@@ -152,7 +148,6 @@ def without_a_rule(model: Any) -> None:
         (with_two_names, ["one name", "tok_embeddings.weight and output.weight"]),
         (with_a_layer_less, ["numbered 0 to 1", "got 0"]),
         (with_a_tied_head, ["weight of its own", "tie_embeddings = False"]),
-        (with_tokens_alone, ["forward must take tokens, positions, documents and labels"]),
         (without_a_rule, ["initial('tok_embeddings.weight')", "None"]),
     ],
 )
@@ -232,7 +227,7 @@ def test_an_export_that_would_lack_or_invent_a_parameter_is_refused_before_the_t
         find_layout(config, world_size=1)
 
 
-class Gated(Decoder):
+class Gated(llama3.Llama3):
     """A block of it has a parameter beside its modules."""
 
     shape: tuple[int, ...] = (1,)
@@ -243,7 +238,7 @@ class Gated(Decoder):
             block.gate = nn.Parameter(torch.ones(self.shape))
 
     def initial(self, name: str) -> Any:
-        return Constant(1.0) if name.endswith("gate") else llama3.initial(self.config, name)
+        return Constant(1.0) if name.endswith("gate") else super().initial(name)
 
 
 class Scalar(Gated):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from torchtitan.models import llama3
 from torchtitan.models.attention import Attention
-from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
@@ -30,7 +29,7 @@ class Gated(nn.Module):
         return x_BSC + torch.sigmoid(self.gate(y_BSC)) * self.attention(y_BSC, *others)
 
 
-class TwoKinds(Decoder):
+class TwoKinds(llama3.Llama3):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         for name in list(self.layers)[1::2]:
@@ -42,7 +41,7 @@ class TwoKinds(Decoder):
                 return Normal(std=0.2)
             case [_, _, "gate", "bias"]:
                 return Constant(0.5)
-        return llama3.initial(self.config, name)
+        return super().initial(name)
 
 
 SPEC = ModelSpec(

@@ -182,9 +182,8 @@ def test_by_operator_blocks_must_be_compiled_whole() -> None:
         (models["mistral"], {}, "attention"),
         (models["qwen3_moe"], {}, "experts"),
     ):
-        with pytest.raises(ConfigError, match=rf"selective_ac_option: .*{part}") as error:
+        with pytest.raises(ConfigError, match=rf"selective_ac_option: .*{part}"):
             check_recomputation(model, by_operator, **{**wholly, **how})
-        assert 'write "2"' in str(error.value)
         for other in (
             replace(by_operator, mode="full"),
             replace(by_operator, selective_ac_option="2"),
@@ -264,6 +263,6 @@ def test_opaque_attention_gets_the_documents_of_each_batch_and_compiles_nothing_
     assert given == [d for d in batches[1:] for _ in model.layers]
 
 
-def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
+def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"compile\] backend.* got 'induktor'"):
-        check_backend(CompileConfig(enable=True, backend="induktor"), is_installed=True)
+        check_backend(CompileConfig(enable=True, backend="induktor"))

@@ -92,7 +92,7 @@ def test_the_head_and_what_is_named_stay() -> None:
     assert converted(head, tied=True) == every - {"output"}
     with pytest.raises(ConfigError, match=r'filter_fqns.*"wg"'):
         built(Float8Config(filter_fqns=("wk", "wg")))
-    with pytest.raises(ConfigError, match="no layer is left to convert"):
+    with pytest.raises(ConfigError, match="filter_fqns"):
         built(Float8Config(filter_fqns=("layers",)))
 
 
@@ -111,7 +111,7 @@ def test_a_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     check_float8(EMULATED, device_type="cpu")
     for kind, capability in (("cpu", (9, 0)), ("cuda", (8, 0))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-        with pytest.raises(ConfigError, match="write emulate = true"):
+        with pytest.raises(ConfigError, match="emulate"):
             check_float8(Float8Config(), device_type=kind)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check_float8(Float8Config(), device_type="cuda")

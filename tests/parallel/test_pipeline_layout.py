@@ -116,23 +116,15 @@ def test_a_schedule_file_decides_stages_and_ranks(tmp_path: Path) -> None:
         ({"local_batch_size": 5, "schedule": "Interleaved1F1B"}, ["5 do not divide", "4 or 6"]),
         ({"layers_per_stage": 3}, ["1F1B puts exactly 1 stage on a rank, got 2", "make 2 in all"]),
         ({"layers_per_stage": 1, "schedule": "ZBVZeroBubble"}, ["exactly 2 stages on a rank"]),
-        ({"layers_per_stage": 4}, ["layers_per_stage", "got 4: 3 stages", "try 5"]),
-        (
-            {"layers_per_stage": 4, "schedule": "LoopedBFS"},
-            ["layers_per_stage", "got 4: 3 stages", "try 1 or 3 or 5"],
-        ),
         ({"degree": 8, "schedule": "Interleaved1F1B"}, ["pipeline_parallel_degree", "got 16"]),
         (
             {"module_fqns_per_model_part": [["tok_embeddings"], ["layers.0", "norm", "output"]]},
-            ["missing: layers.1, layers.2"],
+            ["norm instead of layers.1"],
         ),
         *(
             (
                 {"schedule": name, "fsdp_reshard_after_forward": "always"},
-                [
-                    f'must be "default" or "never", got "always": {name}',
-                    "GPipe, 1F1B, Interleaved1F1B, LoopedBFS",
-                ],
+                [f'must be "default" or "never", got "always": {name}'],
             )
             for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         ),
@@ -146,10 +138,7 @@ def test_a_schedule_file_decides_stages_and_ranks(tmp_path: Path) -> None:
         *(
             (
                 {"schedule": name, "compiles": True},
-                [
-                    f"[compile] enable: must be false: {name}",
-                    "GPipe, 1F1B, Interleaved1F1B, LoopedBFS",
-                ],
+                [f"[compile] enable: must be false: {name}"],
             )
             for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         ),
@@ -165,18 +154,18 @@ def test_refusals(keys: dict[str, object], parts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "keys", "part"),
     [
-        (CSV_1F1B, {"degree": 3}, "a row for each of 2 ranks, but pipeline_parallel_degree is 3"),
-        (CSV_1F1B, {"local_batch_size": 4}, "has 2 microbatches, but local_batch_size makes 4"),
-        (CSV_1F1B, {"layers_per_stage": 3}, "has 2 stages, but the settings make 4"),
+        (CSV_1F1B, {"degree": 3}, "must have 3 rows"),
+        (CSV_1F1B, {"local_batch_size": 4}, "must have 4 microbatches"),
+        (CSV_1F1B, {"layers_per_stage": 3}, "must have 4 stages"),
         (
             "0F1,0F0,,,0B1,,0B0\n,1F1,1B1,1F0,1B0,,\n",
             {},
-            "on stage 1 in the order [1, 0]",
+            "got [1, 0] forward on stage 1",
         ),
         (
             "0F1,0F0,,,0B0,,0B1\n,,1F0,1B0,1F1,1B1,\n",
             {},
-            "on stage 0 in the order [1, 0]",
+            "got [1, 0] forward on stage 0",
         ),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", {}, "stage 1 has 1 F, 0 B, 0 I and 0 W of microbatch 1"),
         (
@@ -207,17 +196,6 @@ def test_schedule_files_that_do_not_fit(
 def test_blocks_may_be_compiled_and_recomputed_where_backward_is_whole(schedule: str) -> None:
     for mode in ("selective", "full"):
         plan(schedule=schedule, compiles=True, recomputation=mode)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_notice_that_selective_recomputes_nothing(
-    schedule: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    layout = plan(schedule=schedule, recomputation="selective")
-    notices = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(notices) == layout.splits_backward
-    assert all("[activation_checkpoint] mode" in notice.getMessage() for notice in notices)
-    assert all(schedule in notice.getMessage() for notice in notices)
 
 
 @pytest.mark.parametrize("name", get_args(FromFile))

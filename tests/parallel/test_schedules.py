@@ -132,8 +132,8 @@ def test_1f1b_as_it_is_drawn_in_every_paper() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("1f1b", (2, 1, 4), "a pipeline schedule is one of GPipe, 1F1B, .*; got '1f1b'"),
-        ("GPipe", (0, 1, 4), "pipeline ranks must be at least 1, got 0"),
+        ("1f1b", (2, 1, 4), "got '1f1b'"),
+        ("GPipe", (0, 1, 4), "at least 1, got 0"),
         ("GPipe", (2, 2, 4), "exactly 1 stage on a rank, got 2; for 2 ranks make 2 in all"),
         ("ZBVZeroBubble", (2, 3, 4), "exactly 2 stages on a rank, got 3; for 2 ranks make 4 in"),
         ("1F1B", (4, 1, 3), "as many microbatches as stages: 4 for 4 ranks of 1, got 3"),
@@ -164,15 +164,15 @@ GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no row holds an action; write a row for each pipeline rank"),
-        (GOOD.replace("0F1", "0G1"), "rank 0, cell 2: '0G1' is no action"),
-        (GOOD.replace("0F1", "0SEND_F1"), "rank 0, cell 2: '0SEND_F1' is no action"),
+        ("", "must have a row"),
+        (GOOD.replace("0F1", "0G1"), "got '0G1'"),
+        (GOOD.replace("0F1", "0SEND_F1"), "got '0SEND_F1'"),
         (GOOD.replace("1B0", "0B0"), "stage 0 is on ranks 0 and 1"),
         (GOOD.replace("1F1,", ""), "stage 1 has 0 F, .* of microbatch 1"),
         (GOOD.replace("0F1", "0F1,0F1"), "stage 0 has 2 F, .* of microbatch 1"),
         (GOOD.replace("1W1", ""), "stage 1 has 1 F, 0 B, 1 I and 0 W of microbatch 1"),
-        (GOOD.replace("1", "2"), "stage 1 has 0 F"),
-        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 1 never gets past 1F1"),
+        (GOOD.replace("1", "2"), "stage 0 has 0 F"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 0 waits at 0B0"),
     ],
 )
 def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:

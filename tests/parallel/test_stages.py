@@ -130,7 +130,7 @@ def test_layers_per_stage_make_torchtitan_s_stages(
             pipeline_parallel_first_stage_less_layers=first,
             pipeline_parallel_last_stage_less_layers=last,
         )
-        num_stages = count_stages(given, num_layers=num_layers, default=pp, fixed=False)
+        num_stages = count_stages(given, num_layers=num_layers, default=pp)
         found = divide_evenly(given, num_layers=num_layers, num_stages=num_stages)
         assert found == wanted, (num_layers, size)
         num_same += 1
@@ -160,36 +160,24 @@ def test_an_end_that_is_heavier_than_a_stage(first: int, last: int, key: str) ->
             settings(2, pipeline_parallel_layers_per_stage=4),
             2,
             # 8 layers, embedding and head: 10
-            ["pipeline_parallel_degree", "got 4: 3 stages", "try 1 or 3 or 5"],
-        ),
-        (
-            # no size makes 6 stages of 8 layers, embedding and head
-            settings(6, pipeline_parallel_layers_per_stage=2),
-            6,
-            ["got 2: 5 stages", "remove it for 6"],
+            ["pipeline_parallel_degree", "got 4: 3 stages"],
         ),
         (
             settings(3, module_fqns_per_model_part=[["a"], ["b"]]),
             3,
-            ["must hold a multiple of pipeline_parallel_degree (3) lists", "got 2; make it 3"],
+            ["module_fqns_per_model_part", "got 2"],
         ),
         (settings(11), 11, ["pipeline_parallel_degree", "got 11", "at most 10"]),
-        (settings(11), 22, ["pipeline_parallel_degree", "got 22", "at most 10"]),
-        (settings(6), 12, ["pipeline_parallel_degree", "got 12", "at most 1 stage per rank"]),
+        (settings(11), 22, ["pipeline_parallel_degree", "got 22", "at most 5"]),
+        (settings(6), 12, ["pipeline_parallel_degree", "got 12", "at most 5"]),
     ],
 )
 def test_numbers_of_stages_that_do_not_work(
     given: ParallelismConfig, default: int, parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        count_stages(given, num_layers=8, default=default, fixed=False)
+        count_stages(given, num_layers=8, default=default)
     assert all(part in str(refused.value) for part in parts), refused.value
-
-
-def test_what_a_message_suggests_works() -> None:
-    for size in (1, 3, 5):
-        given = settings(2, pipeline_parallel_layers_per_stage=size)
-        assert count_stages(given, num_layers=8, default=2, fixed=False) % 2 == 0
 
 
 EMBEDDING, HEAD = "tok_embeddings", ("norm", "output")
@@ -198,15 +186,15 @@ EMBEDDING, HEAD = "tok_embeddings", ("norm", "output")
 @pytest.mark.parametrize(
     ("stages", "part"),
     [
-        ([[EMBEDDING, "layers.0"], ["layers.2", *HEAD]], "unknown: layers.2"),
-        ([[EMBEDDING, "layers.0"], [*HEAD]], "missing: layers.1"),
+        ([[EMBEDDING, "layers.0"], ["layers.2", *HEAD]], "layers.2 instead of layers.1"),
+        ([[EMBEDDING, "layers.0"], [*HEAD]], "norm instead of layers.1"),
         (
             [[EMBEDDING, "layers.0", "layers.1"], ["layers.1", *HEAD]],
-            "named twice: layers.1",
+            "layers.1 instead of norm",
         ),
-        ([[EMBEDDING, "layers.1"], ["layers.0", *HEAD]], "got layers.1 instead of layers.0"),
-        ([[EMBEDDING, "layers.0"], [], ["layers.1", *HEAD], []], "got none in list 2, 4"),
-        ([[EMBEDDING, "layers.0"], ["layers.1", "norm"], ["output"]], "norm and output"),
+        ([[EMBEDDING, "layers.1"], ["layers.0", *HEAD]], "layers.1 instead of layers.0"),
+        ([[EMBEDDING, "layers.0"], [], ["layers.1", *HEAD], []], "an empty list"),
+        ([[EMBEDDING, "layers.0"], ["layers.1", "norm"], ["output"]], "['output'] as the last"),
     ],
 )
 def test_lists_of_modules_that_do_not_work(stages: list[list[str]], part: str) -> None:

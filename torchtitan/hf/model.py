@@ -73,6 +73,28 @@ def with_model_of(found: ModelConfig, settings: ModelConfig) -> ModelConfig:
     return replace(settings, name=found.name, rope_scaling=scaling, **sizes)
 
 
+def warn_beyond_positions(
+    folder: Path, *, scaling: RopeScaling | None, lengths: Mapping[str, int]
+) -> None:
+    """Log a warning if sequences are longer than a Hugging Face folder states for its model.
+
+    Args:
+        folder: The folder.
+        scaling: The model's. With YaRN's, or another one than the folder's, the folder does not say
+            how far it reaches.
+        lengths: Tokens of the sequences by key.
+    """
+    config = read_config(folder)
+    stated = config.get("max_position_embeddings", math.inf)
+    is_folders = scaling is not None and scaling == read_scaling(rope_table(config))
+    if scaling is not None and not (scaling.type == "llama3" and is_folders):
+        return
+    for key, seq_len in lengths.items():
+        if stated < seq_len:
+            text = "%s is %d, beyond max_position_embeddings = %d in %s"
+            logger.warning(text, key, seq_len, stated, folder / CONFIG)
+
+
 def missing_folder(path: Path) -> ConfigError:
     """Return the error for a Hugging Face folder that does not exist."""
     remedy = "name a folder with config.json and safetensors files"

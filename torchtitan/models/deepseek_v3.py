@@ -19,7 +19,6 @@ from dataclasses import replace
 from torchtitan.models import llama3, qwen3_moe
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.mla import LatentAttention
-from torchtitan.models.moe import MoEDecoder
 from torchtitan.models.sizes import DecoderConfig, MLAConfig, RopeScaling
 from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
 
@@ -215,17 +214,7 @@ HF = HFFormat(
 )
 
 
-def initial(config: DecoderConfig, name: str) -> Init:
-    """Return how a parameter is initialized: matrices of latents and heads like Llama's wq."""
-    match name.split("."):
-        case ["layers", _, "attention", "wq_a" | "wq_b" | "wkv_a" | "wkv_b", "weight"]:
-            return Normal(std=0.02)
-        case ["layers", _, "attention", "q_norm" | "kv_norm", "weight"]:
-            return Constant(1.0)
-    return qwen3_moe.initial(config, name)
-
-
-class DeepSeekV3(MoEDecoder):
+class DeepSeekV3(qwen3_moe.Qwen3MoE):
     """The decoder with experts, latent attention and DeepSeek's initial weights."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -235,8 +224,13 @@ class DeepSeekV3(MoEDecoder):
             block.attention = LatentAttention(config)
 
     def initial(self, name: str) -> Init:
-        """Return how a parameter is initialized."""
-        return initial(self.config, name)
+        """Return how a parameter is initialized: matrices of latents and heads like wq."""
+        match name.split("."):
+            case ["layers", _, "attention", "wq_a" | "wq_b" | "wkv_a" | "wkv_b", "weight"]:
+                return Normal(std=0.02)
+            case ["layers", _, "attention", "q_norm" | "kv_norm", "weight"]:
+                return Constant(1.0)
+        return super().initial(name)
 
 
 SPEC = ModelSpec(

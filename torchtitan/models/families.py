@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from importlib import import_module
-from typing import Any
 
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
@@ -69,9 +68,8 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
     if settings.flavor == HF:
         if missing := spec.sizes.missing(given):
             rule = (
-                f'"hf" means the model of checkpoint.initial_load_path with initial_load_in_hf = '
-                f"true, or sizes that are all given, and {', '.join(missing)} are not; name a "
-                f"folder of Hugging Face, or a flavor: {', '.join(spec.flavors)}"
+                f'"hf" needs checkpoint.initial_load_in_hf, or all sizes of the model, and '
+                f"{', '.join(missing)} are not given"
             )
             raise ConfigError.at(("model.flavor", "checkpoint.initial_load_in_hf"), rule)
         architecture = spec.sizes(**given, **spec.of_family)
@@ -83,20 +81,18 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
             f"must be one of {', '.join(flavors)} for {spec.name}, got '{settings.flavor}'"
             f"{did_you_mean(settings.flavor, flavors)}"
         )
-        if others := [name for name, other in MODELS.items() if settings.flavor in other.flavors]:
-            rule += f"; it is a flavor of {' and '.join(others)}"
         raise ConfigError.at(("model.flavor", "model.name"), rule)
     if settings.rope_scaling.type != "flavor":
         architecture = replace(architecture, rope_scaling=settings.rope_scaling.build())
-    given |= given_sizes(settings, of=ALL_SIZES)
     wrong = [*architecture.violations()]
-    for key in sorted({*given, *architecture.given(of_family=False)}):
-        if not _has_size(spec, key):
-            having = [other.name for other in MODELS.values() if _has_size(other, key)]
-            rule = f"is no size of {spec.name}; remove it, or take {' or '.join(having)}"
-            wrong.append(Violation((key, "name"), rule))
+    keys = {*given_sizes(settings, of=ALL_SIZES), *architecture.given(of_family=False)}
+    wrong += [
+        Violation((key, "name"), f"is no size of {spec.name}; remove it")
+        for key in sorted(keys)
+        if not _has_size(spec, key)
+    ]
     if wrong:
-        raise ConfigError([_name_flavor(one, given=given, settings=settings) for one in wrong])
+        raise ConfigError([violation.within("model") for violation in wrong])
     return spec, architecture
 
 
@@ -147,17 +143,6 @@ def find_spec(settings: ModelConfig) -> ModelSpec:
         f"my_package.my_model:SPEC, got '{name}'{did_you_mean(name, MODELS)}"
     )
     raise ConfigError.at("model.name", rule)
-
-
-def _name_flavor(
-    violation: Violation, *, given: Mapping[str, Any], settings: ModelConfig
-) -> Violation:
-    """Add which of the sizes are those of the flavor."""
-    others = [key for key in violation.keys if key not in (*given, "head_dim", "name")]
-    rule = violation.rule
-    if others:
-        rule += f" ({' and '.join(others)} as in flavor {settings.flavor})"
-    return replace(violation, rule=rule).within("model")
 
 
 def _has_size(spec: ModelSpec, key: str) -> bool:

@@ -380,8 +380,7 @@ class TrainableParams:
         if not any(self.includes(name) for name in names if name not in no_weights):
             raise ConfigError.at(
                 "optimizer.frozen_params",
-                f"must leave a parameter to train, got {', '.join(self.frozen)}, which freeze all "
-                f"{len(names)}; remove a pattern",
+                f"must leave a parameter to train, got {', '.join(self.frozen)}",
             )
 
     def freeze_rest(self, model: nn.Module) -> None:

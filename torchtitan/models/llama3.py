@@ -136,36 +136,32 @@ HF = HFFormat(
 )
 
 
-def initial(config: DecoderConfig, name: str) -> Init:
-    """Return how a parameter is initialized: torchtitan's standard deviations, truncated at 3.
-
-    Matrices that write into the residual stream (wo, w2, and w3, which scales w2's input) are
-    smaller in deeper layers, so that the variance of the stream does not grow with depth.
-    """
-    match name.split("."):
-        case ["tok_embeddings", "weight"]:
-            return Normal(std=config.dim**-0.5 if config.tie_embeddings else 1.0)
-        case ["layers", _, "attention", "wq" | "wk" | "wv", "weight"]:
-            return Normal(std=0.02)
-        case ["layers", _, "feed_forward", "w1", "weight"]:
-            return Normal(std=0.02)
-        case ["layers", layer, "attention", "wo", "weight"]:
-            return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
-        case ["layers", layer, "feed_forward", "w2" | "w3", "weight"]:
-            return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
-        case ["layers", _, "attention_norm" | "ffn_norm", "weight"] | ["norm", "weight"]:
-            return Constant(1.0)
-        case ["output", "weight"]:
-            return Normal(std=config.dim**-0.5)
-    raise AssertionError(f"no rule initializes the parameter {name}")
-
-
 class Llama3(Decoder):
     """The decoder with Llama 3's initial weights."""
 
     def initial(self, name: str) -> Init:
-        """Return how a parameter is initialized."""
-        return initial(self.config, name)
+        """Return torchtitan's standard deviations, truncated at 3.
+
+        Matrices that write into the residual stream (wo, w2, and w3, which scales w2's input) are
+        smaller in deeper layers, so that the variance of the stream does not grow with depth.
+        """
+        tied, width = self.config.tie_embeddings, self.config.dim
+        match name.split("."):
+            case ["tok_embeddings", "weight"]:
+                return Normal(std=width**-0.5 if tied else 1.0)
+            case ["layers", _, "attention", "wq" | "wk" | "wv", "weight"]:
+                return Normal(std=0.02)
+            case ["layers", _, "feed_forward", "w1", "weight"]:
+                return Normal(std=0.02)
+            case ["layers", layer, "attention", "wo", "weight"]:
+                return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
+            case ["layers", layer, "feed_forward", "w2" | "w3", "weight"]:
+                return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
+            case ["layers", _, "attention_norm" | "ffn_norm", "weight"] | ["norm", "weight"]:
+                return Constant(1.0)
+            case ["output", "weight"]:
+                return Normal(std=width**-0.5)
+        raise AssertionError(f"no rule initializes the parameter {name}")
 
 
 SPEC = ModelSpec(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchtitan.models import llama3
-from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import HFFormat, ModelSpec
@@ -69,20 +68,15 @@ HF = HFFormat(
 )
 
 
-def initial(config: DecoderConfig, name: str) -> Init:
-    """Return how a parameter is initialized: biases with 0, all else as in Llama."""
-    match name.split("."):
-        case ["layers", _, "attention", "wq" | "wk" | "wv", "bias"]:
-            return Constant(0.0)
-    return llama3.initial(config, name)
-
-
-class Qwen2(Decoder):
+class Qwen2(llama3.Llama3):
     """The decoder with Qwen2's initial weights."""
 
     def initial(self, name: str) -> Init:
-        """Return how a parameter is initialized."""
-        return initial(self.config, name)
+        """Return how a parameter is initialized: biases with 0, all else as in Llama."""
+        match name.split("."):
+            case ["layers", _, "attention", "wq" | "wk" | "wv", "bias"]:
+                return Constant(0.0)
+        return super().initial(name)
 
 
 SPEC = ModelSpec(

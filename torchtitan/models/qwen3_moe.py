@@ -92,26 +92,21 @@ HF = HFFormat(
 )
 
 
-def initial(config: DecoderConfig, name: str) -> Init:
-    """Return how a parameter is initialized: experts like a dense feed-forward."""
-    match name.split("."):
-        case ["layers", _, "moe", "router", "gate", "weight"] | [*_, "experts", "w1"]:
-            return Normal(std=0.02)
-        case [*_, "shared_experts", "w1", "weight"]:
-            return Normal(std=0.02)
-        case ["layers", _, "moe", "expert_bias"]:
-            return Constant(0.0)
-        case ["layers", layer, "moe", "experts" | "shared_experts", "w2" | "w3", *_]:
-            return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
-    return qwen3.initial(config, name)
-
-
-class Qwen3MoE(MoEDecoder):
+class Qwen3MoE(MoEDecoder, qwen3.Qwen3):
     """The decoder with experts and Qwen3's initial weights."""
 
     def initial(self, name: str) -> Init:
-        """Return how a parameter is initialized."""
-        return initial(self.config, name)
+        """Return how a parameter is initialized: experts like a dense feed-forward."""
+        match name.split("."):
+            case ["layers", _, "moe", "router", "gate", "weight"] | [*_, "experts", "w1"]:
+                return Normal(std=0.02)
+            case [*_, "shared_experts", "w1", "weight"]:
+                return Normal(std=0.02)
+            case ["layers", _, "moe", "expert_bias"]:
+                return Constant(0.0)
+            case ["layers", layer, "moe", "experts" | "shared_experts", "w2" | "w3", *_]:
+                return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
+        return super().initial(name)
 
 
 SPEC = ModelSpec(

@@ -145,30 +145,24 @@ class DecoderConfig:
     def violations(self) -> Iterator[Violation]:
         """Yield each rule that these sizes break, with keys as in [model]."""
         yield from self._head_violations()
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        if heads % kv_heads:
-            fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        if self.num_heads % self.num_kv_heads:
             yield Violation(
                 ("num_kv_heads", "num_heads"),
-                f"num_kv_heads must divide num_heads, got num_kv_heads = {kv_heads} and "
-                f"num_heads = {heads}; num_kv_heads may be {', '.join(fitting[-7:])}",
+                f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}",
             )
 
     def _head_violations(self) -> Iterator[Violation]:
-        dim, heads = self.dim, self.num_heads
-        if self.head_dim is None and dim % heads:
-            below = dim // heads * heads
+        if self.head_dim is None and self.dim % self.num_heads:
             yield Violation(
                 ("dim", "num_heads"),
-                f"dim must be a multiple of num_heads, got {dim} and {heads}; write dim = "
-                f"{' or '.join(str(n) for n in (below, below + heads) if n)}, or set head_dim",
+                f"dim must be a multiple of num_heads unless head_dim is given, got {self.dim} and "
+                f"{self.num_heads}",
             )
         elif self.head_width % 2:
-            given = "" if self.head_dim is not None else f" (dim {dim} / num_heads {heads})"
             yield Violation(
                 ("head_dim", "num_heads", "dim"),
-                f"head_dim must be even, since channels are rotated in pairs, got "
-                f"{self.head_width}{given}; write head_dim = {self.head_width + 1}",
+                f"head_dim (default: dim / num_heads) must be even, because channels are rotated "
+                f"in pairs, got {self.head_width}",
             )
 
 
@@ -245,22 +239,15 @@ class MoEConfig(DecoderConfig):
                 ("num_expert_groups", "num_experts"),
                 f"must divide num_experts, got {groups} for {self.num_experts}",
             )
-        elif groups > 1 and self.num_limited_groups is None:
-            yield Violation(
-                ("num_expert_groups", "num_limited_groups"),
-                f"needs num_limited_groups, the number of groups that a token chooses experts "
-                f"from, got {groups} groups; set it, or remove this",
-            )
-        elif limit > groups:
+        elif limit > groups or (groups > 1 and not self.num_limited_groups):
             yield Violation(
                 ("num_limited_groups", "num_expert_groups"),
-                f"must be at most num_expert_groups, got {limit} of {groups}",
+                f"must be from 1 to num_expert_groups, got {self.num_limited_groups} of {groups}",
             )
         elif self.num_limited_groups and in_groups < chosen:
             yield Violation(
                 ("num_limited_groups", "num_experts_per_token"),
-                f"leaves a token {in_groups} experts to choose {chosen} from; raise it, or lower "
-                f"num_experts_per_token",
+                f"leaves a token {in_groups} experts to choose {chosen} from",
             )
 
 
@@ -301,18 +288,16 @@ class MLAConfig(MoEConfig):
         if self.head_dim is not None:
             yield Violation(
                 ("head_dim",),
-                f"has no effect on latent attention, got {self.head_dim}; remove it, and set "
-                f"qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
+                f"has no effect on latent attention, got {self.head_dim}; remove it",
             )
         if self.qk_rope_head_dim % 2:
             yield Violation(
                 ("qk_rope_head_dim",),
-                f"must be even, since channels are rotated in pairs, got {self.qk_rope_head_dim}; "
-                f"write {self.qk_rope_head_dim + 1}",
+                f"must be even, because channels are rotated in pairs, got {self.qk_rope_head_dim}",
             )
         if self.num_kv_heads != self.num_heads:
             yield Violation(
                 ("num_kv_heads", "num_heads"),
                 f"must be num_heads with latent attention, got {self.num_kv_heads} and "
-                f"{self.num_heads}; write num_kv_heads = {self.num_heads}",
+                f"{self.num_heads}",
             )

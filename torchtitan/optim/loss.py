@@ -25,9 +25,7 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from inspect import signature
 from math import ceil
 from typing import Any
 
@@ -204,21 +202,16 @@ def find_loss(name: str) -> TokenLosses | None:
     """Return the custom loss of each token, or None for cross-entropy.
 
     Raises:
-        ConfigError: It cannot be imported or called.
+        ConfigError: It cannot be imported, or is not a function.
     """
     if not is_import_path(name):
         return None
     from torchtitan.base.imports import load_object
 
     losses: TokenLosses = load_object(name, key=LOSS)
-    rule = f"'{name}' must be a function of logits (tokens, vocabulary) and labels (tokens)"
     if not callable(losses) or isinstance(losses, type):
+        rule = f"'{name}' must be a function of logits (tokens, vocabulary) and labels (tokens)"
         raise ConfigError.at(LOSS, f"{rule}, got {losses!r:.80}")
-    try:
-        with suppress(ValueError):  # compiled code may have no signature
-            signature(losses).bind(None, None)
-    except TypeError as error:
-        raise ConfigError.at(LOSS, f"{rule} only; no section is passed: {error}") from error
     return losses
 
 

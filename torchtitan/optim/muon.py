@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.log import plural
 from torchtitan.base.patterns import check_pattern, matches
 from torchtitan.models.init import local_offsets, local_part
 from torchtitan.optim.settings import OptimizerConfig
@@ -46,18 +45,13 @@ def uses_muon(name: str, parameter: Tensor, settings: OptimizerConfig) -> bool:
     return parameter.ndim in (2, 3) and not matches(name, settings.muon_excluded_params)
 
 
-def check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> str:
-    """Check that Muon updates a parameter, and describe how many."""
+def check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> None:
+    """Check that Muon updates a parameter."""
     for pattern in set(settings.muon_excluded_params) - set(OptimizerConfig.muon_excluded_params):
         check_pattern(pattern, trained, key="optimizer.muon_excluded_params", what="parameter")
-    size = sum(uses_muon(name, p, settings) for name, p in trained.items())
-    if not size:
-        rule = (
-            "must leave Muon a matrix to train, got none; remove a pattern, or write "
-            'optimizer.name = "AdamW"'
-        )
+    if not any(uses_muon(name, p, settings) for name, p in trained.items()):
+        rule = "must leave Muon a matrix to train, got none"
         raise ConfigError.at("optimizer.muon_excluded_params", rule)
-    return f"Muon updates {plural(size, 'parameter')}, AdamW {len(trained) - size}"
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.log import plural
 from torchtitan.base.patterns import check_pattern, matches
 from torchtitan.models.interface import (
     HasParameters,
@@ -167,43 +166,31 @@ def check_optimizer(
     trained: Mapping[str, Tensor],
     sections: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Check the settings against the trained parameters of the full model, and log the groups.
+    """Check the settings against the trained parameters of the full model.
 
     Raises:
         ConfigError: A pattern matches nothing, or the optimizer does not take an option, cannot be
             built, or has a state that checkpoints cannot hold.
     """
-    left, shares = dict(trained), []
+    left = dict(trained)
     for number, group in enumerate(settings.groups, start=1):
         for pattern in group.params:
             check_pattern(pattern, trained, key="optimizer.groups", what="trained parameter")
         chosen = {name for name in left if matches(name, group.params)}
         if not chosen:
-            rule = (
-                f"table {number} has no parameter of its own: those before it match all of "
-                f"{', '.join(group.params)}; put it first, or remove it"
-            )
+            rule = f"table {number} must match a parameter that no table before it matches"
             raise ConfigError.at("optimizer.groups", rule)
         left = {name: p for name, p in left.items() if name not in chosen}
-        shares.append(_describe_group(number, group, size=len(chosen)))
     if settings.name == "Muon":
         from torchtitan.optim.muon import check_muon
 
-        shares.insert(0, check_muon(settings, trained=trained))
+        check_muon(settings, trained=trained)
     if is_import_path(settings.name):
         from torchtitan.optim.custom import check_custom
 
         check_custom(settings, sections=sections, create_state=create_state)
     else:
         _check_options(settings)
-    if shares:
-        logger.info("%s", "; ".join(shares))
-
-
-def _describe_group(number: int, group: GroupConfig, *, size: int) -> str:
-    values = (("lr", group.lr), ("weight_decay", group.weight_decay))
-    given = " and ".join(f"{key} {value:g}" for key, value in values if value is not None)
-    return f"group {number}: {plural(size, 'parameter')} at {given}"
 
 
 def _check_options(settings: OptimizerConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -21,15 +21,7 @@ from torchtitan.config.schema import (
     Text,
 )
 
-REFUSED: Mapping[str, str] = {
-    "Adafactor": "takes means over rows and columns, which torch's code cannot do on shards",
-    "ASGD": "lowers its own learning rate and averages weights that nothing reads",
-    "LBFGS": "computes the loss several times per step",
-    "Rprop": "keeps step sizes of its own, so that no schedule reaches it",
-    "SparseAdam": "needs sparse gradients",
-}
-"""Optimizers of torch that the step does not support, and why."""
-
+# docs/optimizers.md says why torch's other classes are missing
 OPTIMIZERS = (
     "Adadelta",
     "Adagrad",
@@ -45,11 +37,6 @@ OPTIMIZERS = (
 
 WITH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon")
 """Optimizers that use beta1, beta2 and eps."""
-
-
-def _not_refused(name: str) -> None:
-    if name in REFUSED:
-        raise ValueError(f'cannot be used: it {REFUSED[name]}; try "AdamW"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +55,7 @@ class GroupConfig:
 class OptimizerConfig:
     """The optimizer and its constants."""
 
-    name: Annotated[Text, _not_refused, ImportPath(*OPTIMIZERS)] = "AdamW"
+    name: Annotated[Text, ImportPath(*OPTIMIZERS)] = "AdamW"
     """Update rule: Muon for matrices with AdamW for the rest, one of torch.optim's, or a
     torch.optim.Optimizer of your own, which gets its arguments from options."""
     lr: FinitePositive = 8e-4

@@ -52,9 +52,7 @@ def check_float8(settings: Float8Config, *, device_type: str) -> None:
         return
     raise ConfigError.at(
         (f"{SECTION}.emulate", "model.converters"),
-        f"must be true: this machine's {'GPUs' if device_type == 'cuda' else 'CPUs'} cannot "
-        "multiply float8, which needs compute capability 8.9; write emulate = true to try it, or "
-        "model.converters = [] to train in bfloat16",
+        "must be true on a machine without GPUs of compute capability 8.9",
     )
 
 
@@ -71,11 +69,7 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
     names = {*linear, "output"}  # a tied head is not a linear layer, but may be filtered too
     for part in settings.filter_fqns:
         if not any(part in name for name in names):
-            raise ConfigError.at(
-                key,
-                f'no linear layer\'s name contains "{part}"; examples of names are '
-                "layers.0.attention.wq, layers.0.feed_forward.w1 and output",
-            )
+            raise ConfigError.at(key, f'must be parts of linear layers\' names, got "{part}"')
 
     converted = {
         name
@@ -87,8 +81,7 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
     if not converted:
         raise ConfigError.at(
             (key, "model.converters"),
-            f"no layer is left to convert: all are filtered out, or have sizes that are not a "
-            f"multiple of {MULTIPLE}; remove names, or write model.converters = []",
+            f"must leave a linear layer whose sizes are multiples of {MULTIPLE}",
         )
     return converted
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchtitan.base.errors import ConfigError, Mistakes, Violation
+from torchtitan.base.errors import ConfigError, Mistakes
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.settings import ParallelismConfig
@@ -49,24 +49,12 @@ def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> Reshard:
         return Reshard(after_forward=frees, keeps_last=asked != "always")
     num_ranks = int(asked)
     # FSDP2 builds the groups from this rank's part of the mesh, so ranks elsewhere would differ
-    degrees = {"pipeline_parallel_degree": dims.pp, "tensor_parallel_degree": dims.tp}
-    rules = [
-        f"can be a number of ranks between 1 and all only if {name} is 1, got {num_ranks} with "
-        f'{degree}; write "default", "always" or "never"'
-        for name, degree in degrees.items()
-        if degree > 1
-    ]
-    if not num_ranks or dims.fsdp % num_ranks:
-        fits = [str(n) for n in range(2, dims.fsdp) if dims.fsdp % n == 0]
-        rules.append(
-            f"as a number must divide the {dims.fsdp} ranks that share the weights, got "
-            f"{num_ranks}; "
-            + (f"try {', '.join(fits)}, or " if fits else "")
-            + 'write "always" (all ranks) or "never" (1 rank)'
+    if dims.pp * dims.tp > 1 or not num_ranks or dims.fsdp % num_ranks:
+        raise ConfigError.at(
+            "parallelism.fsdp_reshard_after_forward",
+            f"as a number of ranks must divide the {dims.fsdp} ranks that share the weights, "
+            f"without pipeline or tensor parallelism, got {num_ranks}",
         )
-    if rules:
-        key = "parallelism.fsdp_reshard_after_forward"
-        raise ConfigError([Violation((key,), rule) for rule in rules])
     return Reshard(after_forward=num_ranks, keeps_last=True)
 
 
@@ -96,9 +84,8 @@ def check_parallel(
     """
     mistakes, cp = Mistakes(), parallelism.context_parallel_degree
     if compilation.enable:
-        from torchtitan.parallel.compile import check_backend, check_recomputation
+        from torchtitan.parallel.compile import check_recomputation
 
-        mistakes.of(lambda: check_backend(compilation, is_installed=False))
         mistakes.of(
             lambda: check_recomputation(model, recomputation, cp=cp, attn_mask_type=attn_mask_type)
         )
@@ -167,7 +154,7 @@ def check_device(
     if compilation.enable:
         from torchtitan.parallel.compile import check_backend
 
-        mistakes.of(lambda: check_backend(compilation, is_installed=True))
+        mistakes.of(lambda: check_backend(compilation))
     if float8 is not None:
         from torchtitan.parallel.float8 import check_float8
 

@@ -67,7 +67,6 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
     from torchtitan.finetune.lora import warn_of_random_base
     from torchtitan.layout import find_layout
-    from torchtitan.models.positions import warn_beyond_rope
     from torchtitan.parallel.layout import check_device
     from torchtitan.resume_rules import resolve_model
 
@@ -76,9 +75,11 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     tokenizer = find_tokenizer(config.model.tokenizer_path)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
-    if layout.architecture.rope_scaling is not None:
-        warn_beyond_rope(layout.architecture.rope_scaling, lengths=config.sequence_lengths)
-    if config.checkpoint.initial_load_path is None:
+    checkpoint, scaling = config.checkpoint, layout.architecture.rope_scaling
+    folder = Path(checkpoint.initial_load_path or "")
+    if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
+        warn_beyond_positions(folder, scaling=scaling, lengths=config.sequence_lengths)
+    if checkpoint.initial_load_path is None:
         warn_of_random_base(config.lora)
     try:
         check_device(config.compile, float8=layout.float8, device_type=device_type())

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -141,31 +141,15 @@ class Ranks:
         return find_blocks(self.layout, self.rank, source, seq_len, documents)
 
 
-class KVTransport(Protocol):
-    """Transports keys and values of all ranks to this one, and their gradients back."""
-
-    def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each rank, this one's first, and its keys and values."""
-        ...
-
-    def add(self, source: int, grad_2BKSD: Tensor) -> None:
-        """Take the gradient, float32, of the keys and values that `visit` yielded last."""
-        ...
-
-    def total(self) -> Tensor:
-        """Return the gradient of this rank's own keys and values, summed over all ranks."""
-        ...
-
-
 class Gather:
-    """Transports everything at once."""
+    """Transports keys and values of all ranks to this one, and their gradients back, at once."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._grads: dict[int, Tensor] = {}
 
     def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield from one all-gather."""
+        """Yield the number of each rank, this one's first, and its keys and values."""
         rank, degree = self._ranks.rank, self._ranks.degree
         gathered = [torch.empty_like(kv_2BKSD) for _ in range(degree)]
         dist.all_gather(gathered, kv_2BKSD, group=self._ranks.group)
@@ -174,11 +158,11 @@ class Gather:
             yield source, gathered[source]
 
     def add(self, source: int, grad_2BKSD: Tensor) -> None:
-        """Store the gradient until all have been added."""
+        """Take the gradient, float32, of the keys and values that `visit` yielded last."""
         self._grads[source] = grad_2BKSD
 
     def total(self) -> Tensor:
-        """Sum with one reduce-scatter."""
+        """Return the gradient of this rank's own keys and values, summed over all ranks."""
         own_2BKSD = torch.empty_like(self._grads[self._ranks.rank])
         grads = [self._grads[source] for source in range(self._ranks.degree)]
         dist.reduce_scatter(own_2BKSD, grads, group=self._ranks.group)
@@ -186,7 +170,8 @@ class Gather:
 
 
 class Ring:
-    """Passes keys and values to the next rank, while the caller uses the current ones."""
+    """As `Gather`, but passes keys and values to the next rank while the caller uses the current
+    ones."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -234,6 +219,9 @@ class Message:
         for work in self._works:
             work.wait()
         return self._received
+
+
+KVTransport = Gather | Ring
 
 
 class _Attention(torch.autograd.Function):

@@ -29,7 +29,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from math import ceil
 
 from torchtitan.base.errors import ConfigError, Violation
@@ -142,12 +142,8 @@ def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
     """Compute the table of the schedule in the settings."""
     name, pp = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
     facts = SCHEDULES[name]
-    wanted = count_stages(
-        settings,
-        num_layers=num_layers,
-        default=pp * (2 if facts.multi_stage else 1),
-        fixed=facts.placement == "v" or not facts.multi_stage,
-    )
+    default = pp * (2 if facts.multi_stage else 1)
+    wanted = count_stages(settings, num_layers=num_layers, default=default)
     return compute_table(
         name, pp=pp, stages_per_rank=wanted // pp, num_microbatches=num_microbatches
     )
@@ -162,32 +158,24 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
     path, pp = settings.pipeline_parallel_schedule_csv, settings.pipeline_parallel_degree
     table = read_csv(path)
     num_stages = len(ranks_of(table))
-    wanted = count_stages(settings, num_layers=num_layers, default=num_stages, fixed=True)
+    wanted = count_stages(settings, num_layers=num_layers, default=num_stages)
     forwards = [action for row in table for action in row if action.kind == "forward"]
     orders = [[a.microbatch for a in forwards if a.stage == s] for s in range(num_stages)]
-    last = orders[-1]
-    mistakes = []
-    if len(table) != pp:
-        mistakes.append(
-            f"has a row for each of {len(table)} ranks, but pipeline_parallel_degree is {pp}; "
-            f"set that to {len(table)}, or write {pp} rows"
-        )
-    if len(last) != num_microbatches:
-        mistakes.append(
-            f"has {len(last)} microbatches, but local_batch_size makes {num_microbatches}; set "
-            f"pipeline_parallel_num_microbatches = {len(last)}"
-        )
-    if num_stages != wanted:
-        mistakes.append(
-            f"has {num_stages} stages, but the settings make {wanted}; remove layers_per_stage, or "
-            f"list {num_stages} stages"
-        )
-    for stage, order in enumerate(orders):
-        if order != sorted(order):
-            mistakes.append(
-                f"runs microbatches forward on stage {stage} in the order {order}, but must run "
-                f"them in ascending order"
-            )
+    numbers = (
+        ("rows", "pipeline_parallel_degree", len(table), pp),
+        ("microbatches", "local_batch_size", len(orders[-1]), num_microbatches),
+        ("stages", "the settings", num_stages, wanted),
+    )
+    mistakes = [
+        f"must have {due} {what} by {source}, got {found}"
+        for what, source, found, due in numbers
+        if found != due
+    ]
+    mistakes += [
+        f"must run microbatches in ascending order, got {order} forward on stage {stage}"
+        for stage, order in enumerate(orders)
+        if order != sorted(order)
+    ]
     if mistakes:
         raise ConfigError([f"{path}: {mistake}" for mistake in mistakes])
     return table
@@ -201,13 +189,12 @@ def check_split_backward(
     torch computes the gradients of weights for the parameters that exist at that time, so the
     gradients of freed weights would be lost silently. It requests them group by group, and each
     time recomputes a checkpointed block: eleven forwards instead of two. So `selective`, which is
-    the default, recomputes nothing here, and a warning says so. The backward of a compiled block is
+    the default, recomputes nothing here. The backward of a compiled block is
     one operator and cannot be split.
 
     Raises:
         ConfigError: Weights are freed, or all blocks are recomputed, or compiled.
     """
-    fitting = ", ".join(name for name, facts in SCHEDULES.items() if not facts.splits_backward)
     schedule = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
     reshard = settings.fsdp_reshard_after_forward
     rules = {
@@ -217,19 +204,13 @@ def check_split_backward(
         and f'must be "none" or "selective", which recomputes nothing here, got "{recomputation}"',
         "compile.enable": compiles and "must be false",
     }
-    why = f"{schedule} computes gradients of inputs and weights separately; or use one of {fitting}"
+    why = f"{schedule} computes gradients of inputs and weights separately"
     schedule_key = "parallelism.pipeline_parallel_schedule"
     broken = [
         Violation((key, schedule_key), f"{rule}: {why}") for key, rule in rules.items() if rule
     ]
     if broken:
         raise ConfigError(broken)
-    if recomputation == "selective":
-        logger.warning(
-            '[activation_checkpoint] mode = "selective" recomputes nothing under %s, and all '
-            'activations are kept; mode = "none" says the same',
-            schedule,
-        )
 
 
 FIRST = ("tok_embeddings",)
@@ -270,8 +251,7 @@ def find_costs(
         if value is not None and value >= num_layers:
             raise ConfigError.at(
                 f"parallelism.pipeline_parallel_{name}_stage_less_layers",
-                f"must be fewer than the model's {num_layers} layers, got {value}; remove it to "
-                f"use the cost of the stage",
+                f"must be fewer than the model's {num_layers} layers, got {value}",
             )
     return Costs(
         embedding=0.0 if first is None else float(first),
@@ -288,14 +268,13 @@ def _layer_costs(multiplied: Sequence[int], *, layer: float) -> tuple[float, ...
     return tuple(1 + 6 * (n - mean) / layer for n in multiplied)
 
 
-def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, fixed: bool) -> int:
+def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int) -> int:
     """Return the number of stages.
 
     Args:
         settings: Lists of modules, or layers per stage.
         num_layers: Number of layers of the model.
         default: Number of stages if the settings do not determine it.
-        fixed: The schedule supports only `default`, so errors suggest no other number.
 
     Raises:
         ConfigError: It is not a multiple of the pipeline degree, or above the number of parts that
@@ -309,26 +288,17 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
             raise ConfigError.at(
                 (EXPLICIT, DEGREE),
                 f"must hold a multiple of pipeline_parallel_degree ({pp}) lists, one per stage, "
-                f"got {num_stages}; make it {ceil(num_stages / pp) * pp}",
+                f"got {num_stages}",
             )
     elif size is not None:
         first, last = end_weights(settings)
-        total = num_layers + first + last
-        num_stages = ceil(total / size)
+        num_stages = ceil((num_layers + first + last) / size)
         if num_stages % pp:
-            suits = {default} if fixed else set(range(pp, total + 1, pp))
-            smallest = {ceil(total / n): n for n in range(total, 0, -1)}
-            fits = sorted(smallest[count] for count in suits & smallest.keys())
-            remedy = f"remove it for {default} stages"
-            if default > num_layers + 2:
-                remedy = "lower the degree"
-            if fits:
-                remedy = f"try {' or '.join(map(str, fits))}"
             raise ConfigError.at(
                 (LAYERS_PER_STAGE, DEGREE),
                 f"must make a multiple of pipeline_parallel_degree ({pp}) stages, got {size}: "
                 f"{num_stages} stages of {num_layers} layers, {first} for the embedding and {last} "
-                f"for the head; {remedy}",
+                f"for the head",
             )
     else:
         num_stages, most = default, num_layers + 2
@@ -336,13 +306,8 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
             raise ConfigError.at(
                 DEGREE,
                 f"must make at most {most} stages of {num_layers} layers, the embedding, and norm "
-                f"with output, got {num_stages}; lower it"
-                + (
-                    f" to at most {most}"
-                    if pp > most
-                    else f", or use a schedule or layers_per_stage with at most "
-                    f"{plural(most // pp, 'stage')} per rank"
-                ),
+                f"with output, got {num_stages}; lower it to at most "
+                f"{most // max(1, default // pp)}",
             )
     return num_stages
 
@@ -373,7 +338,7 @@ def divide_evenly(
             raise ConfigError.at(
                 (f"parallelism.pipeline_parallel_{name}_stage_less_layers", LAYERS_PER_STAGE),
                 f"must be at most {counts[stage]}, the layers of that stage if {num_stages} stages "
-                f"are equal, got {weight}; or raise layers_per_stage",
+                f"are equal, got {weight}",
             )
         counts[stage] -= weight
     return tuple(counts)
@@ -448,36 +413,18 @@ def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages
     Raises:
         ConfigError: A module is unknown, missing, repeated or misplaced, or a list is empty.
     """
-    layers = [f"layers.{layer}" for layer in range(num_layers)]
-    wanted = [*FIRST, *layers, *LAST]
+    wanted = [*FIRST, *(f"layers.{layer}" for layer in range(num_layers)), *LAST]
     named = [name for stage in stages for name in stage]
-    unknown = sorted(set(named) - set(wanted))
-    missing = [name for name in wanted if name not in named]
-    twice = sorted({name for name in named if named.count(name) > 1})
-    for mistake, names in (("unknown", unknown), ("missing", missing), ("named twice", twice)):
-        if names:
-            raise ConfigError.at(
-                EXPLICIT,
-                f"must name each module of the model once (tok_embeddings, layers.0 to "
-                f"layers.{num_layers - 1}, norm, output), {mistake}: {', '.join(names[:8])}"
-                + (" ..." if len(names) > 8 else ""),
-            )
-    if named != wanted:
-        at = next(i for i, (a, b) in enumerate(zip(named, wanted, strict=True)) if a != b)
+    pairs = zip_longest(named, wanted, fillvalue="nothing")
+    wrong = [f"{found} instead of {due}" for found, due in pairs if found != due]
+    if not all(stages):
+        wrong.append("an empty list")
+    elif not {*LAST} <= {*stages[-1]}:
+        wrong.append(f"{stages[-1]} as the last list")
+    if wrong:
         raise ConfigError.at(
             EXPLICIT,
-            f"must name the modules in order, got {named[at]} instead of {wanted[at]}",
-        )
-    empty = [str(number) for number, stage in enumerate(stages, start=1) if not stage]
-    if empty:
-        raise ConfigError.at(
-            EXPLICIT,
-            f"must name a module in every list, got none in list {', '.join(empty)}",
-        )
-    if not {*LAST} <= {*stages[-1]}:
-        raise ConfigError.at(
-            EXPLICIT,
-            f"must name {' and '.join(LAST)} in the same list, got {stages[-2:]}; move norm to the "
-            f"last one",
+            f"must name tok_embeddings, layers.0 to layers.{num_layers - 1}, norm and output in "
+            f"order, with norm and output in the last list and no list empty, got {wrong[0]}",
         )
     return tuple(map(tuple, stages))

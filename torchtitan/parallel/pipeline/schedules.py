@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -123,18 +122,12 @@ def check_schedule(schedule: str, *, pp: int, stages_per_rank: int, num_microbat
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"a pipeline schedule is one of {', '.join(SCHEDULES)}; got {schedule!r}")
-    facts = SCHEDULES[schedule]
-    mistakes = [
-        f"{name} must be at least 1, got {number}"
-        for name, number in (
-            ("pipeline ranks", pp),
-            ("stages per rank", stages_per_rank),
-            ("microbatches", num_microbatches),
+    if min(pp, stages_per_rank, num_microbatches) < 1:
+        raise ConfigError(
+            f"ranks, stages per rank and microbatches must be at least 1, got {pp}, "
+            f"{stages_per_rank} and {num_microbatches}"
         )
-        if number < 1
-    ]
-    if mistakes:
-        raise ConfigError(mistakes)
+    facts, mistakes = SCHEDULES[schedule], []
     needed = 1 if not facts.multi_stage else 2 if facts.placement == "v" else stages_per_rank
     if stages_per_rank != needed:
         mistakes.append(
@@ -370,8 +363,6 @@ def _as_torch(action: Action) -> _Action:
 
 _SINGLE = re.compile(r"(\d+)([FBIW])(\d+)")
 _PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
-# only the first mistakes of a file are reported
-_MAX_MISTAKES = 10
 
 
 def read_csv(path: str | Path) -> Table:
@@ -383,72 +374,59 @@ def read_csv(path: str | Path) -> Table:
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            lines = [line for line in csv.reader(file) if any(cell.strip() for cell in line)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"{path} cannot be read as a schedule in CSV: {reason}; it must have a row of actions "
-            f"for each pipeline rank"
-        ) from error
-    mistakes: list[str] = []
-    table = [_parse_row(line, rank=rank, mistakes=mistakes) for rank, line in enumerate(lines)]
-    if not table:
-        mistakes.append("no row holds an action; write a row for each pipeline rank")
-    mistakes = mistakes or [*islice(_find_mistakes(table), _MAX_MISTAKES)] or _find_deadlock(table)
-    if mistakes:
-        raise ConfigError([f"{path}: {line}" for line in mistakes[:_MAX_MISTAKES]])
+            rows = [_parse_row(cells) for cells in csv.reader(file)]
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(f"{path} cannot be read as a schedule in CSV: {error}") from error
+    table = [row for row in rows if row]
+    if mistake := _find_mistake(table):
+        raise ConfigError(f"{path}: {mistake}")
     return table
 
 
-def _parse_row(cells: list[str], *, rank: int, mistakes: list[str]) -> list[Action]:
+def _parse_row(cells: list[str]) -> list[Action]:
     row = []
-    for column, cell in enumerate(cells, start=1):
-        text = cell.strip()
-        if not text:
-            continue
+    for text in filter(None, map(str.strip, cells)):
         pair = _PAIR.fullmatch(text)
-        parts = pair.groups() if pair else (text,)
-        for part in parts:
+        for part in pair.groups() if pair else (text,):
             action = _SINGLE.fullmatch(part)
             if action is None:
-                mistakes.append(
-                    f"rank {rank}, cell {column}: {text!r} is no action; write stage, one of "
-                    "F B I W, and microbatch, such as 0F3"
+                raise ValueError(
+                    f"an action is a stage, one of F B I W, and a microbatch, got {text!r}"
                 )
-                continue
             stage, letter, microbatch = action.groups()
             row.append(Action(int(stage), KINDS[letter], int(microbatch)))
     return row
 
 
-def _find_mistakes(table: Table) -> Iterator[str]:
-    """Yield the stages that are on two ranks, or do not process each microbatch exactly once."""
+def _find_mistake(table: Table) -> str:
+    """Describe the first mistake in a table that was read, or return an empty string.
+
+    Each stage must be on one rank and process each microbatch once, and no rank may deadlock.
+    """
+    if not table:
+        return "must have a row of actions for each pipeline rank"
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(table):
         for action in row:
             if rank_of.setdefault(action.stage, rank) != rank:
-                yield f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}"
-                return
+                return f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}"
     counts = Counter(action for row in table for action in row)
     microbatches = range(1 + max(action.microbatch for action in counts))
     for stage, microbatch in ((s, m) for s in range(1 + max(rank_of)) for m in microbatches):
         f, b, i, w = (counts[Action(stage, kind, microbatch)] for kind in KINDS.values())
         if f != 1 or (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
-            yield (
+            return (
                 f"stage {stage} has {f} F, {b} B, {i} I and {w} W of microbatch {microbatch}; it "
                 "must have one F, and either one B or one I and one W"
             )
-
-
-def _find_deadlock(table: Table) -> list[str]:
-    """Execute the table on paper, and describe the action that each deadlocked rank waits at."""
     done = {action for _, action, _ in execution_order(table)}
-    return [
-        f"rank {rank} never gets past {next(a for a in row if a not in done)}: an action that it "
-        "depends on is not done before it"
+    waiting = (
+        f"rank {rank} waits at {action} for an action that is never done before it"
         for rank, row in enumerate(table)
-        if not done.issuperset(row)
-    ]
+        for action in row
+        if action not in done
+    )
+    return next(waiting, "")
 
 
 def execution_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
