@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.distributed import jobs
 from torchtitan.checkpoint.state import optimizer_tensors
 from torchtitan.models import deepseek_v3, llama3, qwen3_moe
+from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Init, Normal
-from torchtitan.models.sizes import DecoderConfig
 from torchtitan.optim import loss
 from torchtitan.parallel.execution import Batch
 from torchtitan.trainer import Run, Trainer
@@ -75,20 +75,20 @@ def strong_weights() -> Iterator[None]:
     tie. Qwen3's expert biases start at 0, so that what moves them shows; DeepSeek's do not.
     """
 
-    def stronger(correct: Callable[..., Init], *, keeps_bias: bool) -> Callable[..., Init]:
-        def initial(config: DecoderConfig, name: str) -> Init:
+    def stronger(correct: Callable[[Any, str], Init], *, keeps_bias: bool) -> Callable[..., Init]:
+        def initial(model: Decoder, name: str) -> Init:
             if ".attention.w" in name:
                 return Normal(std=0.2)
             if ".moe." in name and not (keeps_bias and name.endswith("expert_bias")):
                 return Normal(std=0.3)
-            return correct(config, name)
+            return correct(model, name)
 
         return initial
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (llama3, qwen3_moe, deepseek_v3):
-            changed = stronger(module.initial, keeps_bias=module is qwen3_moe)
-            patch.setattr(module, "initial", changed)
+        for family in (llama3.Llama3, qwen3_moe.Qwen3MoE, deepseek_v3.DeepSeekV3):
+            changed = stronger(family.initial, keeps_bias=family is qwen3_moe.Qwen3MoE)
+            patch.setattr(family, "initial", changed)
         yield
 
 
