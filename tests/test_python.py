@@ -236,17 +236,6 @@ def test_ctrl_c_before_the_first_step_leaves_nothing_behind(
     assert process_state() == before
 
 
-def test_two_threads_do_not_train_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def meet(undo: object) -> None:  # between the look for a group and its start
-        with pytest.raises(UserError, match="train runs in another thread"):
-            train(job(tmp_path, name="other"))
-        raise InterruptedError
-
-    monkeypatch.setattr(import_module("torchtitan.api"), "prepare_process", meet)
-    with pytest.raises(InterruptedError):
-        train(job(tmp_path))
-
-
 def test_in_another_thread_no_signal_is_taken(tmp_path: Path) -> None:
     results = []
 
@@ -335,7 +324,6 @@ def test_callbacks_follow_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("callback", "said"),
     [
-        (Stops, ["on_step"]),
         (SimpleNamespace(on_stpe=print), ["on_stpe", "did you mean 'on_step'?"]),
         (print, ["on_start", "got none"]),
     ],

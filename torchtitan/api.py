@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,6 @@ __all__ = [
     "train",
 ]
 logger = logging.getLogger(__name__)
-_TRAINING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +143,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     callbacks = list(callbacks)
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
-    with _alone(), watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
+    with watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
         launch = prepare_process(undo)
         try:
             trainer, stopped = train_job(
@@ -177,22 +175,6 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
             reason=stopped,
             rows=rows,
         )
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Let one thread train at a time, and several ranks once per process: their second process
-    group would find the addresses of the first one in the launcher's store."""
-    if not _TRAINING.acquire(blocking=False):
-        raise ConfigError(
-            "train runs in another thread of this process, or has run in it with several ranks; "
-            "wait for the thread, or train in another process"
-        )
-    try:
-        yield
-    finally:
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            _TRAINING.release()
 
 
 def _checked(config: Config) -> Config:

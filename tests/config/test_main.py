@@ -139,7 +139,6 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         ([*CONTINUE, "lr_schedulr,dataloader"], ["'lr_schedulr'", "did you mean 'lr_scheduler'?"]),
         ([*CONTINUE, "output"], [CONTINUE[-1], "'output'", "did you mean 'output.*'?"]),
         ([*CONTINUE, "optimizer.output"], ["'optimizer.output'", "dataloader, train_state"]),
-        (["--parallelism.pipeline_parallel_schedule=zb"], ["did you mean 'ZBVZeroBubble'?"]),
         (
             [
                 "--parallelism.tensor_parallel_degree=3",

@@ -219,21 +219,10 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Write plain text. A full disk is reported once and does not end the run."""
-
-    has_failed = False
+    """Write plain text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _ESCAPES.sub("", super().format(record).rstrip())
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Report that lines are missing."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self.has_failed:
-            self.has_failed = True
-            sys.stderr.write(f"{self.baseFilename} lacks lines from now on: {error.strerror}\n")
 
 
 def _open_file(path: Path) -> logging.Handler:

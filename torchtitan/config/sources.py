@@ -9,7 +9,6 @@ its own: with two, readers would have to guess which one wins.
 
 from __future__ import annotations
 
-import difflib
 import os
 import pathlib
 import re
@@ -182,10 +181,7 @@ def _read_text(path: pathlib.Path, *, named_by: Setting) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        siblings = [str(other) for other in path.parent.glob("*.toml")]
-        near = difflib.get_close_matches(str(path), siblings, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f" (looked from {pathlib.Path.cwd()})"
-        problem = f"no such file: {path}{hint}"
+        problem = f"no such file: {path} (looked from {pathlib.Path.cwd()})"
     except UnicodeDecodeError as error:
         problem = f"{path} is not UTF-8 (byte {error.start})"
     except (OSError, ValueError) as error:
