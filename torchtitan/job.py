@@ -176,7 +176,7 @@ class Config:
             if wrong := parallelism.sequence_violation(seq_len, key=key):
                 yield wrong
         size = validation.local_batch_size
-        microbatch = parallelism.microbatch_size(training.local_batch_size)
+        microbatch = parallelism.pipeline_parallel_microbatch_size
         is_cut = validation.enable and parallelism.pipeline_parallel_degree > 1
         if is_cut and size is not None and size % microbatch:
             yield Violation(
@@ -184,7 +184,6 @@ class Config:
                     "validation.local_batch_size",
                     "parallelism.pipeline_parallel_degree",
                     "parallelism.pipeline_parallel_microbatch_size",
-                    "parallelism.pipeline_parallel_num_microbatches",
                 ),
                 f"must be a multiple of a pipeline's microbatch of {microbatch} samples, got "
                 f"{size}; try {max(size // microbatch, 1) * microbatch}",

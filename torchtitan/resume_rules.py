@@ -75,6 +75,7 @@ WARMUP_STEPS = ("lr_scheduler", "warmup_steps")
 WARMUP_RATIO = ("lr_scheduler", "warmup_ratio")
 DECAY_END = ("lr_scheduler", "decay_end")
 FLAVOR = ("model", "flavor")
+NUM_MICROBATCHES = ("parallelism", "pipeline_parallel_num_microbatches")
 LOCAL_BATCH = ("training", "local_batch_size")
 GLOBAL_BATCH = ("training", "global_batch_size")
 
@@ -199,11 +200,12 @@ def shaping_code(config: Config) -> dict[str, str]:
 
 
 def _with_old_meaning(stored: Layer) -> Layer:
-    """Translate settings of versions without decay_end.
+    """Translate settings of earlier versions, which store all settings that they have.
 
-    Their decay ended at the last step, and their debugmodel is today's `small`. Every version
-    stores all settings that it has.
+    The number of microbatches shapes no training. Without decay_end, the decay ended at the last
+    step, and debugmodel was today's `small`.
     """
+    stored = {path: one for path, one in stored.items() if path != NUM_MICROBATCHES}
     if DECAY_END in stored:
         return stored
     end = Setting("last_step", "stored settings", DECAY_END, '"last_step"')

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
-from torchtitan.base.log import begin_process
-from torchtitan.base.urls import is_url
-
 if __name__ == "__main__":
-    # "Starting ..." is printed once: by the launcher, or by rank 0 of ranks started by hand
-    is_told = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("RANK", "0") != "0"
-    num_ranks = os.environ.get("WORLD_SIZE", "1")
-    begin_process(sys.argv[1:], num_ranks=None if is_told else num_ranks, are_here=num_ranks == "1")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import without a traceback
     # until `main_and_exit`: imports create half a million objects and no garbage
     gc.disable()
 
@@ -40,6 +35,7 @@ from torchtitan.base.log import (
     shown_ranks,
     use_color,
 )
+from torchtitan.base.urls import is_url
 from torchtitan.build import build_run
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.faults import (

@@ -14,7 +14,6 @@ import pytest
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import (
-    find_option,
     init_logging,
     paint,
     plural,
@@ -203,11 +202,3 @@ def test_amounts() -> None:
     assert [plural(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
     assert [plural(n, "batch") for n in (1, 2)] == ["1 batch", "2 batches"]
     assert plural(2, "epoch") == "2 epochs"
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [([], None), (["--n", "2"], "2"), (["--n=2", "--n", "3"], "3"), (["--n"], ""), (["n"], None)],
-)
-def test_an_option_is_found_as_a_command_line_gives_it(words: list[str], value: str | None) -> None:
-    assert find_option(words, "--n", "--num") == value

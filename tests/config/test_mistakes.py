@@ -44,11 +44,12 @@ def test_empty_known_tables_load(text: str) -> None:
         ("metrics", 'enable_wandb = "true"'),
         ("model", "flavor = 8"),
         ("activation_checkpoint", "selective_ac_option = 2"),
+        ("job", 'dump_folder = "a\\u0000b"'),
     ],
 )
 def test_types_in_files_are_strict(section: str, line: str) -> None:
     [mistake] = loaded(f"[{section}]\n{line}").mistakes
-    assert mistake.startswith(f"job.toml: [{section}] {line}: must be ")
+    assert mistake.startswith(f"job.toml: [{section}] {line}: must ")
 
 
 def test_values_that_look_odd_and_are_right(jobs: Jobs) -> None:

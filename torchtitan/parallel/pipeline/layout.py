@@ -113,7 +113,7 @@ def plan_pipeline(
     """
     if settings.pipeline_parallel_degree == 1:
         return None
-    size = settings.microbatch_size(training.local_batch_size)
+    size = settings.pipeline_parallel_microbatch_size
     num_microbatches = training.local_batch_size // size
     if settings.pipeline_parallel_schedule_csv:
         table = read_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
@@ -175,7 +175,7 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
     if len(last) != num_microbatches:
         mistakes.append(
             f"has {len(last)} microbatches, but local_batch_size makes {num_microbatches}; set "
-            f"pipeline_parallel_num_microbatches = {len(last)}"
+            f"local_batch_size to {len(last)} x pipeline_parallel_microbatch_size"
         )
     if num_stages != wanted:
         mistakes.append(
