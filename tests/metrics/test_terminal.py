@@ -139,22 +139,6 @@ def test_bar_vanishes_and_a_summary_follows(tmp_path: Path) -> None:
     assert "\n".join(SUMMARY) in text
 
 
-def _drawn(written: str) -> list[str]:
-    """Return the bar each time that it was drawn."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
-    return [part for part in re.split(r"[\r\n]+", plain) if re.match(r"\w+ .*\d/6", part)]
-
-
-@pytest.mark.parametrize("width", [28, 50, 80, 200])
-def test_a_bar_fits_on_a_line_of_any_width(width: int, tmp_path: Path) -> None:
-    written = _in_terminal([["0", "0", str(tmp_path)]], width=width)
-    bars = _drawn(written)
-    assert {bar.split()[0] for bar in bars} == {"training", "saving"}
-    assert all(len(bar) <= width and "left" in bar for bar in bars)
-    assert "step:      3  loss:  2.66667" in re.sub(r"\x1b\[\d*m", "", written)  # not cut
-    assert SUMMARY[-1] in _screen(written)
-
-
 def test_lines_of_other_picked_ranks_do_not_run_into_the_bar(tmp_path: Path) -> None:
     commands = [[rank, "1,3", str(tmp_path), "freeze"] for rank in "0123"]
     screen = _screen(_in_terminal(commands))
@@ -175,13 +159,6 @@ def test_one_picked_rank_has_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(console, "is_terminal", lambda stream, seen=terminal: seen)
         bars = [shows_bar(rank, shown=frozenset({1, 3})) for rank in range(4)]
         assert bars == [False, terminal, False, False]
-
-
-@pytest.mark.parametrize(("arguments", "env"), [(["plain"], {}), ([], {"NO_COLOR": "1"})])
-def test_without_colours(tmp_path: Path, arguments: list[str], env: dict[str, str]) -> None:
-    written = _in_terminal([["0", "0", str(tmp_path), *arguments]], **env)
-    assert "training" in written
-    assert not re.search(r"\x1b\[(?!0m)(?!1m)[0-9;]+m", written)
 
 
 def test_off_a_terminal_there_are_plain_lines_alone(tmp_path: Path) -> None:

@@ -40,8 +40,6 @@ T = TypeVar("T")
 Path = tuple[str, ...]
 MAX_INT = 10**12
 """Largest integer of a key without an upper bound, so that derived sizes fit into 64 bits."""
-MAX_FLOAT_BITS = 1023  # a larger integer is no float
-MAX_BITS = 64 * 200  # Python writes no decimal number of more than 4300 digits
 UNIONS = (typing.Union, types.UnionType)
 SCALARS = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 BOUNDS: tuple[tuple[type, str, Callable[[Any, Any], bool], str, str], ...] = (
@@ -254,9 +252,10 @@ def convert(value: object, annotation: Any) -> Any:
     if isinstance(value, str) and "\0" in value:
         raise ValueError("must not hold the character NUL (\\u0000)")
     if annotation is float and isinstance(value, int):
-        if value.bit_length() > MAX_FLOAT_BITS:
-            raise ValueError("must be a finite number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("must be a finite number") from None
     return value
 
 
@@ -336,8 +335,6 @@ def literal(value: object) -> str:
     if isinstance(value, dict):
         items = (f"{_toml_key(key)} = {literal(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        return hex(value)
     return str(value)
 
 

@@ -133,10 +133,7 @@ def read_layers(file: Setting) -> list[Layer]:
         origin = str(path)
         table = parse(_read_text(path, named_by=current), origin=origin)
         base = table.pop("base", None)
-        try:
-            layers.insert(0, flatten(table, origin=origin))
-        except RecursionError as error:
-            raise ConfigError(f"{path}: tables are nested too deeply") from error
+        layers.insert(0, flatten(table, origin=origin))
         current = None if base is None else Setting(base, origin, ("base",), literal(base))
         if current is not None and not (isinstance(base, str) and base):
             rule = 'must name one file, as in base = "other.toml"'
@@ -152,9 +149,7 @@ def parse(text: str, *, origin: str) -> dict[str, object]:
         found = re.search(r"at line (\d+)", str(error))
         lines = text.splitlines()
         number = int(found[1]) if found else max(len(lines), 1)
-        shown = lines[number - 1].strip() if number <= len(lines) else ""
-        if len(shown) > NUM_SHOWN:
-            shown = shown[:NUM_SHOWN] + " ..."
+        shown = lines[number - 1].strip()[:NUM_SHOWN] if number <= len(lines) else ""
         raise ConfigError(f"{origin}, line {number}: not valid TOML: {error}: {shown!r}") from error
 
 
