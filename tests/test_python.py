@@ -143,8 +143,6 @@ def test_settings_are_those_of_the_command_line(
         (None, {"training": {"steps": 2.5}}, ["[training] steps", "must be an integer"]),
         (None, {"training": 3}, ["[training] is a section", "[training] key"]),
         (None, {"training": {"steps": {"n": 3}}}, ["[training] steps", "not a table"]),
-        (None, {"training": {"steps": 3}, "training.steps": 3}, ["given twice", "remove one"]),
-        (FILE, {"job.config_file": FILE}, ["given twice", "remove one"]),
         (
             None,
             {"training": {"mixed_precision_param": torch.bfloat16}},

@@ -104,12 +104,7 @@ def load_config(path: str | os.PathLike[str] | None = None, **overrides: object)
         layer[CONFIG_FILE] = Setting(file, PYTHON, ("path",), literal(file))
     for name, value in overrides.items():
         *section, last = name.split(".")
-        given = flatten({last: _as_toml(value)}, origin=PYTHON, prefix=tuple(section))
-        for key, setting in given.items():
-            if key in layer:
-                twice = f"is given twice, before as {layer[key].given}; remove one"
-                setting = replace(setting, problem=twice)
-            layer[key] = setting
+        layer |= flatten({last: _as_toml(value)}, origin=PYTHON, prefix=tuple(section))
     return load_job(layer).config
 
 

@@ -31,7 +31,6 @@ from torchtitan.config.schema import (
     Requires,
     Text,
     import_paths,
-    inside_dump_folder,
     values_of,
 )
 from torchtitan.config.sources import Layer, to_toml
@@ -57,12 +56,6 @@ CONFIG_FILE = "config.toml"
 """The resolved settings in a run's folder."""
 
 
-def _file_name(value: str) -> None:
-    inside_dump_folder(value)
-    if pathlib.PurePath(value).name in ("", ".."):
-        raise ValueError("must name a file inside job.dump_folder")
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
     """The job: where its settings come from and where its output goes."""
@@ -78,8 +71,6 @@ class JobConfig:
     less the duration of a step and a save. Not given: no limit."""
     print_config: bool = False
     """Log the resolved settings at start."""
-    save_config_file: Annotated[Text, _file_name] | None = None
-    """Also write the resolved settings to this path, relative to dump_folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,19 +266,16 @@ def write_config(config: Config) -> None:
     """Write the resolved settings into the run's folder.
 
     Raises:
-        CheckpointError: A file cannot be written.
+        CheckpointError: The file cannot be written.
     """
-    for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
-        path = pathlib.Path(config.job.dump_folder) / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(to_toml(config), encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(
-                f"the settings must be written to a file in job.dump_folder, got {path}, which "
-                f"cannot be written: {error.strerror}; move away what is there, or choose "
-                f"another job.save_config_file or job.dump_folder"
-            ) from error
+    path = pathlib.Path(config.job.dump_folder) / CONFIG_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_toml(config), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"job.dump_folder must be writable, got {path}: {error.strerror}"
+        ) from error
 
 
 def foreign_names() -> Foreign:

@@ -75,7 +75,8 @@ WARMUP_STEPS = ("lr_scheduler", "warmup_steps")
 WARMUP_RATIO = ("lr_scheduler", "warmup_ratio")
 DECAY_END = ("lr_scheduler", "decay_end")
 FLAVOR = ("model", "flavor")
-NUM_MICROBATCHES = ("parallelism", "pipeline_parallel_num_microbatches")
+EARLIER_KEYS = {("parallelism", "pipeline_parallel_num_microbatches"), ("job", "save_config_file")}
+"""Keys of earlier versions that shape no training."""
 LOCAL_BATCH = ("training", "local_batch_size")
 GLOBAL_BATCH = ("training", "global_batch_size")
 
@@ -202,10 +203,9 @@ def shaping_code(config: Config) -> dict[str, str]:
 def _with_old_meaning(stored: Layer) -> Layer:
     """Translate settings of earlier versions, which store all settings that they have.
 
-    The number of microbatches shapes no training. Without decay_end, the decay ended at the last
-    step, and debugmodel was today's `small`.
+    Without decay_end, the decay ended at the last step, and debugmodel was today's `small`.
     """
-    stored = {path: one for path, one in stored.items() if path != NUM_MICROBATCHES}
+    stored = {path: one for path, one in stored.items() if path not in EARLIER_KEYS}
     if DECAY_END in stored:
         return stored
     end = Setting("last_step", "stored settings", DECAY_END, '"last_step"')

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
+from annotated_types import BaseMetadata, Ge, Gt, Le, Lt
 
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import did_you_mean
@@ -217,7 +217,7 @@ def convert(value: object, annotation: Any) -> Any:
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        inner, metadata = arguments[0], _flat(arguments[1:])
+        inner, metadata = arguments[0], arguments[1:]
         for one in metadata:
             if isinstance(one, Parse):
                 value = one.function(value)
@@ -296,15 +296,6 @@ def _check(value: Any, metadata: object) -> None:
     for cls, name, holds, _, words in BOUNDS:
         if isinstance(metadata, cls) and not holds(value, limit := getattr(metadata, name)):
             raise ValueError(f"must be {words} {str(limit).removesuffix('.0')}")
-
-
-def _flat(metadata: tuple[Any, ...]) -> list[Any]:
-    """Return the metadata of an annotation. An Interval, and pydantic's Field, hold several."""
-    groups = (
-        one if isinstance(one, GroupedMetadata) else getattr(one, "metadata", [one])
-        for one in metadata
-    )
-    return [inner for group in groups for inner in group]
 
 
 def same(left: object, right: object) -> bool:
@@ -486,7 +477,7 @@ def _read_key(one: dataclasses.Field[Any], annotation: Any, *, cls: type) -> Key
             break
         layers.append(origin)
         if origin is Annotated:
-            metadata += _flat(arguments[1:])
+            metadata += arguments[1:]
         elif origin is Literal:
             choices, arguments = arguments, (str,)
         item = arguments[-1] if origin is dict else arguments[0]
