@@ -35,19 +35,6 @@ def test_it_prints_what_loads_again(jobs: Jobs, capsys: pytest.CaptureFixture[st
     assert re.search(r"^# .* [0-9,]+ parameters\n\Z", printed.out, re.MULTILINE)
 
 
-def test_it_prints_one_line_for_each_mistake(
-    jobs: Jobs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jobs.write("[training]\nsteps = 'ten'\nstepz = 1")
-    assert main(["--job.config_file", "job.toml"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert [line.split(" = ")[0] for line in printed.err.splitlines()] == [
-        "job.toml: [training] stepz",
-        "job.toml: [training] steps",
-    ]
-
-
 def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_code(
     tmp_path: Path,
 ) -> None:
@@ -100,10 +87,7 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--model.name=lama3"], ["--model.name", "'lama3'", "did you mean 'llama3'?"]),
         (["--model.flavor=8b"], ["--model.flavor", "'8b'", "did you mean '8B'?"]),
         (["--world_size=0"], ["--world_size", "1 or more", "'0'"]),
-        (["--world_size", "9" * 5000], ["--world_size", "'9999"]),
-        (["--world_size=-2"], ["--world_size", "'-2'"]),
         (["--world_size", "two"], ["--world_size", "'two'"]),
-        (["--world_size"], ["--world_size", "''"]),
         (["--world_size=6", "--parallelism.tensor_parallel_degree=4"], ["got 6 ranks for 4"]),
         (
             ["--world_size=4", "--parallelism.data_parallel_shard_degree=2"],
