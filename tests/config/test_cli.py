@@ -135,14 +135,6 @@ def test_wrong_words(words: list[str], mistakes: list[str]) -> None:
         assert any(text.startswith(f"command line: {mistake}") for text in found), found
 
 
-def test_options_join_the_report_of_the_file(jobs: Jobs) -> None:
-    found = jobs.mistakes("[training]\nsteps = 'ten'", "--training.seq_len", "0")
-    assert found == [
-        'job.toml: [training] steps = "ten": must be an integer',
-        "command line: --training.seq_len 0: must be greater than 0",
-    ]
-
-
 def test_help_describes_every_key(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

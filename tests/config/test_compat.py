@@ -245,19 +245,6 @@ def test_flavors_that_attend_within_documents_are_a_flavor_and_a_mask(
     assert f'flavor = "{theirs}"' in mistake
 
 
-def test_an_unbuilt_feature_can_be_switched_off_again() -> None:
-    switch = "[memory_estimation]\nenable ="
-    assert not load(f"{switch} false", base=f"{switch} true").mistakes
-    assert not load(f"{switch} true", "--memory_estimation.enable", "false").mistakes
-
-
-def test_the_compiler_can_be_switched_on_by_either_name() -> None:
-    for text in ("[compile]\nenable = true", "[training]\ncompile = true"):
-        assert changed(load(text)) == {"compile.enable": True}
-    text = '[compile]\nenable = true\ncomponents = ["model", "loss"]'
-    assert changed(load(text)) == {"compile.enable": True}
-
-
 def test_the_old_default_tokenizer_leaves_ours() -> None:
     text = '[model]\nhf_assets_path = "./tests/assets/tokenizer"\ntokenizer_path = "byte"'
     assert changed(load(text)) == {"model.tokenizer_path": "byte"}
