@@ -2,7 +2,7 @@
 
 A setting that is silently ignored is the worst mistake a trainer can make. Refusing a file that
 only spells out a default is the second worst. A table states for each foreign key which values
-request nothing: these are dropped. Other values are refused, with what to write instead.
+request nothing: these are dropped. Other values are refused with a remedy.
 
 The table is a TOML file:
 
@@ -12,7 +12,7 @@ The table is a TOML file:
     instead = "what to write instead"
     keys."section.key" = [values that request nothing]
     values."section.key" = [values that are refused, of a key that is built]
-    means."section.key" = value     instead of refusing: settings that these values stand for
+    means."section.key" = value     instead of refusing: settings that replace these values
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Refused:
-    """What to write instead of a value.
+    """A refused value, and its remedy.
 
     Args:
-        means: Settings that the value stands for. Empty: it is refused.
+        means: Settings that replace the value. Empty: it is refused.
     """
 
     instead: str
@@ -61,7 +61,7 @@ class Foreign:
     Args:
         renamed: Keys with another name here.
         keys: Keys that are not built: the values that request nothing, and what to write instead.
-        values: Values of keys that are built which are refused or stand for others.
+        values: Values that are refused or replaced, of keys that are built.
         other_trainers: File with the names of other trainers, which `unknown.py` reads.
     """
 
@@ -111,7 +111,7 @@ class Foreign:
 
     def refuse(self, settings: Layer, report: Report) -> Layer:
         """Return the settings without foreign keys and values. Those that request something are
-        mistakes; values that stand for other settings are replaced by these, with a notice."""
+        mistakes; values with `means` are replaced, with a notice."""
         kept = dict(settings)
         for path, setting in settings.items():
             if path in self.keys:
