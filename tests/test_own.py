@@ -235,7 +235,7 @@ def test_a_module_brings_sections_that_its_objects_read(frozen: str, folder: Pat
         ("--mine.share=-1", "must be greater than or equal to 0"),
         ("--mine.kind=c", "must be one of a, b"),
         ("--mine.size=7", "must not be 7; take another"),
-        ("--yours.size=7", "[mine]"),
+        ("--yours.size=7", "unknown section [yours]"),
     ],
 )
 def test_own_sections_are_as_strict_as_ours(option: str, said: str, folder: Path) -> None:
