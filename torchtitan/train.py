@@ -158,15 +158,15 @@ def train_steps(trainer: Trainer, *, on_step: Callable[[int], None]) -> str | No
     """Train; return why the run was stopped, or None.
 
     Raises:
-        NonFiniteError: As `Trainer.train`; adds the error of a save in flight.
+        NonFiniteError, StoppedError: As `Trainer.train`; adds the error of a save in flight.
     """
     try:
         return trainer.train(on_step=on_step)
-    except NonFiniteError as error:
+    except (NonFiniteError, StoppedError) as error:
         try:
             trainer.close()  # all ranks are here, so a save in flight can complete
         except CheckpointError as failed:
-            raise NonFiniteError(f"{error}\nThe save in flight failed: {failed}") from failed
+            raise type(error)(f"{error}\nThe save in flight failed: {failed}") from failed
         raise
 
 
