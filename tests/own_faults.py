@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
@@ -32,6 +33,24 @@ class Interrupts(Data):
 
     def __getitem__(self, i: int) -> list[int]:
         raise KeyboardInterrupt
+
+
+class Hangs(Data):
+    """Gives the data of a few steps."""
+
+    def __getitem__(self, i: int) -> list[int]:
+        if self.num_read == 64:
+            threading.Event().wait()
+        return super().__getitem__(i)
+
+
+class HangsHeldOut(Data):
+    """Gives data to train on, and none to validate on."""
+
+    def __getitem__(self, i: int) -> list[int]:
+        if self.held_out:
+            threading.Event().wait()
+        return super().__getitem__(i)
 
 
 class ExitingSink:

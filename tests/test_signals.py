@@ -233,6 +233,48 @@ def test_a_job_whose_rank_hangs_ends_as_one_to_start_again(tmp_path: Path) -> No
     assert "Timed out" in errors
 
 
+@pytest.mark.parametrize(
+    ("workers", "ranks", "source"),
+    [(1, 1, "data workers (processes "), (0, 1, "own_faults.py"), (1, 2, "data workers (process")],
+)
+@pytest.mark.long
+def test_data_that_never_come_end_the_run_with_who_owes_them(
+    workers: int, ranks: int, source: str, tmp_path: Path
+) -> None:
+    data = ["--training.dataset=tests.own_faults:Hangs", "--comm.train_timeout_seconds=5"]
+    job = Job(tmp_path, *data, f"--training.dataloader.num_workers={workers}", ranks=ranks)
+    code, errors = job.end()
+    assert code == 4, errors
+    assert "comm.train_timeout_seconds" in errors
+    assert source in errors
+
+
+@pytest.mark.long
+def test_validation_data_that_never_come_end_the_run(tmp_path: Path) -> None:
+    name = "tests.own_faults:HangsHeldOut"
+    data = [f"--training.dataset={name}", f"--validation.dataset={name}", "--validation.enable"]
+    soon = ["--comm.init_timeout_seconds=20", "--comm.train_timeout_seconds=20"]
+    job = Job(tmp_path, *data, *soon, "--validation.dataloader.num_workers=1")
+    code, errors = job.end()
+    assert code == 4, errors
+    assert "data workers (processes " in errors
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_while_data_do_not_come_saves_the_step_before(
+    workers: int, tmp_path: Path
+) -> None:
+    data = ["--training.dataset=tests.own_faults:Hangs"]
+    data += [f"--training.dataloader.num_workers={workers}"]
+    job = Job(tmp_path, *data, "--checkpoint.interval=1000000")
+    job.wait_for("step:      8")  # the last for which there are data
+    job.process.send_signal(signal.SIGTERM)
+    code, errors = job.end()
+    assert code == 4, errors
+    step = saved_step(job)
+    assert f"stopped after step {step} of 1000000 by a signal" in errors
+
+
 def test_nothing_is_saved_where_checkpoints_are_off_and_it_says_so(
     tmp_path: Path, warm_python: Path
 ) -> None:

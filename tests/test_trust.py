@@ -27,6 +27,7 @@ from torchtitan.config.schema import keys, value_at
 from torchtitan.config.sources import to_toml
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.metrics.ledger import LEDGER, hash_manifest
+from torchtitan.models.decoder import Decoder
 from torchtitan.resume_rules import Job
 from torchtitan.tools import convert as convert_hf
 from torchtitan.tools import generate, hang
@@ -418,6 +419,17 @@ def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(custom, "_trusted", set())
     settings["training"]["steps"] = 2
     assert torchtitan.train(torchtitan.load_config(**settings)).step == 2
+
+
+@pytest.mark.parametrize("tool", ["generate", "evaluate"])
+def test_code_that_exits_is_no_success(
+    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave = functools.wraps(Decoder.forward)(lambda *args, **kwargs: sys.exit(0))
+    monkeypatch.setattr(Decoder, "forward", leave)
+    main, words, _ = TOOLS[tool]
+    assert main(words) == 2
+    assert "SystemExit(0)" in capsys.readouterr().err
 
 
 def test_a_tools_output_is_no_url() -> None:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from torchtitan.base.determinism import keep_process_settings
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, NonFiniteError, StoppedError, UserError
@@ -42,6 +44,8 @@ from torchtitan.mesh.faults import (
     dump_stacks_on_stall,
     exit_code_of,
     is_communication_error,
+    refuse_exits,
+    refused_exit,
     write_collectives,
 )
 from torchtitan.mesh.ranks import (
@@ -79,6 +83,7 @@ def train(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
         raise StoppedError(stopped)
 
 
+@refuse_exits()
 def train_job(
     config: Config,
     *,
@@ -101,6 +106,7 @@ def train_job(
     Returns:
         The trainer, and why and where it was stopped (None if it finished).
     """
+    stop.data_timeout_seconds = config.comm.init_timeout_seconds
     stop.end_after(config.job.time_limit_seconds, started=launcher_started(os.environ))
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
@@ -230,7 +236,10 @@ def main(argv: Sequence[str], *, undo: ExitStack) -> int:
         except UserError as error:
             _report(error)
             return error.exit_code
-        except BaseException as error:  # custom code may raise SystemExit too
+        except KeyboardInterrupt as error:  # from custom code; signals do not raise it here
+            _report(refused_exit(error))
+            return UserError.exit_code
+        except (Exception, CheckpointException) as error:  # a BaseException
             note_in_file(traceback.format_exc())
             write_collectives()
             from torchtitan.base.out_of_memory import describe_out_of_memory, find_out_of_memory
@@ -252,7 +261,7 @@ def main_and_exit(argv: Sequence[str]) -> None:
     gc.enable()
     try:
         leave(main(argv, undo=ExitStack()))
-    except BaseException as error:
+    except (Exception, CheckpointException) as error:
         if is_communication_error(error):  # another rank failed; this traceback is in the log
             text = f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
             _say(f"{text.splitlines()[0]} (traceback: this rank's log)")

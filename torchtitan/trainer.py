@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torchtitan.base.errors import StoppedError
 from torchtitan.callbacks import CallbackRunner
 from torchtitan.checkpoint.state import Progress
-from torchtitan.data.loader import Loader, Samples
+from torchtitan.data.loader import Loader, Samples, StreamSamples
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import gather, tighten_timeout
-from torchtitan.mesh.stop import StopRequest
+from torchtitan.mesh.stop import StopRequest, WaitInterrupted, stop_reason
 from torchtitan.mesh.sync import StepSync
 from torchtitan.metrics.ledger import Ledger
 from torchtitan.metrics.meter import Meter
@@ -108,8 +109,12 @@ class Trainer:
         self.run = run
         self.last_row: Row | None = None
         checkpoints, dims, hooks = run.checkpoints, run.mesh.dims, run.hooks
-        stop = stop or StopRequest()
+        self._stop = stop = stop or StopRequest()
         stop.callback_requested = lambda: hooks.stops  # not `run`, which refers to stop
+        run.loader.waiting = stop.waiting_for_data
+        if run.validator is not None:
+            run.validator.limit_waits(stop.waiting_for_data)
+        self._saved_step = run.progress.step
         save_failed = (lambda: False) if checkpoints is None else checkpoints.has_failed
         self._sync = StepSync(
             stop,
@@ -155,8 +160,8 @@ class Trainer:
         run.meter.start_interval()
         with _collecting_garbage_by_hand() as collect:
             while not (finished or sync.stopped):
-                with run.meter.waiting_for_data():
-                    microbatches = next(run.loader)
+                if (microbatches := self._next_microbatches()) is None:
+                    break
                 progress.step += 1
                 figures = self._train_step(microbatches)
                 progress.tokens_seen += run.tokens_per_step
@@ -169,6 +174,7 @@ class Trainer:
                     run.hooks.raise_failure()
                 if progress.step == first_step:
                     tighten_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
+                    self._stop.data_timeout_seconds = run.train_timeout_seconds
                 validates = self._is_validation_due(last=finished)
                 logged = progress.step % run.log_freq == 0 or progress.step == 1 or finished
                 logged = logged or validates
@@ -190,6 +196,30 @@ class Trainer:
         run.hooks.end(reason)
         return reason
 
+    def _next_microbatches(self) -> list[Samples] | None:
+        """Return the samples of the next step, or None if the run was stopped while it waited for
+        them, after saving the last step.
+
+        Raises:
+            StoppedError: There is nothing to save.
+        """
+        try:
+            with self.run.meter.waiting_for_data():
+                return next(self.run.loader)
+        except WaitInterrupted:
+            step, self._sync.stopped = self.run.progress.step, stop_reason(self._stop.votes())
+            if step == 0:
+                raise StoppedError("stopped by a signal before the first step") from None
+            if isinstance(self.run.loader.dataset, StreamSamples):
+                # its generator was interrupted, so its state is not the one after the last step
+                raise StoppedError(
+                    f"stopped after step {step} by a signal while waiting for a stream; run the "
+                    f"same command to resume from the last checkpoint"
+                ) from None
+            if self._saved_step != step:
+                self._save(last=False)
+            return None
+
     def _is_validation_due(self, *, last: bool) -> bool:
         validator = self.run.validator
         if validator is None or self._sync.stopped:  # stop as soon as possible
@@ -208,7 +238,8 @@ class Trainer:
         self._sync.check_pending_norm()  # never save a step whose update was left out
         with self.run.meter.paused(), self._status("saving"):
             path = self.run.checkpoints.save(last=last, validation_loss=self._validation_loss())
-        self.run.hooks.checkpoint(self.run.progress.step, path)
+        self._saved_step = self.run.progress.step
+        self.run.hooks.checkpoint(self._saved_step, path)
         return True
 
     def _validation_loss(self) -> float | None:
@@ -282,8 +313,11 @@ class Trainer:
         )
         if validates and run.validator is not None:
             with run.meter.paused(), self._status("validating"):
-                self.last_row |= run.validator.measure(step)
-                self.last_row |= run.hooks.validation(step, self.last_row)
+                try:
+                    self.last_row |= run.validator.measure(step)
+                    self.last_row |= run.hooks.validation(step, self.last_row)
+                except WaitInterrupted:
+                    self._sync.stopped = stop_reason(self._stop.votes())
         for sink in run.sinks:
             sink.write(dict(self.last_row))
 

@@ -18,8 +18,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -192,6 +192,7 @@ class Validator:
         """Return the figures after `step`, the same on all ranks. Collective.
 
         Raises:
+            WaitInterrupted: The only rank was asked to stop while it waited for data.
             DataError: The data cannot be read or have no labels.
             NonFiniteError: The loss is not finite.
         """
@@ -227,6 +228,10 @@ class Validator:
         for [samples] in self._loader:
             yield self._shard.take(samples).to(self._device)
         self._loader.close()
+
+    def limit_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Limit waits for data with `waiting`; see `Loader`."""
+        self._loader.waiting = waiting
 
     def close(self) -> None:
         """End the loader's workers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from tests.distributed.rank_pool import RankPool
 from torchtitan.base.device import HostCopy
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import find_steps, read_state
+from torchtitan.data.loader import Loader
 from torchtitan.mesh import sync as agreement
-from torchtitan.mesh.stop import StopRequest
+from torchtitan.mesh.stop import StopRequest, WaitInterrupted
 from torchtitan.models.interface import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
@@ -87,8 +89,8 @@ def test_a_bad_loss_on_one_rank_stops_all_and_leaves_the_weights(
         assert unchanged
 
 
-def spoil_step_3(job: list[str]) -> str:
-    """Make the loss of step 3 bad."""
+def stop_while_waiting(job: list[str]) -> str:
+    """Make the loss of step 3 bad, and stop the run while it waits for step 4's samples."""
 
     def spoiled(correct: HeadLoss) -> HeadLoss:
         def loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -97,18 +99,31 @@ def spoil_step_3(job: list[str]) -> str:
 
         return loss
 
-    with jobs.other_loss(spoiled):
+    def waits(loader: Loader) -> Any:
+        if run.progress.step == 3:
+            stop.on_signal(signal.SIGTERM)
+            raise WaitInterrupted
+        return draw(loader)
+
+    stop = StopRequest()
+    stop.defer()
+
+    with jobs.other_loss(spoiled), pytest.MonkeyPatch.context() as patch:
         run = jobs.start(job)
+        draw = Loader.__next__
+        patch.setattr(Loader, "__next__", waits)
         try:
-            Trainer(run).train()
+            Trainer(run, stop=stop).train()
         except NonFiniteError as error:
             return str(error)
     return "no error"
 
 
-def test_a_step_that_was_left_out_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), "--metrics.log_freq=100", "--checkpoint.interval=3"]
-    [message] = ranks.run(spoil_step_3, job, world=1)
+def test_a_step_that_was_left_out_is_not_saved_when_a_run_is_stopped(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), "--metrics.log_freq=100", "--checkpoint.interval=100"]
+    [message] = ranks.run(stop_while_waiting, job, world=1)
     assert "step 3" in message
     assert find_steps(tmp_path / "run" / "checkpoint") == []
 

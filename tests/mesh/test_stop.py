@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
+from torchtitan.base.errors import StalledError
+from torchtitan.mesh import stop
 from torchtitan.mesh.stop import (
     SIGNALS,
     StopRequest,
+    WaitInterrupted,
     interrupt,
     stop_reason,
     watch_signals,
@@ -117,9 +122,43 @@ def test_another_thread_takes_no_signal(handlers: None) -> None:
     def watch() -> None:
         with watch_signals() as request:
             request.defer()
-            seen.append(request.is_signalled)
+            with request.waiting_for_data():
+                seen.append(request.is_signalled)
 
     thread = threading.Thread(target=watch)
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_signal_ends_the_wait_of_the_only_rank(
+    handlers: None, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "SECONDS_FOR_DATA", 0.1)
+    with watch_signals() as request:
+        request.defer()
+        with pytest.raises(WaitInterrupted), request.waiting_for_data():
+            time.sleep(60 if signal.raise_signal(signal.SIGTERM) is None else 0)
+        with pytest.raises(WaitInterrupted), request.waiting_for_data():
+            time.sleep(60)  # it was asked before the wait began
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_data_that_do_not_come_in_time(handlers: None, one_rank: None) -> None:
+    with watch_signals() as request:
+        request.data_timeout_seconds = 0.1
+        with (
+            pytest.raises(StalledError, match=r"rank 0 .* 0.08 s .*train_timeout_seconds"),
+            request.waiting_for_data(),
+        ):
+            time.sleep(60)
+        with request.waiting_for_data():
+            pass
+        time.sleep(0.2)  # the alarm is off

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -185,6 +186,8 @@ class Loader:
             dp_degree=dp_degree,
         )
         self._batches: Iterator[Samples | DataError] | None = None
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Limits the wait for data, and may end it with an error. The position stays the same."""
 
     @property
     def position(self) -> int:
@@ -201,7 +204,8 @@ class Loader:
         return self
 
     def __next__(self) -> list[Samples]:
-        step = self._read_step()
+        with self.waiting():
+            step = self._read_step()
         if not step:
             raise StopIteration
         if self._on_sample is not None:

@@ -23,6 +23,7 @@ import os
 import pickle
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,9 +32,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _world
 
-from torchtitan.base.errors import NonFiniteError, StoppedError, UserError
+from torchtitan.base.errors import ConfigError, NonFiniteError, StoppedError, UserError
 from torchtitan.mesh.settings import CommConfig
 
 PART_OF_TIMEOUT = 0.9
@@ -62,6 +64,32 @@ def is_communication_error(error: BaseException) -> bool:
     is_lost = re.search("connection (closed|reset)", str(error), re.IGNORECASE) is not None
     has_others = os.environ.get("WORLD_SIZE", "1") != "1"
     return is_timeout(error) or (is_lost and has_others and isinstance(error, RuntimeError))
+
+
+@contextmanager
+def refuse_exits() -> Iterator[None]:
+    """Turn a SystemExit of custom code, which would look like a finished run, into an error.
+
+    KeyboardInterrupt passes, since signals in a session raise it.
+
+    Raises:
+        ConfigError: Names the line that raised the exit.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException, KeyboardInterrupt):  # DCP's is no Exception
+        raise
+    except BaseException as error:
+        raise refused_exit(error) from error
+
+
+def refused_exit(error: BaseException) -> ConfigError:
+    """Return the error for custom code that tried to end the process."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return ConfigError(
+        f"custom code must not end the process, but {error!r:.80} was raised in {at.name}, "
+        f"{at.filename}:{at.lineno}; raise an Exception, or stop the run with a callback"
+    )
 
 
 def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:

@@ -5,16 +5,21 @@ ranks and kills them a little later; a user presses Ctrl-C. No rank may leave on
 other ranks would wait for it in their next collective. So a rank records the signal, and the ranks
 exchange these records in every step (`sync.py`): all of them learn of it in the same step, save
 together and end. Before the first step there is nothing to save, and a signal ends a rank at once.
+
+A rank that waits for data takes part in no step. An alarm ends the wait before the other ranks'
+collectives time out; if this is the only rank, soon after a signal.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -22,16 +27,28 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import StoppedError
+from torchtitan.base.errors import StalledError, StoppedError
 from torchtitan.base.log import erase_line, is_terminal, plural
 
 logger = logging.getLogger(__name__)
+PART_FOR_DATA = 0.8
+"""Part of the collectives' timeout. Ending the wait frees frames that faulthandler may read."""
 STARTED = "TORCHTITAN_STARTED"
 """Set by the launcher: when it started, by the monotonic clock. torchrun may restart the ranks; the
 job's time limit counts from here."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_OF_ONE_REQUEST = 1.0
 """A scheduler signals the launcher and the ranks, and the launcher passes it on: one request."""
+SECONDS_FOR_DATA = 5.0
+"""How long data may still take on the only rank once it is asked to stop."""
+
+
+class WaitInterrupted(Exception):  # noqa: N818 - no error
+    """A signal came while the only rank waited for data."""
+
+
+class _WaitEnded(BaseException):
+    """Raised in the code that produces data, which must not catch it."""
 
 
 class StopRequest:
@@ -46,11 +63,13 @@ class StopRequest:
     ) -> None:
         self.callback_requested: Callable[[], bool] = lambda: False
         """Whether a callback asks to stop."""
+        self.data_timeout_seconds = 300.0
+        """Current timeout of the other ranks' collectives."""
         self._clock, self._leave, self._takes_signals = clock, leave, takes_signals
         self._started = clock()
         self._seconds: int | None = None
         self._first_signal: float | None = None
-        self._defers = False
+        self._defers = self._waits_alone = False
         self._replaced: dict[signal.Signals, Any] | None = None
 
     def end_after(self, seconds: int | None, *, started: float | None = None) -> None:
@@ -78,13 +97,48 @@ class StopRequest:
 
     def install(self) -> None:
         """Handle the signals of this process. Until then they have their default effect."""
-        self._replaced = {number: signal.signal(number, self.on_signal) for number in SIGNALS}
+        handlers = {**dict.fromkeys(SIGNALS, self.on_signal), signal.SIGALRM: self.on_alarm}
+        self._replaced = {number: signal.signal(number, h) for number, h in handlers.items()}
 
     def uninstall(self) -> None:
         """Restore the handlers that `install` replaced."""
         for number, handler in (self._replaced or {}).items():
             signal.signal(number, handler)
         self._replaced = None
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Limit the wait for data inside to most of `data_timeout_seconds`; after a signal to the
+        only rank to `SECONDS_FOR_DATA`.
+
+        Raises:
+            StalledError: No data came in time.
+            WaitInterrupted: This rank, the only one, was asked to stop.
+        """
+        if self._replaced is None:
+            yield
+            return
+        limit = PART_FOR_DATA * self.data_timeout_seconds
+        self._waits_alone = dist.get_world_size() == 1
+        is_asked = self._waits_alone and self.is_signalled
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_DATA if is_asked else limit)
+        try:
+            yield
+        except _WaitEnded as ended:
+            if self._waits_alone and self.is_signalled:
+                raise WaitInterrupted from None
+            raise StalledError(
+                f"rank {dist.get_rank()} waited {limit:g} s for data, most of "
+                f"comm.train_timeout_seconds (comm.init_timeout_seconds until the first step is "
+                f"done): {ended}; run the same command to resume"
+            ) from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._waits_alone = False
+
+    def on_alarm(self, number: int, frame: FrameType | None) -> None:
+        """Handle the end of the time for data: raise in the main thread, which waits for them."""
+        raise _WaitEnded(_source_of_data(frame))
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: note the first one, leave on a second one and before `defer`."""
@@ -96,10 +150,23 @@ class StopRequest:
                 self._leave(StoppedError.exit_code)
             else:
                 logger.warning("%s: stopping after this step, or the next; again to quit", name)
+                if self._waits_alone:
+                    signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_DATA)
         elif now - self._first_signal >= SECONDS_OF_ONE_REQUEST:
             cursor = "\x1b[?25h" if is_terminal(sys.stderr) else ""  # a progress bar hides it
             os.write(2, f"{erase_line(sys.stderr)}{cursor}{name} again: quitting\n".encode())
             self._leave(128 + number)
+
+
+def _source_of_data(frame: FrameType | None) -> str:
+    """Return which processes, or which line of the dataset, `frame` waits for."""
+    if workers := multiprocessing.active_children():
+        pids = ", ".join(str(worker.pid) for worker in workers)
+        return f"no data from its data workers (processes {pids})"
+    stack = traceback.extract_stack(frame)
+    custom = [f for f in stack if not f.filename.startswith((sys.prefix, sys.base_prefix))]
+    at = (custom or stack)[-1]
+    return f"the dataset is still in {at.name}, {at.filename}:{at.lineno}"
 
 
 def sync_before_training(stop: StopRequest) -> None:

@@ -48,8 +48,9 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")  # names damaged steps
     prompts = _check(args)
+    from torchtitan.mesh.faults import refuse_exits
 
-    with trusting_stored(args.trust_code):
+    with trusting_stored(args.trust_code), refuse_exits():
         texts = generate(args, prompts)
     if os.environ.get("RANK", "0") == "0":
         for number, text in enumerate(texts, start=1):

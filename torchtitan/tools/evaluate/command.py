@@ -35,9 +35,10 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     files = check(args)
+    from torchtitan.mesh.faults import refuse_exits
     from torchtitan.tools.evaluate.evaluation import evaluate
 
-    with trusting_stored(args.trust_code):
+    with trusting_stored(args.trust_code), refuse_exits():
         report = evaluate(args, files)
     if is_first_rank():
         show(report)
