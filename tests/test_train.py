@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -156,46 +155,6 @@ def test_a_loss_that_is_not_finite_ends_in_code_3(tmp_path: Path) -> None:
         log = (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
         assert log.count("must have a finite loss and gradient norm") == 1
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture
-def slow_torch(tmp_path: Path) -> dict[str, str]:
-    """An environment in which whoever imports torch gets Ctrl-C."""
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
-    (tmp_path / "torch.py").write_text(code)
-    return {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-
-
-TRAIN = ["torchtitan.train", "--job.config_file=a.toml"]
-LAUNCH = ["torchtitan.launch", "--standalone", "--nproc_per_node"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environ", "said"),
-    [
-        (TRAIN, {}, "Starting 1 rank on this machine: a.toml "),
-        (TRAIN[:1], {}, "Starting 1 rank on this machine "),
-        ([*LAUNCH, "4", "-m", *TRAIN], {}, "Starting 4 ranks on this machine: a.toml "),
-        ([*LAUNCH, "gpu", "-m", *TRAIN], {}, "Starting ranks on this machine: a.toml "),
-        (TRAIN, {"RANK": "0", "WORLD_SIZE": "2"}, "Starting 2 ranks: a.toml "),
-        (TRAIN, {"RANK": "1", "WORLD_SIZE": "2"}, ""),
-        (TRAIN, {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}, ""),
-        ([*TRAIN, "--help"], {}, ""),
-    ],
-)
-def test_a_start_is_said_once_before_torch_is_imported_and_ctrl_c_ends_it(
-    arguments: list[str], environ: dict[str, str], said: str, slow_torch: dict[str, str]
-) -> None:
-    done = run([COLD_PYTHON, "-m", *arguments], **slow_torch, **environ)
-    assert done.returncode == -signal.SIGINT
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("\n") == (1 if said else 0)
-    assert said in done.stderr
-
-
-def test_a_console_that_is_closed_is_no_fault(slow_torch: dict[str, str]) -> None:
-    command = f"exec {COLD_PYTHON} -m torchtitan.train 2>&-"
-    assert run(["bash", "-c", command], **slow_torch).returncode == -signal.SIGINT
 
 
 def test_an_error_of_another_rank_does_not_leave_the_bar(

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,9 @@ from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.base.log import note_in_file
 from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.config.load import violations
-from torchtitan.config.schema import literal
+from torchtitan.config.load import build
+from torchtitan.config.schema import literal, values_of
 from torchtitan.config.sources import CONFIG_FILE, PYTHON, Layer, Setting, flatten
-from torchtitan.config.typed import with_types
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.lora import apply_lora
@@ -46,7 +44,7 @@ from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import CONFIG
 from torchtitan.hf.tokenizer_files import eos_ids, read_stop_ids, tokenizer_file
-from torchtitan.job import Config, find_own, load_job
+from torchtitan.job import Config, find_own, foreign_names, load_job
 from torchtitan.mesh.ranks import on_first_rank, read_rank_info
 from torchtitan.mesh.stop import interrupt, watch_signals
 from torchtitan.metrics.rows import RECORD, Row, read_rows
@@ -68,7 +66,6 @@ __all__ = [
     "train",
 ]
 logger = logging.getLogger(__name__)
-_TRAINING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +104,7 @@ def load_config(path: str | os.PathLike[str] | None = None, **overrides: object)
         layer[CONFIG_FILE] = Setting(file, PYTHON, ("path",), literal(file))
     for name, value in overrides.items():
         *section, last = name.split(".")
-        given = flatten({last: _as_toml(value)}, origin=PYTHON, prefix=tuple(section))
-        for key, setting in given.items():
-            if key in layer:
-                twice = f"is given twice, before as {layer[key].given}; remove one"
-                setting = replace(setting, problem=twice)
-            layer[key] = setting
+        layer |= flatten({last: _as_toml(value)}, origin=PYTHON, prefix=tuple(section))
     return load_job(layer).config
 
 
@@ -146,7 +138,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     callbacks = list(callbacks)
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
-    with _alone(), watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
+    with watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
         launch = prepare_process(undo)
         try:
             trainer, stopped = train_job(
@@ -180,22 +172,6 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
         )
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Let one thread train at a time, and several ranks once per process: their second process
-    group would find the addresses of the first one in the launcher's store."""
-    if not _TRAINING.acquire(blocking=False):
-        raise ConfigError(
-            "train runs in another thread of this process, or has run in it with several ranks; "
-            "wait for the thread, or train in another process"
-        )
-    try:
-        yield
-    finally:
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            _TRAINING.release()
-
-
 def _checked(config: Config) -> Config:
     """Return the settings with values of the right types; refuse what no file could ask for."""
     if not isinstance(config, Config):
@@ -209,10 +185,12 @@ def _checked(config: Config) -> Config:
             "of a train in another thread; call torch.distributed.destroy_process_group() first, "
             "or train in another process"
         )
-    config = with_types(config)
-    if wrong := [one for one in violations(config) if not one.is_notice]:
-        raise ConfigError(wrong)
-    return config
+    # dataclasses check and convert nothing: one path would stay a string where a tuple is due
+    layer = {
+        path: Setting(value, PYTHON, path, literal(value))
+        for path, value in values_of(config).items()
+    }
+    return build(type(config), [layer], foreign=foreign_names()).checked()
 
 
 def _last_of(rows: list[Row], name: str) -> float | None:

@@ -741,8 +741,10 @@ def log_job(
         precision,
         config.training.dtype,
     )
-    if sequences := describe_sequences(config, layout=layout):
-        logger.info("Sequences: %s", "; ".join(sequences))
+    if layout.architecture.rope_scaling is not None:
+        from torchtitan.models.positions import warn_beyond_rope
+
+        warn_beyond_rope(layout.architecture.rope_scaling, lengths=config.sequence_lengths)
     if (float8 := layout.float8) is not None:
         logger.info(
             "Linear layers of blocks multiply in float8 (%s%s); MFU is still of bfloat16's peak",
@@ -751,22 +753,3 @@ def log_job(
         )
     if config.job.print_config:
         logger.info("Settings:\n%s", to_toml(config))
-
-
-def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
-    """Return how sequences are split over ranks, hold documents and are stretched, if at all."""
-    training, parallelism = config.training, config.parallelism
-    said = []
-    if layout.dims.cp > 1:
-        said.append(
-            f"context parallel by {parallelism.context_parallel_rotate_method}, "
-            f"load balancer {parallelism.context_parallel_load_balancer}"
-        )
-    if training.attn_mask_type == "block_causal" or training.reset_positions:
-        said.append(
-            f"attention mask {training.attn_mask_type}, positions "
-            f"{'restart in each document' if training.reset_positions else 'continue'}"
-        )
-    if (scaling := layout.architecture.rope_scaling) is not None:
-        said.append(f"rope scaling {scaling.type}, factor {scaling.factor:g}")
-    return said

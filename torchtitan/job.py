@@ -31,7 +31,6 @@ from torchtitan.config.schema import (
     Requires,
     Text,
     import_paths,
-    inside_dump_folder,
     values_of,
 )
 from torchtitan.config.sources import Layer, to_toml
@@ -57,12 +56,6 @@ CONFIG_FILE = "config.toml"
 """The resolved settings in a run's folder."""
 
 
-def _file_name(value: str) -> None:
-    inside_dump_folder(value)
-    if pathlib.PurePath(value).name in ("", ".."):
-        raise ValueError("must name a file inside job.dump_folder")
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
     """The job: where its settings come from and where its output goes."""
@@ -78,8 +71,6 @@ class JobConfig:
     less the duration of a step and a save. Not given: no limit."""
     print_config: bool = False
     """Log the resolved settings at start."""
-    save_config_file: Annotated[Text, _file_name] | None = None
-    """Also write the resolved settings to this path, relative to dump_folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +167,7 @@ class Config:
             if wrong := parallelism.sequence_violation(seq_len, key=key):
                 yield wrong
         size = validation.local_batch_size
-        microbatch = parallelism.microbatch_size(training.local_batch_size)
+        microbatch = parallelism.pipeline_parallel_microbatch_size
         is_cut = validation.enable and parallelism.pipeline_parallel_degree > 1
         if is_cut and size is not None and size % microbatch:
             yield Violation(
@@ -184,7 +175,6 @@ class Config:
                     "validation.local_batch_size",
                     "parallelism.pipeline_parallel_degree",
                     "parallelism.pipeline_parallel_microbatch_size",
-                    "parallelism.pipeline_parallel_num_microbatches",
                 ),
                 f"must be a multiple of a pipeline's microbatch of {microbatch} samples, got "
                 f"{size}; try {max(size // microbatch, 1) * microbatch}",
@@ -261,15 +251,9 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
         ConfigError: Lists every mistake in the file and on the command line.
         SystemExit: After `--help` was printed.
     """
-    foreign = foreign_names()
     extend = functools.partial(with_custom, Config)
-    loaded = use_model_of_folder(load(Config, argv, foreign=foreign, extend=extend))
+    loaded = use_model_of_folder(load(Config, argv, foreign=foreign_names(), extend=extend))
     trust(text for _, text in find_own(loaded.config))  # those under an old name too
-    if loaded.foreign_file is not None:
-        meanings = foreign.other_meanings(loaded.given, values_of(loaded.config))
-        for meaning in (*meanings, *_cut_warmup(loaded.config)):
-            file = loaded.foreign_file
-            logger.warning("%s: written for torchtitan 0.2, where %s", file, meaning)
     return loaded
 
 
@@ -282,19 +266,16 @@ def write_config(config: Config) -> None:
     """Write the resolved settings into the run's folder.
 
     Raises:
-        CheckpointError: A file cannot be written.
+        CheckpointError: The file cannot be written.
     """
-    for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
-        path = pathlib.Path(config.job.dump_folder) / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(to_toml(config), encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(
-                f"the settings must be written to a file in job.dump_folder, got {path}, which "
-                f"cannot be written: {error.strerror}; move away what is there, or choose "
-                f"another job.save_config_file or job.dump_folder"
-            ) from error
+    path = pathlib.Path(config.job.dump_folder) / CONFIG_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_toml(config), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"job.dump_folder must be writable, got {path}: {error.strerror}"
+        ) from error
 
 
 def foreign_names() -> Foreign:
@@ -304,7 +285,6 @@ def foreign_names() -> Foreign:
     here = pathlib.Path(__file__)
     return read_foreign(
         here.with_name("torchtitan_0_2.toml"),
-        program="torchtitan",
         other_trainers=here.with_name("other_trainers.toml"),
     )
 
@@ -335,15 +315,6 @@ def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
         changed: dict[str, Any] = {key: value}
         model = replace(model, **changed)
     return replace(loaded, config=replace(config, model=model), given=given)
-
-
-def _cut_warmup(config: Config) -> Iterator[str]:
-    total = config.lr_scheduler.total_steps or config.training.steps
-    if 0 <= total < config.lr_scheduler.num_warmup_steps(total):
-        yield (
-            f"a warmup is cut to the length of the schedule; here it is not; to do the same write "
-            f"[lr_scheduler] warmup_steps = {total}"
-        )
 
 
 # --- custom code -------------------------------------------------------------------------------

@@ -12,20 +12,13 @@ newer) sets another limit.
 
 from __future__ import annotations
 
-import sys
-
-from torchtitan.base.log import begin_process, find_option
-
-if __name__ == "__main__":
-    num_ranks = find_option(sys.argv, "--nproc_per_node", "--nproc-per-node") or "1"
-    begin_process(sys.argv[1:], num_ranks=num_ranks, are_here=True)
-
 import argparse
 import logging
 import os
 import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,7 +99,7 @@ def _find_folder(arguments: argparse.Namespace) -> Path | None:
     words = [arguments.training_script, *arguments.training_script_args]
     if words[:2] != ["torchtitan", "train"] and words[0] != "torchtitan.train":
         return None
-    file, folder = (find_option(words, f"--job.{key}") for key in ("config_file", "dump_folder"))
+    file, folder = (_find_option(words, f"--job.{key}") for key in ("config_file", "dump_folder"))
     try:
         if file is not None and folder is None:
             for layer in read_layers(Setting(file, COMMAND_LINE, CONFIG_FILE, file)):
@@ -115,6 +108,16 @@ def _find_folder(arguments: argparse.Namespace) -> Path | None:
         return Path(folder or "outputs").expanduser()
     except (UserError, RuntimeError):  # RuntimeError: no such home
         return None
+
+
+def _find_option(words: Sequence[str], name: str) -> str | None:
+    """Return the last value of an option, written "--x 1" or "--x=1"."""
+    value = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        option, equals, given = word.partition("=")
+        if option == name:
+            value = given if equals else following
+    return value
 
 
 def describe_failure(error: ChildFailedError, *, folder: Path | None, since: float) -> str:

@@ -75,6 +75,8 @@ WARMUP_STEPS = ("lr_scheduler", "warmup_steps")
 WARMUP_RATIO = ("lr_scheduler", "warmup_ratio")
 DECAY_END = ("lr_scheduler", "decay_end")
 FLAVOR = ("model", "flavor")
+EARLIER_KEYS = {("parallelism", "pipeline_parallel_num_microbatches"), ("job", "save_config_file")}
+"""Keys of earlier versions that shape no training."""
 LOCAL_BATCH = ("training", "local_batch_size")
 GLOBAL_BATCH = ("training", "global_batch_size")
 
@@ -199,11 +201,11 @@ def shaping_code(config: Config) -> dict[str, str]:
 
 
 def _with_old_meaning(stored: Layer) -> Layer:
-    """Translate settings of versions without decay_end.
+    """Translate settings of earlier versions, which store all settings that they have.
 
-    Their decay ended at the last step, and their debugmodel is today's `small`. Every version
-    stores all settings that it has.
+    Without decay_end, the decay ended at the last step, and debugmodel was today's `small`.
     """
+    stored = {path: one for path, one in stored.items() if path not in EARLIER_KEYS}
     if DECAY_END in stored:
         return stored
     end = Setting("last_step", "stored settings", DECAY_END, '"last_step"')

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
-from torchtitan.base.log import begin_process
-from torchtitan.base.urls import is_url
-
 if __name__ == "__main__":
-    # "Starting ..." is printed once: by the launcher, or by rank 0 of ranks started by hand
-    is_told = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("RANK", "0") != "0"
-    num_ranks = os.environ.get("WORLD_SIZE", "1")
-    begin_process(sys.argv[1:], num_ranks=None if is_told else num_ranks, are_here=num_ranks == "1")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import without a traceback
     # until `main_and_exit`: imports create half a million objects and no garbage
     gc.disable()
 
@@ -42,6 +37,7 @@ from torchtitan.base.log import (
     shown_ranks,
     use_color,
 )
+from torchtitan.base.urls import is_url
 from torchtitan.build import build_run
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.faults import (
@@ -62,7 +58,7 @@ from torchtitan.mesh.ranks import (
     read_rank_info,
 )
 from torchtitan.mesh.stop import StopRequest, launcher_started, sync_before_training, watch_signals
-from torchtitan.metrics.console import ProgressBar, Summary, shows_bar
+from torchtitan.metrics.console import ProgressBar, format_duration, log_summary, shows_bar
 from torchtitan.metrics.rows import RECORD
 from torchtitan.trainer import Trainer
 
@@ -138,7 +134,7 @@ def train_job(
                 run.checkpoints.export_missing()
             trainer.close()
     if reason is None and (trainer.last_row is None or launch.rank == min(shown)):
-        log_summary(trainer, config=config, seconds=time.monotonic() - began)
+        log_end(trainer, config=config, seconds=time.monotonic() - began)
     return trainer, reason and describe_stop(trainer, config=config, reason=reason)
 
 
@@ -189,11 +185,11 @@ def describe_stop(trainer: Trainer, *, config: Config, reason: str) -> str:
     return f"{where}; no checkpoint saved, because checkpoint.enable is off"
 
 
-def log_summary(trainer: Trainer, *, config: Config, seconds: float) -> None:
+def log_end(trainer: Trainer, *, config: Config, seconds: float) -> None:
     """Log the summary of a finished run, or that there was nothing to train."""
     step, steps = trainer.run.progress.step, trainer.run.training.steps
     if trainer.last_row is not None:
-        summarize(trainer, config=config, seconds=seconds).log()
+        log_summary(summarize(trainer, config=config, seconds=seconds))
     elif steps > 0:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
@@ -205,27 +201,28 @@ def log_summary(trainer: Trainer, *, config: Config, seconds: float) -> None:
         )
 
 
-def summarize(trainer: Trainer, *, config: Config, seconds: float) -> Summary:
-    """Return the results of a finished run and the locations of its output."""
-    run, row = trainer.run, trainer.last_row
+def summarize(trainer: Trainer, *, config: Config, seconds: float) -> dict[str, str]:
+    """Return the results of a finished run and the locations of its output.
+
+    Steps and tokens count all starts of the run, speed and time only the last one.
+    """
+    run, row = trainer.run, trainer.last_row or {}
     folder, metrics = Path(config.job.dump_folder), config.metrics
-    places: dict[str, Path | str] = {"metrics": folder / f"{RECORD}.jsonl", "logs": folder / "logs"}
+    entries = {"steps": f"{run.progress.step:,}", "tokens": f"{run.progress.tokens_seen:,}"}
+    for name, key in (("final loss", "loss"), ("validation loss", "validation_loss")):
+        if row.get(key) is not None:
+            entries[name] = f"{row[key]:.5f}"
+    entries["tokens/s"] = f"{run.meter.average_tokens_per_second:,.0f}"
+    entries["time"] = format_duration(seconds)
+    entries |= {"metrics": str(folder / f"{RECORD}.jsonl"), "logs": str(folder / "logs")}
     if config.checkpoint.enable:
         at = config.checkpoint.folder
-        places["checkpoints"] = at if is_url(at) else folder / at
+        entries["checkpoints"] = at if is_url(at) else str(folder / at)
     if metrics.enable_tensorboard:
-        places["tensorboard"] = folder / metrics.save_tb_folder
+        entries["tensorboard"] = str(folder / metrics.save_tb_folder)
     if metrics.enable_wandb:
-        places["wandb"] = folder / "wandb"
-    return Summary(
-        num_steps=run.progress.step,
-        num_tokens=run.progress.tokens_seen,
-        final_loss=None if row is None else row["loss"],
-        validation_loss=None if row is None else row.get("validation_loss"),
-        tokens_per_second=run.meter.average_tokens_per_second,
-        seconds=seconds,
-        places={name: str(path) for name, path in places.items()},
-    )
+        entries["wandb"] = str(folder / "wandb")
+    return entries
 
 
 def main(argv: Sequence[str], *, undo: ExitStack) -> int:

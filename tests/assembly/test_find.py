@@ -105,24 +105,12 @@ CPU = torch.device("cpu")
 YARN = ["--model.rope_scaling.type=yarn", "--model.rope_scaling.original_max_position=512"]
 
 
-def test_the_log_says_how_sequences_are_cut_and_stretched(caplog: pytest.LogCaptureFixture) -> None:
-    assert "Sequences" not in logged(caplog, "--model.rope_scaling.type=none")
-    within = "--training.attn_mask_type=block_causal"
-    assert "Sequences: attention mask block_causal, positions continue\n" in logged(
-        caplog, within, "--model.rope_scaling.type=none"
-    )
-    options = [
-        "--parallelism.context_parallel_degree=2",
-        "--parallelism.context_parallel_rotate_method=ring",
-        *YARN,
-        "--model.rope_scaling.factor=8",
-    ]
-    text = logged(caplog, *options, world_size=2)
+def test_a_stretch_too_short_for_the_sequences_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    text = logged(caplog, *YARN, "--model.rope_scaling.factor=7.9")
+    assert "reaches 4044 positions (factor 7.9 x original_max_position 512)" in text
     assert (
-        "Sequences: context parallel by ring, load balancer headtail; rope scaling yarn, factor 8\n"
-        in text
+        "training.seq_len is 4096; to reach as many raise model.rope_scaling.factor to 8\n" in text
     )
-    assert "WARNING" not in text
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ import pytest
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import (
-    _FileHandler,
-    find_option,
     init_logging,
     paint,
     plural,
@@ -204,32 +202,3 @@ def test_amounts() -> None:
     assert [plural(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
     assert [plural(n, "batch") for n in (1, 2)] == ["1 batch", "2 batches"]
     assert plural(2, "epoch") == "2 epochs"
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [([], None), (["--n", "2"], "2"), (["--n=2", "--n", "3"], "3"), (["--n"], ""), (["n"], None)],
-)
-def test_an_option_is_found_as_a_command_line_gives_it(words: list[str], value: str | None) -> None:
-    assert find_option(words, "--n", "--num") == value
-
-
-def test_a_full_disk_under_the_log_is_said_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    init_logging(rank=0, world_size=1, log_rank=None, folder=tmp_path, color=False)
-    (handler,) = (h for h in logging.getLogger().handlers if type(h) is _FileHandler)
-
-    class FullDisk(io.StringIO):
-        def flush(self) -> None:
-            raise OSError(28, "No space left on device")
-
-    before = handler.stream
-    handler.stream = FullDisk()
-    logger.info("first")
-    logger.info("second")
-    handler.stream = before
-    said = capsys.readouterr().err
-    assert [line[9:] for line in said.splitlines() if line[2] == ":"] == ["first", "second"]
-    assert said.count("rank_0.log lacks lines from now on: No space left on device") == 1
-    assert "Traceback" not in said

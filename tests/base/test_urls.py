@@ -25,7 +25,6 @@ UNSUPPORTED = (
 OF_STORES = ("checkpoint.folder", "checkpoint.initial_load_path")
 OF_PATHS = (
     "job.dump_folder",
-    "job.save_config_file",
     "model.tokenizer_path",
     "training.dataset_cache",
     "checkpoint.staging_folder",

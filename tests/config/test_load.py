@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
 
 import pytest
@@ -217,13 +215,7 @@ def test_base_is_one_file(jobs: Jobs, base: str) -> None:
 # --- files that cannot be read -----------------------------------------------------------------
 
 
-def test_a_missing_file_is_refused_with_the_nearest(jobs: Jobs) -> None:
-    jobs.write("", name="debug_model.toml")
-    [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "debug_modle.toml"]))
-    assert mistake == (
-        "command line: --job.config_file debug_modle.toml: no such file: debug_modle.toml; "
-        "did you mean debug_model.toml?"
-    )
+def test_a_missing_file_is_refused(jobs: Jobs) -> None:
     [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "far/away.toml"]))
     assert mistake.endswith(f"no such file: far/away.toml (looked from {jobs.folder})")
 
@@ -244,41 +236,10 @@ def test_malformed_toml_names_the_line(jobs: Jobs, text: str, line: int, shown: 
     assert mistake.endswith(shown)
 
 
-@pytest.fixture
-def usual_recursion_limit() -> Iterator[None]:
-    """Some libraries raise it when they are imported."""
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(1000)
-    yield
-    sys.setrecursionlimit(limit)
-
-
-@pytest.mark.usefixtures("usual_recursion_limit")
-def test_endless_numbers_and_brackets_are_malformed(jobs: Jobs) -> None:
-    [mistake] = jobs.mistakes("[training]\nsteps = " + "9" * 5000)
-    assert mistake.startswith("job.toml, line 2: not valid TOML")
-    [mistake] = jobs.mistakes("[training]\nsteps = " + "[" * 5000)
-    assert mistake.startswith("job.toml, line 2: not valid TOML")
-    assert len(mistake) < 300
-    [mistake] = jobs.mistakes("[training]\nsteps = 0x" + "f" * 5000)
-    assert mistake.endswith(" ...: must be at most 1000000000000")
-    [mistake] = jobs.mistakes(".".join(["a"] * 5000) + " = 1")
-    assert mistake.startswith("job.toml: tables are nested too deeply")
-    option = "9" * 5000
-    [mistake] = jobs.mistakes(f"[activation_checkpoint]\nselective_ac_option = '{option}'")
-    assert "must be op or a positive integer" in mistake
-
-
 def test_a_file_that_is_not_utf8_names_the_byte(jobs: Jobs) -> None:
     (jobs.folder / "latin.toml").write_bytes(b"# caf\xe9\n")
     [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "latin.toml"]))
     assert mistake.endswith("latin.toml is not UTF-8 (byte 5)")
-
-
-def test_a_folder_is_no_file(jobs: Jobs) -> None:
-    (jobs.folder / "folder.toml").mkdir()
-    [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "folder.toml"]))
-    assert "folder.toml cannot be read (" in mistake
 
 
 def test_windows_files_load(jobs: Jobs) -> None:

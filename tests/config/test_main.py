@@ -35,19 +35,6 @@ def test_it_prints_what_loads_again(jobs: Jobs, capsys: pytest.CaptureFixture[st
     assert re.search(r"^# .* [0-9,]+ parameters\n\Z", printed.out, re.MULTILINE)
 
 
-def test_it_prints_one_line_for_each_mistake(
-    jobs: Jobs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jobs.write("[training]\nsteps = 'ten'\nstepz = 1")
-    assert main(["--job.config_file", "job.toml"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert [line.split(" = ")[0] for line in printed.err.splitlines()] == [
-        "job.toml: [training] stepz",
-        "job.toml: [training] steps",
-    ]
-
-
 def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_code(
     tmp_path: Path,
 ) -> None:
@@ -68,7 +55,7 @@ def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_co
     assert good.returncode == 0
     assert "seed = 3" in good.stdout
     assert good.stderr == (
-        "command line: --training.seed is torchtitan's name; here it is --debug.seed\n"
+        "command line: --training.seed is an old name; here it is --debug.seed\n"
     )
     bad = run("--job.config_file", str(tmp_path / "none.toml"), before=no_torch)
     assert bad.returncode == 2
@@ -100,10 +87,7 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--model.name=lama3"], ["--model.name", "'lama3'", "did you mean 'llama3'?"]),
         (["--model.flavor=8b"], ["--model.flavor", "'8b'", "did you mean '8B'?"]),
         (["--world_size=0"], ["--world_size", "1 or more", "'0'"]),
-        (["--world_size", "9" * 5000], ["--world_size", "'9999"]),
-        (["--world_size=-2"], ["--world_size", "'-2'"]),
         (["--world_size", "two"], ["--world_size", "'two'"]),
-        (["--world_size"], ["--world_size", "''"]),
         (["--world_size=6", "--parallelism.tensor_parallel_degree=4"], ["got 6 ranks for 4"]),
         (
             ["--world_size=4", "--parallelism.data_parallel_shard_degree=2"],
@@ -136,13 +120,11 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--model.tokenizer_path=bpe_2048"], ["2048 ids, the model 264"]),
         (["--lora.rank=2", "--lora.modules=*.wx"], ["--lora.modules", "'*.wx'"]),
         ([*FLOAT8, "--quantize.linear.float8.filter_fqns=outptu"], ["filter_fqns", '"outptu"']),
-        (["--compile.components=model,los"], ["--compile.components", "model, loss", "got los"]),
-        (["--compile.enable", "--compile.components", "los"], ["model, loss", "got los"]),
+        (["--compile.components=model,los"], ["--compile.components", '["model", "loss"]']),
         (["--model.converters=float8,flot8"], ["--model.converters", "did you mean 'float8'?"]),
         ([*CONTINUE, "lr_schedulr,dataloader"], ["'lr_schedulr'", "lr_scheduler"]),
         ([*CONTINUE, "output"], [CONTINUE[-1], "'output'"]),
         ([*CONTINUE, "optimizer.output"], ["'optimizer.output'", "dataloader, train_state"]),
-        (["--parallelism.pipeline_parallel_schedule=zb"], ["did you mean 'ZBVZeroBubble'?"]),
         (
             [
                 "--parallelism.tensor_parallel_degree=3",

@@ -40,12 +40,6 @@ def test_most_name_a_key() -> None:
     assert all(" " in one for one in {*ANSWERS.values()} - {*named})
 
 
-def test_a_name_that_is_a_key_here_is_that_key() -> None:
-    found = loaded('[training]\npacking = "packed"\n[optimizer]\nweight_decay = 0.5')
-    assert found.config.optimizer.weight_decay == 0.5
-    assert found.config.training.packing == "packed"
-
-
 def test_dashes_are_read_as_underscores() -> None:
     [mistake] = loaded("", "--learning-rate=1e-4").mistakes
     assert "write --optimizer.lr" in mistake

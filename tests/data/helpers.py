@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.config.typed import with_types
+from torchtitan.config.schema import keys
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.sampler import SkippedSamples
@@ -18,7 +18,9 @@ SEQ_LEN = 16
 
 def training(cache: Path, **settings: object) -> TrainingConfig:
     values = {"seq_len": SEQ_LEN, "dataset_cache": str(cache), **settings}
-    return with_types(TrainingConfig(**values))  # type: ignore[arg-type]
+    known = keys(TrainingConfig)
+    typed = {k: known[k,].convert(v) if (k,) in known else v for k, v in values.items()}
+    return TrainingConfig(**typed)
 
 
 def write_texts(folder: Path, texts: dict[str, str]) -> list[str]:

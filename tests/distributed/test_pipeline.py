@@ -61,7 +61,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "2 microbatches": (2, pipeline("1F1B", pipeline_parallel_microbatch_size=2)),
     "4 microbatches of 2": (
         2,
-        (*pipeline("InterleavedZeroBubble", pipeline_parallel_num_microbatches=4), BATCH8),
+        (*pipeline("InterleavedZeroBubble", pipeline_parallel_microbatch_size=2), BATCH8),
     ),
     "more microbatches than Interleaved's rounds": (2, (*pipeline("Interleaved1F1B"), BATCH8)),
     "listed modules": (2, pipeline("1F1B", module_fqns_per_model_part=json.dumps(LISTS))),

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import DataError
 from torchtitan.metrics.console import ConsoleSink
 from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.metrics.settings import MetricsConfig
@@ -81,13 +81,6 @@ def test_rows_of_another_training_are_kept_aside(tmp_path: Path) -> None:
         _write(path, [1, 2], resume_step=0, loss=loss)
     for name, loss in (("metrics.1.jsonl", 1.0), ("metrics.2.jsonl", 2.0), (path.name, 3.0)):
         assert [row["loss"] for row in read_rows(tmp_path / name)] == [loss, loss]
-
-
-def test_a_full_disk_is_said_and_not_traced(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=0)
-    sink._file = open("/dev/full", "a")  # noqa: SIM115 - the sink's from here on
-    with pytest.raises(DataError, match=r"/dev/full cannot be written: No space"):
-        sink.write(_row(1))
 
 
 def test_lists_are_for_the_file_alone(tmp_path: Path) -> None:
@@ -261,26 +254,6 @@ def test_wandb_works_offline(tmp_path: Path) -> None:
         assert part.encode() in written, part
 
 
-def test_wandb_without_an_account_is_a_clear_error(tmp_path: Path) -> None:
-    done = _python(WANDB_RUN, str(tmp_path / "run"), HOME=str(tmp_path))
-    assert done.returncode == 1
-    assert "ConfigError: metrics.enable_wandb needs" in done.stderr
-    assert "WANDB_MODE=offline" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("setting", "package"), [("enable_wandb", "wandb"), ("enable_tensorboard", "tensorboard")]
-)
-def test_a_missing_package_is_a_clear_error(
-    setting: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"metrics\.{setting} = true .*{package}.* pip"):
-        _build(tmp_path, MetricsConfig(**{setting: True}))
-
-
 def _build(folder: Path, metrics: MetricsConfig, *, rank: int = 0) -> list[str]:
     sinks = build_sinks(
         metrics,
@@ -325,29 +298,3 @@ def test_all_ranks_can_write_files_of_their_own(tmp_path: Path) -> None:
         assert "lr" in _scalars(tmp_path / "tb" / tmp_path.name / f"rank_{rank}")
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == ["metrics.jsonl", "metrics.rank_2.jsonl", "tb"]
-
-
-def test_optional_packages_load_only_when_used(tmp_path: Path) -> None:
-    code = """
-import sys
-from pathlib import Path
-from torchtitan.metrics.rows import Row, read_rows
-from torchtitan.metrics.settings import MetricsConfig
-from torchtitan.metrics import console, meter, sinks
-built = sinks.build_sinks(
-    MetricsConfig(), folder=Path(sys.argv[1]), rank=0, resume_step=0, color=False,
-    job_config={}, description="",
-)
-with console.ProgressBar(done_steps=0, total_steps=1, show=False, color=False) as bar:
-    built[0].write({"step": 1})
-    bar.advance(1)
-for name in ("wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "tensorflow"):
-    assert name not in sys.modules, name
-"""
-    done = _python(code, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-
-
-def test_config_and_sinks_alone_do_not_load_torch() -> None:
-    done = _python("import sys, torchtitan.metrics.sinks; assert 'torch' not in sys.modules")
-    assert done.returncode == 0, done.stderr

@@ -163,12 +163,3 @@ def test_a_slowed_rank_is_named(
         assert re.search(pattern, warnings[0]), warnings
         assert row["slowest_rank"] == 1
         assert row[f"slowest_{slowed}_ratio"] == row["slowest_ratio"]
-
-
-def test_nobody_looks_at_a_ratio_of_0(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), jobs.UNSAVED, "--training.steps=2"]
-    for world, ratio in ((2, 0), (1, 2)):
-        given = [*job, f"--metrics.straggler_ratio={ratio}"]
-        for warnings, row in ranks.run(train_slowed, given, "nothing", world=world):
-            assert warnings == []
-            assert not [name for name in row if "slowest" in name]

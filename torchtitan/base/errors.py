@@ -94,20 +94,11 @@ class Mistakes:
             raise ConfigError(self._found)
 
 
-def nearest(given: str, names: Collection[str]) -> str | None:
-    """Return the most similar name: by its letters, or as an abbreviation."""
-    lowered = {name.lower(): name for name in names}
-    word = given.lower()
-    close = difflib.get_close_matches(word, lowered, n=1)
-    close += [name for name in lowered if word and name.startswith(word)]
-    close += [name for name in lowered if len(word) > 1 and word in name]
-    return lowered[close[0]] if close else None
-
-
 def did_you_mean(given: str, names: Collection[str]) -> str:
     """Return `; did you mean 'x'?`, or "" if no name is similar."""
-    near = nearest(given, names)
-    return "" if near is None else f"; did you mean {near!r}?"
+    lowered = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(given.lower(), lowered, n=1)
+    return f"; did you mean {lowered[close[0]]!r}?" if close else ""
 
 
 class DataError(UserError):

@@ -14,10 +14,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TextIO
@@ -38,39 +37,6 @@ _CODES: Mapping[Style, int] = {
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _TIME = "%H:%M:%S"
 _HANDLER_PREFIX = "torchtitan."
-
-
-def begin_process(argv: Sequence[str], *, num_ranks: str | None, are_here: bool) -> None:
-    """Prepare stderr and Ctrl-C before torch is imported, which takes seconds.
-
-    Args:
-        argv: Command line without the program.
-        num_ranks: Number of ranks, or "auto", for a line on the console. None prints none.
-        are_here: All ranks run on this machine.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import without a traceback
-    if sys.stderr is None:  # started with 2>&-
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open
-    if num_ranks is None or not {"-h", "--help"}.isdisjoint(argv):
-        return
-    file = find_option(argv, "--job.config_file")
-    ranks = plural(int(num_ranks), "rank") if num_ranks.isdecimal() else "ranks"
-    where = " on this machine" if are_here else ""
-    sys.stderr.write(
-        f"{time.strftime(_TIME)} Starting {ranks}{where}{f': {file}' if file else ''} "
-        "(importing PyTorch takes a few seconds)\n"
-    )
-    sys.stderr.flush()
-
-
-def find_option(argv: Sequence[str], *names: str) -> str | None:
-    """Return the last value of an option in a command line, written "--x 1" or "--x=1"."""
-    value = None
-    for word, following in zip(argv, [*argv[1:], ""], strict=False):
-        name, equals, given = word.partition("=")
-        if name in names:
-            value = given if equals else following
-    return value
 
 
 def init_logging(
@@ -219,21 +185,10 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Write plain text. A full disk is reported once and does not end the run."""
-
-    has_failed = False
+    """Write plain text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _ESCAPES.sub("", super().format(record).rstrip())
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Report that lines are missing."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self.has_failed:
-            self.has_failed = True
-            sys.stderr.write(f"{self.baseFilename} lacks lines from now on: {error.strerror}\n")
 
 
 def _open_file(path: Path) -> logging.Handler:

@@ -22,13 +22,7 @@ def check_pattern(pattern: str, names: Collection[str], *, key: str, what: str) 
     """
     if any(matches(name, [pattern]) for name in names):
         return
-    similar = sorted(sorted(names), key=lambda name: _similarity(pattern, name), reverse=True)[:3]
+    similar = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.0)
     raise ConfigError.at(
         key, f"'{pattern}' must match a {what} of the model; similar are {', '.join(similar)}"
     )
-
-
-def _similarity(pattern: str, name: str) -> tuple[int, float]:
-    """Rank by the longest common substring first, because patterns are shorter than names."""
-    matcher = difflib.SequenceMatcher(None, pattern, name)
-    return matcher.find_longest_match().size, matcher.ratio()

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
+from annotated_types import BaseMetadata, Ge, Gt, Le, Lt
 
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import did_you_mean
@@ -40,8 +40,6 @@ T = TypeVar("T")
 Path = tuple[str, ...]
 MAX_INT = 10**12
 """Largest integer of a key without an upper bound, so that derived sizes fit into 64 bits."""
-MAX_FLOAT_BITS = 1023  # a larger integer is no float
-MAX_BITS = 64 * 200  # Python writes no decimal number of more than 4300 digits
 UNIONS = (typing.Union, types.UnionType)
 SCALARS = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 BOUNDS: tuple[tuple[type, str, Callable[[Any, Any], bool], str, str], ...] = (
@@ -219,7 +217,7 @@ def convert(value: object, annotation: Any) -> Any:
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        inner, metadata = arguments[0], _flat(arguments[1:])
+        inner, metadata = arguments[0], arguments[1:]
         for one in metadata:
             if isinstance(one, Parse):
                 value = one.function(value)
@@ -254,9 +252,10 @@ def convert(value: object, annotation: Any) -> Any:
     if isinstance(value, str) and "\0" in value:
         raise ValueError("must not hold the character NUL (\\u0000)")
     if annotation is float and isinstance(value, int):
-        if value.bit_length() > MAX_FLOAT_BITS:
-            raise ValueError("must be a finite number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("must be a finite number") from None
     return value
 
 
@@ -299,15 +298,6 @@ def _check(value: Any, metadata: object) -> None:
             raise ValueError(f"must be {words} {str(limit).removesuffix('.0')}")
 
 
-def _flat(metadata: tuple[Any, ...]) -> list[Any]:
-    """Return the metadata of an annotation. An Interval, and pydantic's Field, hold several."""
-    groups = (
-        one if isinstance(one, GroupedMetadata) else getattr(one, "metadata", [one])
-        for one in metadata
-    )
-    return [inner for group in groups for inner in group]
-
-
 def same(left: object, right: object) -> bool:
     """Compare two TOML values. 1 equals 1.0, but not true."""
     return left == right and isinstance(left, bool) == isinstance(right, bool)
@@ -336,8 +326,6 @@ def literal(value: object) -> str:
     if isinstance(value, dict):
         items = (f"{_toml_key(key)} = {literal(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        return hex(value)
     return str(value)
 
 
@@ -489,7 +477,7 @@ def _read_key(one: dataclasses.Field[Any], annotation: Any, *, cls: type) -> Key
             break
         layers.append(origin)
         if origin is Annotated:
-            metadata += _flat(arguments[1:])
+            metadata += arguments[1:]
         elif origin is Literal:
             choices, arguments = arguments, (str,)
         item = arguments[-1] if origin is dict else arguments[0]

@@ -84,8 +84,6 @@ class ParallelismConfig:
     effect, and may be PipelineScheduleMulti or PipelineScheduleSingle, torchtitan's names."""
     pipeline_parallel_microbatch_size: PositiveInt = 1
     """Samples of a microbatch; local_batch_size is a multiple of it."""
-    pipeline_parallel_num_microbatches: PositiveInt | None = None
-    """Number of microbatches in local_batch_size, instead of their size."""
     module_fqns_per_model_part: tuple[Annotated[tuple[Text, ...], Parse(_split)], ...] = ()
     """Names of the modules of each stage: [["tok_embeddings", "layers.0"], ["layers.1", "norm",
     "output"]]; on the command line one comma-separated word per stage. Empty: layers are assigned
@@ -128,43 +126,17 @@ class ParallelismConfig:
                 "over the full sequence with some of the heads, so the load is balanced",
             )
 
-    def microbatch_size(self, local_batch_size: int) -> int:
-        """Return the number of samples per microbatch."""
-        number = self.pipeline_parallel_num_microbatches
-        if number is None:
-            return self.pipeline_parallel_microbatch_size
-        return max(1, local_batch_size // number)
-
     def microbatch_violation(self, local_batch_size: int) -> Violation | None:
         """Return the violated rule about microbatches of training.local_batch_size, if any."""
         size = self.pipeline_parallel_microbatch_size
-        number = self.pipeline_parallel_num_microbatches
-        if self.pipeline_parallel_degree == 1:
+        if self.pipeline_parallel_degree == 1 or local_batch_size % size == 0:
             return None
         prefix = "parallelism.pipeline_parallel"
-        ties = ("training.local_batch_size", f"{prefix}_degree")
-        keys = (f"{prefix}_num_microbatches", f"{prefix}_microbatch_size")
-        if number is None and local_batch_size % size:
-            return Violation(
-                (keys[1], *ties),
-                f"must divide local_batch_size ({local_batch_size}), got {size}; try "
-                f"local_batch_size = {local_batch_size // size * size or size}, or set "
-                "pipeline_parallel_num_microbatches",
-            )
-        if number is not None and size not in (1, local_batch_size // number):
-            return Violation(
-                (*keys, *ties),
-                f"and pipeline_parallel_microbatch_size are both given: {number} microbatches of "
-                f"local_batch_size {local_batch_size}, and size {size}; remove one",
-            )
-        if number is not None and local_batch_size % number:
-            fits = [str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0]
-            return Violation(
-                (keys[0], *ties),
-                f"must divide local_batch_size ({local_batch_size}), got {number}; try "
-                f"{', '.join(fits)}",
-            )
-        return None
+        return Violation(
+            (f"{prefix}_microbatch_size", "training.local_batch_size", f"{prefix}_degree"),
+            f"must divide local_batch_size ({local_batch_size}), got {size}; try "
+            f"local_batch_size = {local_batch_size // size * size or size}",
+        )
 
     def sequence_violation(self, seq_len: int, *, key: str) -> Violation | None:
         """Return the violated rule about sequences that are split over ranks, if any.

@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchtitan.base.log import Style, is_terminal, paint
@@ -132,40 +131,15 @@ def _build_bar(*, color: bool) -> Progress:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Results of a finished run.
-
-    Steps and tokens count all starts of the run, speed and time only the last one.
-    """
-
-    num_steps: int
-    num_tokens: int
-    final_loss: float | None
-    validation_loss: float | None = None
-    tokens_per_second: float
-    seconds: float
-    places: Mapping[str, str] = field(default_factory=dict)
-    """Where the output is stored, such as "metrics": "outputs/metrics.jsonl"."""
-
-    def log(self) -> None:
-        """Log the summary, one line per entry."""
-        entries = {
-            "steps": f"{self.num_steps:,}",
-            "tokens": f"{self.num_tokens:,}",
-            "final loss": "none" if self.final_loss is None else f"{self.final_loss:.5f}",
-        }
-        if self.validation_loss is not None:
-            entries["validation loss"] = f"{self.validation_loss:.5f}"
-        entries["tokens/s"] = f"{self.tokens_per_second:,.0f}"
-        entries["time"] = _duration(self.seconds)
-        entries.update(self.places)
-        width = max(map(len, entries))
-        lines = (f"\n  {name:<{width}}  {value}" for name, value in entries.items())
-        logger.info("training finished%s", "".join(lines))
+def log_summary(entries: Mapping[str, str]) -> None:
+    """Log the results of a finished run, one line per entry."""
+    width = max(map(len, entries))
+    lines = (f"\n  {name:<{width}}  {value}" for name, value in entries.items())
+    logger.info("training finished%s", "".join(lines))
 
 
-def _duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Return hours, minutes and seconds, such as 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -113,7 +113,7 @@ def plan_pipeline(
     """
     if settings.pipeline_parallel_degree == 1:
         return None
-    size = settings.microbatch_size(training.local_batch_size)
+    size = settings.pipeline_parallel_microbatch_size
     num_microbatches = training.local_batch_size // size
     if settings.pipeline_parallel_schedule_csv:
         table = read_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)

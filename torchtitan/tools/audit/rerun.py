@@ -145,7 +145,6 @@ def _settings(
         job=replace(
             config.job,
             dump_folder=str((out / "run").resolve()),
-            save_config_file=None,
             time_limit_seconds=None,
         ),
         metrics=MetricsConfig(log_freq=1),

@@ -81,7 +81,6 @@ class Candidate:
             expert_parallel_degree=dims.ep,
             pipeline_parallel_schedule=self.schedule if is_staged else "1F1B",
             pipeline_parallel_microbatch_size=size if is_staged else 1,
-            pipeline_parallel_num_microbatches=None,
         )
         recomputation = replace(
             config.activation_checkpoint,

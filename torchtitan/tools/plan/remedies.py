@@ -99,8 +99,6 @@ def _within_degrees(planned: Planned) -> Iterator[Mapping[str, object]]:
     if planned.layout.dims.pp == 1:
         if size > 1:
             yield {"training.local_batch_size": _smaller(size), **samples}
-    elif (num := parallelism.pipeline_parallel_num_microbatches) is not None:
-        yield {"parallelism.pipeline_parallel_num_microbatches": 2 * num}
     elif (of_microbatch := parallelism.pipeline_parallel_microbatch_size) > 1:
         yield {"parallelism.pipeline_parallel_microbatch_size": _smaller(of_microbatch)}
     if validation.enable and (validated := validation.local_batch_size or size) > 1:
