@@ -283,6 +283,7 @@ def open_initial(
         model=config.model,
         spec=layout.spec,
         architecture=layout.architecture,
+        lengths=config.sequence_lengths,
         optional=is_adapter if config.lora.rank else None,
         folder=io.folder,
         group=io.group,

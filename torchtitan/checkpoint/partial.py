@@ -56,7 +56,7 @@ def check_excluded(entries: Collection[str], *, model: HasParameters) -> None:
 def log_excluded(
     state: RunState, start: Start, *, loaded: Collection[str], group: dist.ProcessGroup
 ) -> None:
-    """Log the parameters that each pattern excludes. Collective.
+    """Log what each pattern excludes; warn if it drops stored weights. Collective.
 
     Raises:
         CheckpointError: A pattern matches nothing.
@@ -64,21 +64,31 @@ def log_excluded(
     patterns = [entry for entry in start.exclude if entry not in COMPONENTS]
     if not patterns:
         return
-    names = set(union(dict.fromkeys(model_tensors(state.model)), group=group))
-    if "model" in loaded:
-        names |= set(start.source.shapes())
+    sizes = union({n: p.numel() for n, p in model_tensors(state.model).items()}, group=group)
+    stored = set(start.source.shapes()) if "model" in loaded else set[str]()
     states = set[str]()
     if "optimizer" in loaded:
-        states = set(map(_parameter, stored_shapes(start.source.path, "optimizer", group=group)))
+        names = stored_shapes(start.source.path, "optimizer", group=group)
+        states = set(map(_parameter, names))
     for pattern in patterns:
-        found = {name for name in names | states if matches(name, [pattern])}
-        found |= {name for name in states if matches(OPTIMIZER + name, [pattern])}
+        found = {name for name in sizes.keys() | stored | states if matches(name, [pattern])}
         if not found:
-            raise CheckpointError(
-                f"{KEY}: '{pattern}' must be a component ({', '.join(COMPONENTS)}), or match a "
-                f"parameter of the model or the checkpoint, or optimizer state that is loaded"
+            found = {name for name in states if matches(OPTIMIZER + name, [pattern])}
+            if not found:
+                raise CheckpointError(
+                    f"{KEY}: '{pattern}' must be a component ({', '.join(COMPONENTS)}), or match a "
+                    f"parameter of the model or the checkpoint, or optimizer state that is loaded"
+                )
+            logger.info("Excluded by '%s': optimizer state of %s", pattern, _listed(found))
+        elif not stored & sizes.keys() & found:
+            logger.info("Excluded by '%s': %s", pattern, _listed(found))
+        else:
+            logger.warning(
+                "Excluded by '%s': %s; %s of the model keep their initial values",
+                pattern,
+                _listed(found),
+                plural(sum(sizes.get(name, 0) for name in found), "weight"),
             )
-        logger.info("Excluded by '%s': %s", pattern, _listed(found))
 
 
 def skipped_optimizer_state(

@@ -154,18 +154,36 @@ def _log_start(start: Start, *, loaded: Collection[str], step: int) -> None:
 
 
 def report_rate(state: RunState, *, start: Start) -> None:
-    """Log the learning rate of the next step if it differs from the checkpoint's schedule."""
-    if start.mode != "continue" or "lr_scheduler" in start.exclude:
+    """Log the learning rate of the next step if it differs from the checkpoint's schedule.
+
+    Warn if it is below half of `optimizer.lr` and does not rise, unless that was planned.
+    """
+    if start.mode == "finetune":
         return
-    source, step = start.source, state.progress.step + 1
+    source, new, step = start.source, state.lr_settings, state.progress.step + 1
     assert isinstance(source, Checkpoint)
-    old = source.state("lr_scheduler", types={"training_steps": int})
-    decay = old.get("decay_type")
-    if is_import_path(decay) and not is_trusted(decay):  # code of another user
-        return
-    planned, rate = _planned_rate(source.path, old, step=step), _rebuild(state.lr_settings)(step)
-    if planned != rate:
-        logger.info("Learning rate at step %d: %g -> %g", step, planned, rate)
+    schedule = _rebuild(new)
+    last, total = new["training_steps"], new["total_steps"] or new["training_steps"]
+    rate, peak, is_as_planned = schedule(step), new["peak_lr"], False
+    if "lr_scheduler" not in start.exclude:
+        old = source.state("lr_scheduler", types={"training_steps": int})
+        decay = old.get("decay_type")
+        is_known = not is_import_path(decay) or is_trusted(decay)  # else code of another user
+        planned = rate
+        if start.mode == "continue" and is_known:
+            planned = _planned_rate(source.path, old, step=step)
+        if planned != rate:
+            logger.info("Learning rate at step %d: %g -> %g", step, planned, rate)
+        exceeds_plan = last > old["training_steps"] and (not new["total_steps"] or last > total)
+        is_as_planned = is_known and planned == rate and not exceeds_plan
+    if step <= last and rate < peak / 2 and schedule(step + 1) <= rate and not is_as_planned:
+        length = max(total, last)
+        pinned = f"lr_scheduler.total_steps = {length} and " if total < length else ""
+        logger.warning(
+            f"optimizer.lr is {peak:g}, but the schedule counts from step 1 and gives step {step} "
+            f"{rate:.3g}. To decay from optimizer.lr over steps {step} to {last}, write {pinned}"
+            f"lr_scheduler.decay_ratio = {(length - step + 1) / length:.6g}"
+        )
 
 
 def _planned_rate(source: Path, stored: Mapping[str, Any], *, step: int) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +17,18 @@ from torchtitan.hf.config import (
     family_of,
     find_inexpressible,
     read_config,
+    read_scaling,
+    rope_table,
 )
 from torchtitan.hf.folder import is_hf_folder
-from torchtitan.hf.names import Names
+from torchtitan.hf.names import CONFIG, Names
 from torchtitan.models.families import MODELS, find_spec, to_settings
 from torchtitan.models.interface import LanguageModel
 from torchtitan.models.settings import ALL_SIZES, HF, ModelConfig, given_sizes
+from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import ModelSpec
 
+logger = logging.getLogger(__name__)
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
@@ -80,8 +86,8 @@ def warn_beyond_positions(
 
     Args:
         folder: The folder.
-        scaling: The model's. With YaRN's, or another one than the folder's, the folder does not say
-            how far it reaches.
+        scaling: The model's. With YaRN's, `warn_beyond_rope` does this; with another one than the
+            folder's, the folder does not say how far it reaches.
         lengths: Tokens of the sequences by key.
     """
     config = read_config(folder)

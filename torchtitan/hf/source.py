@@ -6,7 +6,7 @@ torch.save, or a DCP folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchtitan.checkpoint.start import LoadMode
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
-from torchtitan.hf.model import chosen_rotation, missing_folder
+from torchtitan.hf.model import chosen_rotation, missing_folder, warn_beyond_positions
 from torchtitan.hf.names import Names
 from torchtitan.hf.tokenizer_files import warn_of_other_tokenizer
 from torchtitan.mesh.ranks import on_first_rank
@@ -36,6 +36,7 @@ def open_initial(
     model: ModelConfig,
     spec: ModelSpec,
     architecture: DecoderConfig,
+    lengths: Mapping[str, int],
     optional: Callable[[str], bool] | None,
     folder: Path,
     group: dist.ProcessGroup,
@@ -48,6 +49,7 @@ def open_initial(
         model: The section [model].
         spec: Family of the model.
         architecture: Sizes of the model.
+        lengths: Tokens per sequence, by the key that sets them.
         optional: Selects parameters that the source may lack.
         folder: Parent of the run's own `step-N` folders.
         group: All ranks.
@@ -77,6 +79,7 @@ def open_initial(
             raise missing_folder(path)
         found = open_folder(path, may_differ=chosen_rotation(model), **sizes, **how)
         on_first_rank(lambda: warn_of_other_tokenizer(model.tokenizer_path, base=path), group=group)
+        warn_beyond_positions(path, scaling=architecture.rope_scaling, lengths=lengths)
         return found
     if on_first_rank(lambda: is_hf_folder(path), group=group):
         raise CheckpointError(

@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from math import gcd, lcm
+from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.config.sources import to_toml
@@ -66,7 +67,10 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     from torchtitan.base.device import device_type
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
     from torchtitan.finetune.lora import warn_of_random_base
+    from torchtitan.hf.model import warn_beyond_positions
+    from torchtitan.hf.names import CONFIG
     from torchtitan.layout import find_layout
+    from torchtitan.models.positions import warn_beyond_rope
     from torchtitan.parallel.layout import check_device
     from torchtitan.resume_rules import resolve_model
 
@@ -76,6 +80,8 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     if tokenizer is not None:
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
     checkpoint, scaling = config.checkpoint, layout.architecture.rope_scaling
+    if scaling is not None:
+        warn_beyond_rope(scaling, lengths=config.sequence_lengths)
     folder = Path(checkpoint.initial_load_path or "")
     if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
         warn_beyond_positions(folder, scaling=scaling, lengths=config.sequence_lengths)

@@ -189,8 +189,8 @@ def check_split_backward(
     torch computes the gradients of weights for the parameters that exist at that time, so the
     gradients of freed weights would be lost silently. It requests them group by group, and each
     time recomputes a checkpointed block: eleven forwards instead of two. So `selective`, which is
-    the default, recomputes nothing here. The backward of a compiled block is
-    one operator and cannot be split.
+    the default, recomputes nothing here, and a warning says so. The backward of a compiled
+    block is one operator and cannot be split.
 
     Raises:
         ConfigError: Weights are freed, or all blocks are recomputed, or compiled.
@@ -211,6 +211,12 @@ def check_split_backward(
     ]
     if broken:
         raise ConfigError(broken)
+    if recomputation == "selective":
+        logger.warning(
+            '[activation_checkpoint] mode = "selective" recomputes nothing under %s, and all '
+            'activations are kept; mode = "none" says the same',
+            schedule,
+        )
 
 
 FIRST = ("tok_embeddings",)

@@ -59,8 +59,9 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
     layout is a real launch with the same global batch.
 
     Initial weights must be bit-identical. Losses, gradient norms before clipping, the gradient of
-    every parameter in the first steps and final weights must agree within the tolerances. Options
-    of the trainer outside quotes apply to all layouts.
+    every parameter in the first steps and final weights must agree within the tolerances; so must
+    max_loss, if the data-parallel ranks have the same samples as the reference's. Options of the
+    trainer outside quotes apply to all layouts.
 
     Two scores of experts that nearly tie may be decided differently. So layouts replay the
     reference's choices of experts; the choices that they would have made are compared, and those
@@ -104,8 +105,9 @@ def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
     """Compare two runs: every logged figure, and every tensor of the checkpoints that both have.
 
     Prints the first difference and a table. Equal means bit-identical, unless --tolerance allows a
-    relative difference. With a tolerance, facts of single ranks are left out: their random
-    generators, and max_loss, the largest mean loss of a data-parallel rank.
+    relative difference. With a tolerance, random generators are left out, which each rank has for
+    itself, and max_loss, the largest mean loss of a data-parallel rank, if these ranks had
+    different samples.
 
     Exit code 0: equal. 1: different. 2: a mistake.
     """

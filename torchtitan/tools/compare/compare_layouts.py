@@ -21,7 +21,7 @@ from torchtitan.metrics.rows import read_rows
 from torchtitan.models.families import find_model
 from torchtitan.models.settings import ModelSection
 from torchtitan.models.sizes import MoEConfig
-from torchtitan.tools.compare.compare_runs import StoredTensors, say
+from torchtitan.tools.compare.compare_runs import MAX_LOSS, StoredTensors, have_same_samples, say
 from torchtitan.tools.compare.layouts.flips import compare_choices
 from torchtitan.tools.compare.layouts.gaps import (
     TOLERANCES,
@@ -192,6 +192,8 @@ def _compare(
         "loss": options.loss_tolerance,
         "grad_norm": options.grad_norm_tolerance,
     }
+    if have_same_samples(reference.folder, verdict.folder):
+        tolerances[MAX_LOSS] = options.loss_tolerance
     initial = _weights(reference, min)
     verdict.unequal = first_unequal(initial, _weights(verdict, min))
     verdict.steps = compare_rows(reference.rows, verdict.rows, tolerances=tolerances)

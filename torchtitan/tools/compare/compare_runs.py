@@ -22,14 +22,18 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.load import read_tensors
 from torchtitan.checkpoint.reader import read_metadata
 from torchtitan.checkpoint.storage import METADATA, find_steps
+from torchtitan.mesh.dims import resolve_dims
+from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row, read_rows
+from torchtitan.resume_rules import Job
 from torchtitan.tools.compare.layouts.gaps import tensor_difference
 from torchtitan.tools.verbs import format_table
 
 TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak", "slowest_")
 """Parts of the names of figures that depend on speed and hardware."""
-OF_RANKS = ("rank_", "world_size", "max_loss")
-"""State and figures of single ranks, which differ between layouts."""
+OF_RANKS = ("rank_", "world_size")
+"""State of single ranks, which differs between layouts."""
+MAX_LOSS = "max_loss"
 BYTES_AT_ONCE = 2**26
 
 
@@ -42,10 +46,12 @@ class Comparison:
     table: list[tuple[str, int, int, float]] = field(default_factory=list)
     """(part, number of tensors or figures, number that differ, largest difference)"""
 
-    def compare_rows(self, a: Sequence[Row], b: Sequence[Row]) -> None:
+    def compare_rows(
+        self, a: Sequence[Row], b: Sequence[Row], *, skipped: Sequence[str] = ()
+    ) -> None:
         """Compare the figures of every step. If a step has two rows, the later one counts."""
         rows_a, rows_b = ({int(row["step"]): row for row in rows} for rows in (a, b))
-        skip = (*TIMING, *(OF_RANKS if self.tolerance else ()))
+        skip = (*TIMING, *skipped, *(OF_RANKS if self.tolerance else ()))
         num_figures, gaps = 0, []
         for step in sorted(rows_a.keys() | rows_b.keys()):
             if step not in rows_a or step not in rows_b:
@@ -141,6 +147,26 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._metadata)
 
 
+def have_same_samples(a: Path, b: Path) -> bool:
+    """Return whether the data-parallel ranks of two runs had the same samples, at every start.
+
+    Then `max_loss`, the largest mean loss of such a rank, is comparable. Without a ledger it is
+    not.
+
+    Raises:
+        UserError: A ledger is damaged.
+    """
+    splits: list[set[tuple[int, int]]] = [set(), set()]
+    for run, found in zip((a, b), splits, strict=True):
+        for row in read_ledger(run):
+            if row["event"] == "start":
+                config = Job.stored(row["config"], file=run / LEDGER).config
+                dp = resolve_dims(config.parallelism, world_size=row["world_size"]).dp
+                # a single rank has all samples, for any size of its microbatches
+                found.add((dp, config.training.local_batch_size if dp > 1 else 0))
+    return splits[0] == splits[1] and len(splits[0]) == 1
+
+
 def compare_checkpoints(found: Comparison, a: Path, b: Path) -> None:
     """Compare two checkpoints, component by component."""
     parts_a, parts_b = (storage.read_manifest(c)["components"] for c in (a, b))
@@ -175,7 +201,8 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
         if not (run / "metrics.jsonl").is_file():
             raise DataError(f"each RUN must be a run's folder with a metrics.jsonl, got {run}")
         rows.append(read_rows(run / "metrics.jsonl"))
-    found.compare_rows(*rows)
+    is_comparable = not tolerance or have_same_samples(a, b)
+    found.compare_rows(*rows, skipped=() if is_comparable else (MAX_LOSS,))
     steps = [{*find_steps(run / folder)} for run in (a, b)]
     if not any(rows) and not steps[0] & steps[1]:
         raise DataError(
@@ -195,8 +222,8 @@ def main(options: argparse.Namespace) -> int:
     rows += ([part, str(num), str(differ), f"{gap:.3g}"] for part, num, differ, gap in found.table)
     for line in format_table(rows):
         say(line)
-    if tolerance:
-        say("facts of single ranks, such as max_loss and random generators, are left out")
+    if tolerance and not have_same_samples(options.a, options.b):
+        say("max_loss is left out: the data-parallel ranks had different samples")
     if len(found.table) == 1:
         say("only figures were compared: no step has a checkpoint in both runs")
     if found.differences:
