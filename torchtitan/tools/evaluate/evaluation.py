@@ -153,16 +153,14 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
             limit=args.limit,
             apply_chat_template=args.apply_chat_template,
         )
+    num_ranks = 1 if mesh is None else mesh.size()
+    settings = _settings(args, subject=subject, cut=cut)
     return {
         "checkpoint": str(subject.folder),
         "step": subject.step,
         "perplexity": perplexity,
         "tasks": tasks,
-        "settings": {
-            **_settings(args, subject=subject, cut=cut),
-            "perplexity": files,
-            "num_ranks": 1 if mesh is None else mesh.size(),
-        },
+        "settings": {**settings, "perplexity": files, "num_ranks": num_ranks},
     }
 
 
