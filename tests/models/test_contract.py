@@ -136,6 +136,10 @@ def with_a_tied_head(model: Any) -> None:
     model.output = TiedOutput()
 
 
+def with_tokens_alone(model: Any) -> None:
+    model.forward = lambda tokens: tokens
+
+
 def without_a_rule(model: Any) -> None:
     model.initial = lambda name: None
 
@@ -148,6 +152,7 @@ def without_a_rule(model: Any) -> None:
         (with_two_names, ["one name", "tok_embeddings.weight and output.weight"]),
         (with_a_layer_less, ["numbered 0 to 1", "got 0"]),
         (with_a_tied_head, ["weight of its own", "tie_embeddings = False"]),
+        (with_tokens_alone, ["forward must take tokens, positions, documents and labels"]),
         (without_a_rule, ["initial('tok_embeddings.weight')", "None"]),
     ],
 )

@@ -12,10 +12,11 @@ along its first dimension (`HFFormat.find_shared`).
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -169,6 +170,9 @@ def check_contract(model: nn.Module, *, spec: ModelSpec) -> None:
         f"{spec.name} must build a torchtitan.models.interface.LanguageModel, got a "
         f"{type(model).__module__}.{type(model).__qualname__}"
     )
+    roles = get_args(TensorRole)
+    unknown = sorted({str(role) for role in spec.tensor_plan.values() if role not in roles})
+    assert not unknown, f"roles in tensor_plan must be of {', '.join(roles)}, got {unknown}"
     shared = spec.hf.find_shared()
     assert not shared, (
         f"HFFormat must give each parameter one tensor of its own, with a star for the layer in "
@@ -197,6 +201,13 @@ def _check_parts(model: LanguageModel) -> None:
         f"output must have a weight of its own unless config.tie_embeddings, got tie_embeddings = "
         f"{model.config.tie_embeddings} and {model.output}"
     )
+    parameters = inspect.signature(model.forward)
+    try:
+        parameters.bind("tokens", "positions", "documents", "labels")
+    except TypeError as error:
+        raise AssertionError(
+            f"forward must take tokens, positions, documents and labels, got {parameters}"
+        ) from error
 
 
 def _check_parameters(model: LanguageModel) -> None:
