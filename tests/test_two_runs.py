@@ -166,7 +166,7 @@ def test_a_run_folder_that_somebody_has_edited_ends_in_code_2(
         ("d", lambda d, s: reseal(s, {"components": [[], {}]}), "components"),
         ("e", lambda d, s: reseal(s, {"config": "= ="}), "manifest.json, or use the version that"),
         ("f", lambda d, s: make_folder(d / "metrics.jsonl"), "metrics.jsonl cannot be read"),
-        ("g", lambda d, s: make_folder(d / "config.toml"), "or job.dump_folder"),
+        ("g", lambda d, s: make_folder(d / "config.toml"), "config.toml"),
     ]
     for name, harm, said in harms:
         folder = tmp_path / name

@@ -38,6 +38,7 @@ OTHER_DEFAULTS = {
     "parallelism.pipeline_parallel_last_stage_less_layers",
 }
 EARLIER = {
+    ("checkpoint", "upload_check"),
     ("elastic", "wait_seconds"),
     ("parallelism", "pipeline_parallel_num_microbatches"),
 }

@@ -311,6 +311,7 @@ def random_config(seed: int) -> Config:
     num_workers = values["training", "dataloader", "num_workers"]
     assert isinstance(num_workers, int)
     scaling = ("model", "rope_scaling")
+    reads = values["checkpoint", "initial_load_path"] is not None
     budget = values["activation_checkpoint", "memory_budget"]
     by_budget = values["activation_checkpoint", "mode"] == "memory_budget"
     values |= {
@@ -342,6 +343,7 @@ def random_config(seed: int) -> Config:
         ("checkpoint", "initial_load_model_only"): False,
         ("checkpoint", "initial_load_in_hf"): False,
         ("checkpoint", "initial_load_rope"): "auto",
+        ("checkpoint", "load_step"): rng.choice([0, 7, 10**6]) if reads else -1,
         ("checkpoint", "grow_vocab"): False,
         ("router", "bias_update_rate"): 0.0,
         ("lora", "rank"): rng.randrange(1, 99),
