@@ -20,12 +20,10 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from itertools import islice
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import get_worker_info
 
 from torchtitan.base.custom import describe_error
 from torchtitan.base.errors import ConfigError, DataError
@@ -185,7 +183,7 @@ def _as_json(state: dict[str, Any], *, name: str) -> dict[str, Any]:
     if found != state:
         raise DataError(
             f"the state of {name} must come back from JSON as it is, got {state!r:.80}, which "
-            f"comes back as {found!r:.80}; use texts, lists, numbers"
+            f"comes back as {found!r:.80}"
         )
     return found
 
@@ -199,31 +197,36 @@ class SampleReader:
 
     def read(self, raw: Any, *, number: int) -> Samples:
         """Return a sample of tensors; raise DataError if its form is wrong."""
-        rule = f"{self._seq_len + 1} token ids, or tokens and labels of {self._seq_len} each"
-        if self._has_lengths:
-            rule += f", and document_lengths from 1 on that add up to {self._seq_len}"
         try:
-            if isinstance(raw, Mapping):
-                sample = {key: _ids(raw[key]) for key in ("tokens", "labels")}
-                is_valid = all(ids.shape == (self._seq_len,) for ids in sample.values())
-            else:
-                row = _ids(raw)
-                if row.shape != (self._seq_len + 1,):
-                    self._refuse(number, rule, f"ids of shape {tuple(row.shape)}")
-                sample, is_valid = {"tokens": row[:-1], "labels": row[1:]}, True
-            if self._has_lengths:
-                lengths = sample["document_lengths"] = _ids(raw["document_lengths"])
-                is_valid &= bool(lengths.sum() == self._seq_len and (lengths > 0).all())
+            sample = self._as_tensors(raw)
         except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-            self._refuse(number, rule, f"{raw!r:.80} ({type(error).__name__}: {error})")
-        if not is_valid:
-            shapes = {key: tuple(ids.shape) for key, ids in sample.items()}
-            self._refuse(number, rule, f"shapes {shapes}")
+            rule = f"{self._seq_len + 1} token ids, or tokens and labels of {self._seq_len} each"
+            if self._has_lengths:
+                rule += f", and document_lengths from 1 on that add up to {self._seq_len}"
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"sample {number} of '{self.path}' must be {rule}; {reason}") from error
         tokens, labels = sample["tokens"], sample["labels"]
         ids = torch.cat([tokens, labels[labels != IGNORED]])
         if ids.min() < 0 or ids.max() >= self._vocab_size:
-            rule = f"ids of the tokenizer, 0 to {self._vocab_size - 1}"
-            self._refuse(number, rule, f"{int(ids.min())} to {int(ids.max())}")
+            raise DataError(
+                f"sample {number} of '{self.path}' must have ids of the tokenizer, 0 to "
+                f"{self._vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}"
+            )
+        return sample
+
+    def _as_tensors(self, raw: Any) -> Samples:
+        if isinstance(raw, Mapping):
+            sample = {key: _ids(raw[key]) for key in ("tokens", "labels")}
+        else:
+            row = _ids(raw)
+            sample = {"tokens": row[:-1], "labels": row[1:]}
+        shapes = {key: tuple(ids.shape) for key, ids in sample.items()}
+        if {*shapes.values()} != {(self._seq_len,)}:
+            raise ValueError(f"got shapes {shapes}")
+        if self._has_lengths:
+            lengths = sample["document_lengths"] = _ids(raw["document_lengths"])
+            if lengths.sum() != self._seq_len or (lengths < 1).any():
+                raise ValueError(f"got document_lengths {lengths.tolist()!s:.80}")
         return sample
 
     def get(self, data: Any, number: int) -> Samples:
@@ -240,19 +243,10 @@ class SampleReader:
         """
         try:
             yield
-        except KeyboardInterrupt as error:  # from a signal of the session, which workers do not get
-            if get_worker_info() is None:
-                raise
-            raise self._raised(error, number=number) from error
         except (Exception, SystemExit) as error:
-            raise self._raised(error, number=number) from error
-
-    def _raised(self, error: BaseException, *, number: int) -> DataError:
-        message = describe_error(error)
-        return DataError(f"'{self.path}' raised an error at sample {number}:\n{message}")
-
-    def _refuse(self, number: int, rule: str, got: str) -> NoReturn:
-        raise DataError(f"sample {number} of '{self.path}' must be {rule}, got {got}")
+            raise DataError(
+                f"'{self.path}' raised an error at sample {number}:\n{describe_error(error)}"
+            ) from error
 
 
 def _ids(raw: Any) -> torch.Tensor:
@@ -297,8 +291,6 @@ class CustomStream:
         self._data, self._reader, self.fingerprint = data, reader, fingerprint
         self._iterator: Iterator[Any] | None = None
         self._next = 0
-        self._loaded: dict[str, Any] | None = None
-        """The loaded state, until a sample is read."""
 
     def __getitem__(self, k: int) -> Samples:
         self._skip_to(k)
@@ -308,14 +300,11 @@ class CustomStream:
         """Return the state before a sample that has not been read."""
         self._skip_to(position)
         with self._reader.as_data_error(position):
-            return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        return _as_json(self._data.state_dict(), name=f"'{self._reader.path}'")
+            return _as_json(self._data.state_dict(), name=f"'{self._reader.path}'")
 
     def load_state(self, state: dict[str, Any], *, position: int) -> None:
         """Continue at sample `position`, given the state before it."""
-        self._iterator, self._next, self._loaded = None, position, deepcopy(state)
+        self._iterator, self._next = None, position
         with self._reader.as_data_error(position):
             self._data.load_state_dict(state)
 
@@ -330,17 +319,9 @@ class CustomStream:
                 self._iterator = iter(self._data)
             raw = next(self._iterator, None)
             if raw is None:  # at the end of a pass, also right after `load_state`
-                self._iterator, self._loaded = iter(self._data), None
+                self._iterator = iter(self._data)
                 raw = next(self._iterator, None)
-            stands_still = self._loaded is not None and self._state() == self._loaded
-            self._loaded = None
         if raw is None:
             raise DataError(f"'{self._reader.path}' must yield samples, got none")
-        if stands_still:
-            raise DataError(
-                f"the state of '{self._reader.path}' must change when samples are drawn, and after "
-                f"sample {self._next} is still the loaded one; check_resume in "
-                f"torchtitan.data.custom finds where it fails"
-            )
         self._next += 1
         return raw
