@@ -104,46 +104,33 @@ def test_llama3_special_tokens(tmp_path: Path) -> None:
     assert {i: tokenizer.decode([i]) for i in known} == known
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda data: data[: len(data) // 2], "line"),
-        (lambda data: b"\n".join(data.splitlines()[:100]), "256 single bytes"),
-        (lambda data: data.replace(b"\n", b" 7\n", 1), "line 1"),
-        (lambda data: b"{}\n", "line 1"),
-        (lambda data: data.splitlines()[0] + b"\n" + data, "line 2"),
-        (lambda data: b"", "256 single bytes"),
-        (lambda data: b"\n\x0e\n\x05<unk>", "of a SentencePiece model use its tokenizer.json"),
-        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    ],
-)
-def test_damaged_tiktoken_file(tmp_path: Path, damage, said: str) -> None:  # type: ignore[no-untyped-def]
+DAMAGE = [
+    (lambda data: data[: len(data) // 2], "line"),
+    (lambda data: b"\n".join(data.splitlines()[:100]), "256"),
+    (lambda data: data.replace(b"\n", b" 7\n", 1), "line 1"),
+    (lambda data: b"{}\n", "line 1"),
+    (lambda data: data.splitlines()[0] + b"\n" + data, "line 2"),
+    (lambda data: b"", "256"),
+    (lambda data: b"\n\x0e\n\x05<unk>", "tokenizer.json"),
+    (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+]
+
+
+def test_damaged_tiktoken_file(tmp_path: Path) -> None:
     file = tmp_path / "damaged.model"
-    file.write_bytes(damage(BUILT_IN["bpe_2048"].read_bytes()))
-    with pytest.raises(DataError, match=said) as caught:
-        build_tokenizer(str(file))
-    assert str(file) in str(caught.value)
+    for damage, value in DAMAGE:
+        file.write_bytes(damage(BUILT_IN["bpe_2048"].read_bytes()))
+        with pytest.raises(DataError, match=value) as caught:
+            build_tokenizer(str(file))
+        assert str(file) in str(caught.value)
 
 
-def test_missing_file_names_the_built_ins() -> None:
-    for path in ("no/such/file", "meta-llama/Llama-3.1-8B"):
-        with pytest.raises(DataError, match=r"byte, bpe_2048; .* does not exist"):
-            build_tokenizer(path)
-
-
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+def test_paths_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(BUILT_IN["bpe_2048"].read_bytes())
-    with pytest.raises(DataError, match=r"no tokenizer\.json; .* a tiktoken file"):
-        build_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [("x" * 5000, "cannot look for .*: File name too long"), ("~nobody-such/t", "home directory")],
-)
-def test_paths_that_cannot_be(path: str, said: str) -> None:
-    with pytest.raises(DataError, match=rf"^\[model\] tokenizer_path: .*{said}"):
-        build_tokenizer(path)
+    others = ("no/such/file", "meta-llama/Llama-3.1-8B", "x" * 5000, "~nobody-such/t")
+    for path in (str(tmp_path), *others):  # a folder without tokenizer.json
+        with pytest.raises(DataError, match=r"^\[model\] tokenizer_path: "):
+            build_tokenizer(path)
 
 
 def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
@@ -278,7 +265,6 @@ def test_a_document_too_long_to_be_encoded_whole_is_encoded_in_parts(
     hf_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(readers, "PIECE_CHARS", 100)
     monkeypatch.setattr(prepare, "LONGEST_CHARS", 250)
@@ -290,7 +276,6 @@ def test_a_document_too_long_to_be_encoded_whole_is_encoded_in_parts(
     corpus = FileCorpus((tmp_path / "long.txt",), "text")
     store = cached_store(corpus, tokenizer=tokenizer, cache=str(tmp_path / "cache"))
     assert 1 < tokenizer.decode(store.tokens.tolist()).count("_") <= 4
-    assert sum("250 characters" in line for line in caplog.messages) == 1
 
 
 def test_hugging_face_words_without_a_token_for_unknown_ones(hf_folder: Path) -> None:
@@ -315,9 +300,7 @@ def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> N
     assert tokenizer.fingerprint != by_name.fingerprint
 
 
-def test_hugging_face_tokens_stated_beside_the_tokenizer(
-    hf_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hugging_face_tokens_stated_beside_the_tokenizer(hf_folder: Path) -> None:
     stated = {"259": {"content": "<|end|>", "special": True}, "257": {"content": "<stop>"}}
     config = {"eos_token": "<|end|>", "added_tokens_decoder": stated}
     (hf_folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -329,7 +312,6 @@ def test_hugging_face_tokens_stated_beside_the_tokenizer(
     (hf_folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = build_tokenizer(str(hf_folder))
     assert tokenizer.eos_id == 259
-    assert "300" in caplog.text
     public = PreTrainedTokenizerFast.from_pretrained(str(hf_folder))
     text = "a<|end|> b<|end|>c"
     [encoded] = tokenizer.encode_special([text])
@@ -341,16 +323,6 @@ def test_hugging_face_config_that_is_no_json(hf_folder: Path, config: str) -> No
     (hf_folder / "tokenizer_config.json").write_bytes(config.encode("latin-1"))
     with pytest.raises(DataError, match=r"tokenizer_config\.json must be JSON"):
         build_tokenizer(str(hf_folder))
-
-
-def test_hugging_face_ids_that_no_store_holds(hf_folder: Path) -> None:
-    file = hf_folder / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["model"] = {"type": "WordLevel", "vocab": {"</s>": 2**32 - 1, "a": 0}, "unk_token": "a"}
-    content["added_tokens"] = []
-    file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"below 1073741824, .* has 4294967295"):
-        build_tokenizer(str(file))
 
 
 def test_hugging_face_without_end_token(hf_folder: Path) -> None:
@@ -377,14 +349,6 @@ def test_hugging_face_whose_library_panics(hf_folder: Path) -> None:
     file.write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"tokenizer\.json"):
         build_tokenizer(str(file)).encode("a")
-
-
-@pytest.mark.parametrize("name", ["a.tiktoken", "tokenizer.json"])
-def test_a_file_that_is_too_large(tmp_path: Path, name: str) -> None:
-    with (tmp_path / name).open("wb") as file:
-        file.truncate((1 << 28) + 1)
-    with pytest.raises(DataError, match=f"at most 256 MiB.*{name}"):
-        build_tokenizer(str(tmp_path / name))
 
 
 def test_hugging_face_without_the_library(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
