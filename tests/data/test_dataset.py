@@ -60,9 +60,7 @@ def test_the_last_whole_sample_is_used(tmp_path: Path, num_tokens: int) -> None:
 
 def test_too_few_tokens(tmp_path: Path) -> None:
     paths = write_texts(tmp_path / "texts", {"a.txt": "x" * (SEQ_LEN - 1)})
-    with pytest.raises(
-        DataError, match=r"^seq_len: .*\+ 1 = 17 tokens, .*texts/a\.txt has 16; .*lower seq_len"
-    ):
+    with pytest.raises(DataError, match=r"^seq_len: .* 17 .*texts/a\.txt .*16"):
         dataset_of(tmp_path, dataset_path=paths)
 
 
@@ -120,21 +118,10 @@ def test_stores_and_texts_without_weights_are_one_source(tmp_path: Path) -> None
     assert dataset.num_samples == len(expected)
 
 
-def test_a_file_that_is_named_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    paths = write_texts(tmp_path / "text", {"a.txt": "a" * 50, "b.txt": "b" * 50})
-    dataset_of(tmp_path, dataset_path=paths)
-    assert not caplog.messages
-    dataset_of(tmp_path, dataset_path=[str(tmp_path / "text" / "*.txt"), paths[0]])
-    [warning] = caplog.messages
-    assert warning.startswith(f"dataset_path names 1 file more than once, as {paths[0]}: their")
-
-
 def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
     with open_writer(tmp_path / "store", vocab_size=2**16) as writer:
         writer.add(torch.full((99,), 300).numpy(), ends_document=True)
-    with pytest.raises(
-        DataError, match=r"0 to 257, found 300 .*another tokenizer than model.tokenizer"
-    ):
+    with pytest.raises(DataError, match=r"257.*300"):
         dataset_of(tmp_path, dataset_path=[str(tmp_path / "store")])
 
 

@@ -10,7 +10,6 @@ import pytest
 import zstandard
 
 from torchtitan.base.errors import DataError
-from torchtitan.data import readers
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.files import find_all, find_files
 from torchtitan.data.readers import TEXT_SUFFIXES, suffix_of
@@ -32,46 +31,19 @@ def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # a store is one thing, by any of its names
     for store in ("s", "s.bin", "s.idx", "s.*"):
         assert names(store) == ["s.idx"]
-    for pattern, said in [
-        ("*.no", "no file matches"),
-        ("empty.txt", "must not be empty"),
-        ("e*.txt", "must not be empty"),
-        ("dee*", "no file matches"),
-        ("e*.tx[t]", "must not be empty"),
-        ("x" * 5000, "cannot look for .*: File name too long"),
-    ]:
-        with pytest.raises(DataError, match=said):
+    for pattern in ("*.no", "empty.txt", "e*.txt", "dee*", "e*.tx[t]", "x" * 5000):
+        with pytest.raises(DataError):
             names(pattern)
 
 
-def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "0.txt").symlink_to("a.txt")
-    (tmp_path / "again").symlink_to(tmp_path)
-    assert find_files(str(tmp_path / "**/*.txt")) == [tmp_path / "a.txt"]
-    assert "read once" in caplog.text
-    assert find_files(str(tmp_path / "0.txt")) == [tmp_path / "0.txt"]
-    (tmp_path / "b.txt").symlink_to("gone.txt")
-    for pattern in ("b.txt", "*.txt"):
-        with pytest.raises(DataError, match=r"b\.txt is a link to gone\.txt"):
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    assert find_files(str(tmp_path / "b.txt")) == [tmp_path / "b.txt"]
+    (tmp_path / "c.txt").symlink_to("gone.txt")
+    for pattern in ("c.txt", "*.txt"):
+        with pytest.raises(DataError, match=r"c\.txt"):
             find_files(str(tmp_path / pattern))
-
-
-@pytest.mark.parametrize("name", ["part-00000", "a.gz", "a.txt"])
-def test_json_lines_by_other_names_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    data = b'{"text": "a"}\n{"text": "b"}\n'
-    for file in (tmp_path / name, tmp_path / f"2{name}"):
-        file.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    corpus = FileCorpus((tmp_path / name, tmp_path / f"2{name}"), "text")
-    assert len([*corpus.pieces(lambda n: None)]) == 2
-    assert caplog.text.count("2 files in JSON Lines") == 1
-    assert str(tmp_path / name) in caplog.text
-    caplog.clear()
-    (tmp_path / name).write_text('{"text is all this is\nand no JSON}\n')
-    [*FileCorpus((tmp_path / name,), "text").pieces(lambda n: None)] if "gz" not in name else ()
-    assert "JSON Lines" not in caplog.text
 
 
 def test_the_home_of_nobody() -> None:
@@ -80,25 +52,22 @@ def test_the_home_of_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "suffix"),
     [
-        ("a.xlsx", r"unsupported suffix '\.xlsx'; supported are .*\.jsonl, .*\.bin"),
-        ("a.zip", r"unsupported suffix '\.zip'"),
-        ("a.tar.gz", r"unsupported suffix '\.tar'"),
-        ("a.jsonl.lz4", r"unsupported suffix '\.lz4'"),
-        ("a.parquet.gz", r"\.parquet files must not be compressed"),
-        ("a.BIN", r"unsupported suffix '\.bin'.*lower case"),
-        ("a.bin.gz", r"\.bin files must not be compressed"),
-        ("a.xyz", r"unsupported suffix '\.xyz'.*\.txt"),
+        ("a.xlsx", ".xlsx"),
+        ("a.tar.gz", ".tar"),
+        ("a.jsonl.lz4", ".lz4"),
+        ("a.parquet.gz", ".parquet"),
+        ("a.BIN", ".bin"),
+        ("a.bin.gz", ".bin"),
     ],
 )
-def test_suffixes_that_are_refused(tmp_path: Path, name: str, said: str) -> None:
+def test_suffixes_that_are_refused(tmp_path: Path, name: str, suffix: str) -> None:
     (tmp_path / name).write_text("text,of,a,table\n1,2,3,4\n")
     (tmp_path / "good.txt").write_text("text")
     for pattern in (name, "*"):
-        with pytest.raises(DataError, match=said) as caught:
+        with pytest.raises(DataError, match=f"{tmp_path / name} .*'{suffix}'"):
             find_files(str(tmp_path / pattern))
-        assert str(tmp_path / name) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -110,41 +79,39 @@ def test_text_of_any_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     (file,) = find_files(str(tmp_path / name))
     assert suffix_of(file) in TEXT_SUFFIXES
-    assert [p.text for p in FileCorpus((file,), "text").pieces(lambda n: None)] == [text]
+    assert [p.text for p in FileCorpus((file,), "text").pieces()] == [text]
 
 
 def test_letters_of_a_suffix_may_be_large(tmp_path: Path) -> None:
     file = tmp_path / "A.JSONL.GZ"
     file.write_bytes(gzip.compress(b'{"text": "a"}'))
-    assert [p.text for p in FileCorpus((file,), "text").pieces(lambda n: None)] == ["a"]
+    assert [p.text for p in FileCorpus((file,), "text").pieces()] == ["a"]
 
 
-ZEROS = "zero bytes"
-BINARIES = {
-    b"PAR1\x15\x04\x15\x80\0": ZEROS,
-    pickle.dumps({"a": 1}): ZEROS,
-    b"\x89PNG\r\n\x1a\n\0": ZEROS,
-    "text".encode("utf-16"): "convert UTF-16",
-    "text é".encode("utf-16-le"): "convert UTF-16",
-    b"%PDF-1.7\n%\xe2\xe3": "must be UTF-8.*0xe2 at byte offset 10|must be one JSON",
-    gzip.compress(b"text"): f"{ZEROS}|must be UTF-8",
-    zstandard.compress(b"text"): f"{ZEROS}|must be UTF-8",
-    b"version https://git-lfs.github.com/spec/v1\noid": "pointer of Git LFS.*git lfs pull",
-    b"some\0text": r"zero bytes, .* at byte offset 4",
-}
+BINARIES = [
+    b"PAR1\x15\x04\x15\x80\0",
+    pickle.dumps({"a": 1}),
+    "text".encode("utf-16"),
+    "text é".encode("utf-16-le"),
+    b"%PDF-1.7\n%\xe2\xe3",
+    gzip.compress(b"text"),
+    zstandard.compress(b"text"),
+    b"version https://git-lfs.github.com/spec/v1\noid",
+    b"some\0text",
+]
 
 
 @pytest.mark.parametrize("name", ["data", "a.txt", "a.jsonl", "a.txt.gz", "a.txt.zst"])
-@pytest.mark.parametrize("data", BINARIES, ids=BINARIES.values())
-def test_binary_files_under_names_of_text(tmp_path: Path, name: str, data: bytes) -> None:
+def test_binary_files_under_names_of_text(tmp_path: Path, name: str) -> None:
     (tmp_path / "0.txt").write_text("good")
     file = tmp_path / name
     packers = {".gz": gzip.compress, ".zst": zstandard.compress}
-    file.write_bytes(packers.get(file.suffix, bytes)(data))
-    files = find_files(str(tmp_path / "0.txt")) + find_files(str(file))
-    with pytest.raises(DataError, match=BINARIES[data]) as caught:
-        [*FileCorpus(tuple(files), "text").pieces(lambda num_bytes: None)]
-    assert str(file) in str(caught.value)
+    for data in BINARIES:
+        file.write_bytes(packers.get(file.suffix, bytes)(data))
+        files = find_files(str(tmp_path / "0.txt")) + find_files(str(file))
+        pieces = FileCorpus(tuple(files), "text").pieces()
+        with pytest.raises(DataError, match=str(file)):
+            list(pieces)
 
 
 def test_a_folder_is_all_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,55 +131,11 @@ def test_a_folder_is_all_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFi
         find_files(str(tmp_path / "none"))
 
 
-def test_the_first_mistake_of_each_file_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contents = {
-        "a.jsonl": b'{"text": "a"}',
-        "b.jsonl": b'{"text": "a"}\n{\n5',
-        "c.txt": b"\xff",
-        "d.jsonl": b'{"texts": "a"}',
-        "e.jsonl": b'{"text": "a"}\n{"texts": "a"}\n',
-        "f.txt": b"a\0b",
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-
-    def told(names: str) -> list[str]:
-        files = tuple(tmp_path / name for name in contents if name[0] in names)
-        with pytest.raises(DataError) as caught:
-            [*FileCorpus(files, "text").pieces(lambda num_bytes: None)]
-        assert (caught.value.key == "dataset_text_key") == (names == "ade")
-        return str(caught.value).splitlines()
-
-    lines = told("abcdef")
-    assert len(lines) == 5
-    for name, place in zip(
-        "bcdef", ("line 2", "0xff", "line 1", "line 2", "offset 1"), strict=True
-    ):
-        [line] = [line for line in lines if f"{tmp_path}/{name}" in line]
-        assert place in line
-    assert len(told("abcde")) == 4  # the start of each file is right
-    assert len(told("ade")) == 2  # told under their setting
-    monkeypatch.setattr(readers, "MAX_MISTAKES", 2)
-    assert told("abcde")[2:] == [f"not checked: 2 files from {tmp_path}/d.jsonl on"]
-    monkeypatch.setattr(readers, "MAX_CHECKED_BYTES", 0)
-    assert told("abcde")[1:] == [f"not checked: 3 files from {tmp_path}/c.txt on"]
-
-
-def test_all_entries_that_are_wrong_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("a.xls", "b.zip", "c.txt"):
+def test_entries_keep_their_order_and_local_ones_are_looked_for_first(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt"):
         (tmp_path / name).write_text("text")
-    entries = [str(tmp_path / name) for name in ("*", "c.txt", "none.txt")]
-    with pytest.raises(DataError) as caught:
-        find_all(entries, cache="unused")
-    found = str(caught.value).splitlines()
-    assert len(found) == 3
-    for name, line in zip(("a.xls", "b.zip", "none.txt"), found, strict=True):
-        assert str(tmp_path / name) in line
-    monkeypatch.setattr(readers, "MAX_MISTAKES", 1)
-    with pytest.raises(DataError) as caught:
-        find_files(str(tmp_path))
-    assert str(caught.value).splitlines()[1:] == ["and 1 more"]
+    entries = [f"file://{tmp_path}/b.txt", str(tmp_path / "a.txt")]
+    found = find_all(entries, cache=str(tmp_path / "cache"))
+    assert [[file.name for file in files] for files in found] == [["b.txt"], ["a.txt"]]
+    with pytest.raises(DataError, match=r"none\.txt"):
+        find_all(["nowhere://bucket/a.txt", str(tmp_path / "none.txt")], cache="unused")

@@ -112,7 +112,7 @@ def test_content_does_not_depend_on_where_the_text_lies(tmp_path: Path) -> None:
 def test_a_fault_leaves_nothing(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "texts", ["one", "two"])
     corpus.files[1].write_bytes(b"\xff")
-    with pytest.raises(DataError, match="byte offset 0"):
+    with pytest.raises(DataError, match=r"0001\.txt .*0xff"):
         cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
     assert entries(tmp_path / "cache") == []
 
@@ -158,7 +158,7 @@ def test_notes_of_another_kind(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"^dataset_cache: .*Not a directory; name another folder"):
+    with pytest.raises(DataError, match=r"^dataset_cache: .*Not a directory"):
         cached_store(
             SyntheticCorpus(), tokenizer=ByteTokenizer(), cache=str(tmp_path / "file" / "cache")
         )
@@ -183,7 +183,6 @@ def test_a_full_disk_is_said_and_cleared(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     run = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
     assert "dataset_cache: cannot write tokenized data" in run.stderr
-    assert "free space" in run.stderr
     assert entries(tmp_path) == []
 
 
@@ -219,25 +218,16 @@ def test_processes_build_once_and_wait(tmp_path: Path) -> None:
     assert len(entries(tmp_path / "cache")) == 1
 
 
-def test_log_lines_off_a_terminal(
+def test_progress_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "LOG_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 1)
     caplog.set_level(logging.INFO)
-    corpus = corpus_of(tmp_path / "texts", ["a" * 100, "b" * 300])
+    corpus = corpus_of(tmp_path / "texts", ["a" * 100_000, "b" * 300_000])
     cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
-    for line in ("tokenizing 2 files", ": 25 % read", ": 100 % read", "2 documents, 402 tokens"):
-        assert line in caplog.text
-
-
-def test_bar_on_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    corpus = corpus_of(tmp_path / "texts", ["a" * 100])
-    cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
-    assert "tokenizing" in capsys.readouterr().err
+    for value in ("0.1 MB", "0.4 MB", "400002"):
+        assert value in caplog.text
 
 
 def test_about_tells_where_tokens_come_from(tmp_path: Path) -> None:

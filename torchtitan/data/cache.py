@@ -9,7 +9,6 @@ never deleted: the cache may be emptied by hand while no run uses it.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -27,7 +26,6 @@ from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.store import TokenStore
 from torchtitan.data.store_writer import StoreWriter, open_writer
-from torchtitan.data.text import Advance
 from torchtitan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,8 +33,6 @@ logger = logging.getLogger(__name__)
 # part of the fingerprint: raise it if the same text gets other tokens
 FORMAT = 2
 ABOUT = "about.json"
-# no space, over quota, over the limit of a file
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cached_store(
@@ -45,7 +41,6 @@ def cached_store(
     tokenizer: Tokenizer,
     cache: str,
     num_threads: int = 0,
-    advance: Advance | None = None,
     once: Once = alone,
 ) -> TokenStore:
     """Return the tokens of a corpus, from the cache or tokenized now.
@@ -55,7 +50,6 @@ def cached_store(
         tokenizer: Encodes the text.
         cache: Folder of finished stores.
         num_threads: Threads that encode; 0 for one per core.
-        advance: Called with each number of bytes read, instead of showing progress.
         once: Reads the identity of the corpus in one process of this machine.
 
     Raises:
@@ -65,9 +59,7 @@ def cached_store(
     def write(writer: StoreWriter) -> dict[str, object]:
         from torchtitan.data.prepare import tokenize  # a run finds its data in the cache
 
-        text_bytes = tokenize(
-            corpus, tokenizer=tokenizer, writer=writer, num_threads=num_threads, advance=advance
-        )
+        text_bytes = tokenize(corpus, tokenizer=tokenizer, writer=writer, num_threads=num_threads)
         fingerprint = tokenizer.fingerprint
         return {"source": corpus.name, "tokenizer": fingerprint, "text_bytes": text_bytes}
 
@@ -117,8 +109,7 @@ def cached(
         rule = f"cannot write tokenized data to {root}: {error.strerror or error}"
         if error.filename is not None and Path(error.filename) != root:
             rule += f" ({error.filename})"
-        room = "free space, or " if error.errno in DISK_FULL else ""
-        raise DataError.at("dataset_cache", f"{rule}; {room}name another folder") from error
+        raise DataError.at("dataset_cache", rule) from error
     return open_cached(folder)
 
 

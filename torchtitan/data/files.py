@@ -37,13 +37,8 @@ def find_files(
         DataError: No file is found, a file is not supported, or a named file is empty.
     """
     if pattern.lower().startswith("hf://"):
-        rule = (
-            f"must name files, got {pattern!r} on the Hugging Face Hub; to stream it, set "
-            f'training.dataset = "torchtitan.data.hub:HubText"; to shuffle it, save it once with '
-            f"datasets.load_dataset('NAME', split='train').save_to_disk('data/NAME') and name "
-            f"data/NAME"
-        )
-        raise DataError.at(key, rule)
+        rule = f'must name files, got {pattern!r}; to stream it, set training.dataset = "'
+        raise DataError.at(key, f'{rule}torchtitan.data.hub:HubText"')
     if is_url(pattern):
         from torchtitan.data.fetch import fetch_files  # a run on local files loads no client
 
@@ -62,17 +57,15 @@ def find_files(
     found = [path] if is_named else [Path(p) for p in glob.glob(str(path), recursive=True)]
     # realpath: exists() follows at most 40 links
     if broken := [p for p in found if p.is_symlink() and not exists(realpath(p))]:
-        link = min(broken)
-        rule = f"{link} is a link to {link.readlink()}, which does not exist; restore it, or "
-        rule += "remove the link"
-        raise DataError.at(key, rule)
-    files = _deduplicate({_index_file(file) for file in found if file.is_file()})
+        raise DataError.at(key, f"{min(broken)} is a link to a file that does not exist")
+    files = sorted({_index_file(file) for file in found if file.is_file()})
     if not files:
         rule = f"no file matches {pattern!r:.200}; relative paths start at {Path.cwd()}"
         raise DataError.at(key, rule)
-    from torchtitan.data.readers import check_each, check_suffix
+    from torchtitan.data.readers import check_suffix
 
-    check_each(files, check_suffix)
+    for file in files:
+        check_suffix(file)
     empty = {file for file in files if file.exists() and file.stat().st_size == 0}
     if empty and (is_named or len(empty) == len(files)):
         raise DataError.at(key, f"a file must not be empty: {min(empty)}; remove it")
@@ -84,14 +77,13 @@ def find_files(
 
 def find_all(entries: Sequence[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
     """Return the files of each entry of `dataset_path`, as `find_files` does."""
-    from torchtitan.data.readers import check_each
 
     def find() -> list[list[str]]:
-        found: dict[str, list[str]] = {}
-        for is_remote in (False, True):  # mistakes in local entries are reported before downloads
-            named = [entry for entry in entries if is_url(entry) is is_remote]
-            files = check_each(named, lambda e: [*map(str, find_files(e, cache=cache))])
-            found |= zip(named, files, strict=True)
+        found = {}
+        for entry in dict.fromkeys(
+            sorted(entries, key=is_url)
+        ):  # mistakes in local entries before downloads
+            found[entry] = [*map(str, find_files(entry, cache=cache))]
         return [found[entry] for entry in entries]
 
     found = once(find)
@@ -132,19 +124,6 @@ def _files_of_saved_dataset(folder: Path, *, key: str) -> list[Path]:
     if not files:
         raise DataError.at(key, f"the saved dataset {folder} holds no rows; remove it")
     return files
-
-
-def _deduplicate(files: set[Path]) -> list[Path]:
-    """Return the files sorted, each once: a glob finds a file again through links to folders."""
-    kept: dict[Path, Path] = {}
-    target = {file: file.resolve() for file in files}
-    # a file before its links, then the shortest link
-    for file in sorted(files, key=lambda file: (file != target[file], len(file.parts), file)):
-        kept.setdefault(target[file], file)
-    if len(kept) < len(files):
-        repeated = plural(len(files) - len(kept), "file")
-        logger.warning("%s found again through links, each is read once", repeated)
-    return sorted(kept.values())
 
 
 def _index_file(file: Path) -> Path:

@@ -210,7 +210,7 @@ class Places:
         if isinstance(part, TokenStore):
             yield from (f"{part.prefix} document {n}" for n in range(part.num_documents))
         elif self.config.training.dataset not in SUPERVISED:
-            pieces = part.pieces(lambda num_bytes: None)
+            pieces = part.pieces()
             yield from (piece.where for piece in pieces if piece.ends_document)
         else:
             assert isinstance(self.dataset, Dataset)
