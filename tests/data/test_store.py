@@ -72,7 +72,7 @@ def test_reads_what_others_write(tmp_path: Path, code: int, modes: bool) -> None
     assert (store.num_tokens, store.num_documents) == (8, 3)
 
 
-@pytest.mark.parametrize(("vocab_size", "code"), [(2**16, 8), (2**16 + 1, 4)])
+@pytest.mark.parametrize(("vocab_size", "code"), [(2**16, 8), (2**16 + 1, 4), (2**31 + 1, 5)])
 def test_others_read_what_is_written(tmp_path: Path, vocab_size: int, code: int) -> None:
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, vocab_size, n).tolist() for n in (5, 0, 1, 3000)]
@@ -80,8 +80,8 @@ def test_others_read_what_is_written(tmp_path: Path, vocab_size: int, code: int)
     with open_writer(tmp_path / "new" / "ours", vocab_size=vocab_size) as writer:
         for document in documents:
             half = len(document) // 2
-            writer.add(np.array(document[:half], np.uint32), ends_document=False)
-            writer.add(np.array(document[half:], np.uint32), ends_document=True)
+            writer.add(np.array(document[:half], np.int64), ends_document=False)
+            writer.add(np.array(document[half:], np.int64), ends_document=True)
     assert read_by_hand(tmp_path / "new" / "ours") == (code, [[d] for d in documents])
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["ours.bin", "ours.idx"]
 

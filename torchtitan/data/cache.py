@@ -13,12 +13,11 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.files import Once, alone, user_path
@@ -65,7 +64,6 @@ def cached_store(
 
     store, notes = cached(
         [FORMAT, tokenizer.fingerprint, corpus.name, once(corpus.identity)],
-        name=corpus.name,
         cache=cache,
         vocab_size=tokenizer.vocab_size,
         write=write,
@@ -78,7 +76,6 @@ def cached_store(
 def cached(
     sources: Sequence[object],
     *,
-    name: str,
     cache: str,
     vocab_size: int,
     write: Callable[[StoreWriter], Mapping[str, object]],
@@ -87,7 +84,6 @@ def cached(
 
     Args:
         sources: Everything that decides the content, as JSON.
-        name: Name of the content for messages.
         cache: Folder of finished stores.
         vocab_size: One more than the largest number in the store.
         write: Fills the store and returns the notes.
@@ -101,7 +97,7 @@ def cached(
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not folder.exists():
-            with _locked(root / f"{key}.lock", name=name):
+            with FileLock(root / f"{key}.lock"):
                 # another process may have written it meanwhile
                 if not folder.exists():
                     _build(folder, vocab_size=vocab_size, write=write)
@@ -146,17 +142,3 @@ def _build(
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextmanager
-def _locked(file: Path, *, name: str) -> Iterator[None]:
-    lock = FileLock(file)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("waiting for the process that tokenizes %s", name)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

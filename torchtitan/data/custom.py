@@ -96,10 +96,10 @@ def build_custom(
         "order": ORDER,
     }
     if not _is_stream(data) and hasattr(data, "__len__"):
-        source = CustomSource(data, reader)
-        if not source.num_samples:
+        if len(data) == 0:
             raise DataError.at(KEY, f"'{path}' must hold samples, got none")
-        fingerprint["samples"] = str(source.num_samples)
+        fingerprint["samples"] = str(len(data))
+        source = IndexedSamples(data, reader, num_samples=len(data), fingerprint=fingerprint)
         return Dataset([source], seed=seed, fingerprint=fingerprint, num_epochs=training.num_epochs)
     if held_out:
         rule = f"must have a length to validate on, and '{path}' has none; add __len__"
@@ -108,7 +108,7 @@ def build_custom(
         rule = f"needs data with a length, and '{path}' has none; remove it, or add __len__"
         raise DataError.at(("num_epochs", KEY), rule)
     if not _is_stream(data):
-        return EndlessSamples(data, reader, fingerprint)
+        return IndexedSamples(data, reader, num_samples=None, fingerprint=fingerprint)
     if training.dataloader.num_workers:
         rule = f"must be 0 for a stream such as '{path}', because each worker would read all of it"
         rule += "; write 0, or give it __getitem__"
@@ -229,12 +229,6 @@ class SampleReader:
                 raise ValueError(f"got document_lengths {lengths.tolist()!s:.80}")
         return sample
 
-    def get(self, data: Any, number: int) -> Samples:
-        """Return a sample of custom data by its number."""
-        with self.as_data_error(number):
-            raw = data[number]
-        return self.read(raw, number=number)
-
     @contextmanager
     def as_data_error(self, number: int) -> Iterator[None]:
         """Turn any error of custom code into a DataError.
@@ -256,29 +250,21 @@ def _ids(raw: Any) -> torch.Tensor:
     return ids.to(torch.int64, copy=True)  # custom code may reuse the same memory
 
 
-class CustomSource:
-    """A known number of samples."""
+class IndexedSamples:
+    """Samples by number: a source of known length, or all samples of a run, without an end."""
 
     stores = ()
 
-    def __init__(self, data: Any, reader: SampleReader) -> None:
-        self._data, self._reader, self.num_samples = data, reader, len(data)
+    def __init__(
+        self, data: Any, reader: SampleReader, *, num_samples: Any, fingerprint: dict[str, str]
+    ) -> None:
+        self._data, self._reader = data, reader
+        self.num_samples, self.fingerprint = num_samples, fingerprint
 
     def __getitem__(self, i: int) -> Samples:
-        return self._reader.get(self._data, i)
-
-
-class EndlessSamples:
-    """Samples by number without an end."""
-
-    num_samples: int | None = None
-    stores = ()
-
-    def __init__(self, data: Any, reader: SampleReader, fingerprint: dict[str, str]) -> None:
-        self._data, self._reader, self.fingerprint = data, reader, fingerprint
-
-    def __getitem__(self, k: int) -> Samples:
-        return self._reader.get(self._data, k)
+        with self._reader.as_data_error(i):
+            raw = self._data[i]
+        return self._reader.read(raw, number=i)
 
 
 class CustomStream:

@@ -154,11 +154,7 @@ def _version(entry: Entry) -> dict[str, str]:
     """Return the values that change with an object besides its size: digests, or else times."""
     values = {key.lower().replace("_", "").replace("-", ""): entry[key] for key in entry}
     keys = values.keys() & DIGESTS or values.keys() & TIMES
-    # a listing may hold as a number what the object's own entry holds as a date
-    return {
-        key: str(values[key].timestamp() if hasattr(values[key], "timestamp") else values[key])
-        for key in sorted(keys)
-    }
+    return {key: str(values[key]) for key in sorted(keys)}
 
 
 def _copy(store: Any, found: Mapping[str, Entry], *, root: str, folder: Path, url: str) -> None:

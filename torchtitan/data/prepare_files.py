@@ -19,7 +19,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -76,41 +75,33 @@ def prepare_files(
     check_heads(corpus.files)
     folder = Path(f"{prefix}.parts")
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
-        parts = [*_divide(corpus)]
-        num_workers = min(num_workers or num_cores(), len(parts))
-        try:
-            if num_workers == 1:
-                folders = [
-                    Path(cached_store(part, tokenizer=tokenizer, cache=str(folder)).prefix).parent
-                    for part in parts
-                ]
-            else:
-                folders = _run_workers(parts, tokenizer_path, cache=folder, num_workers=num_workers)
-        except BaseException:
-            if any(folder.glob("*/about.json")):
-                logger.warning("finished parts are kept in %s; run again to resume", folder)
-            else:
-                shutil.rmtree(folder)
-            raise
-        summary = _concatenate(folders, prefix=prefix, tokenizer=tokenizer)
-        shutil.rmtree(folder)
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            folders = _tokenize_parts(
+                [*_divide(corpus)], tokenizer_path, cache=folder, num_workers=num_workers
+            )
+            summary = _concatenate(folders, prefix=prefix, vocab_size=tokenizer.vocab_size)
+            shutil.rmtree(folder)
+    except Timeout as error:
+        raise DataError(f"another process prepares {prefix}; wait until it ends") from error
     return summary
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder / "lock")
+def _tokenize_parts(
+    parts: Sequence[FileCorpus], tokenizer_path: str, *, cache: Path, num_workers: int
+) -> list[Path]:
+    """Tokenize the parts of a corpus; return the folder of each store."""
+    num_workers = min(num_workers or num_cores(), len(parts))
     try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise DataError(
-            f"another process prepares {folder.with_suffix('')}; wait until it ends"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+        if num_workers == 1:
+            return [_tokenize(part, tokenizer_path, str(cache), 0) for part in parts]
+        return _run_workers(parts, tokenizer_path, cache=cache, num_workers=num_workers)
+    except BaseException:
+        if any(cache.glob("*/about.json")):
+            logger.warning("finished parts are kept in %s; run again to resume", cache)
+        else:
+            shutil.rmtree(cache)
+        raise
 
 
 def _divide(corpus: FileCorpus) -> Iterator[FileCorpus]:
@@ -179,9 +170,9 @@ def _tokenize(part: FileCorpus, tokenizer_path: str, cache: str, num_threads: in
     return Path(store.prefix).parent
 
 
-def _concatenate(folders: Sequence[Path], *, prefix: str, tokenizer: Tokenizer) -> Summary:
+def _concatenate(folders: Sequence[Path], *, prefix: str, vocab_size: int) -> Summary:
     text_bytes = 0
-    with open_writer(prefix, vocab_size=tokenizer.vocab_size) as writer:
+    with open_writer(prefix, vocab_size=vocab_size) as writer:
         for folder in folders:  # one store open at a time: each holds several files
             store, notes = open_cached(folder)
             text_bytes += notes["text_bytes"]
