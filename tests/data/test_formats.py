@@ -229,7 +229,7 @@ def test_faults_have_their_place(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     for data, values in FAULTS[name]:
         file.write_bytes(data)
-        with pytest.raises(DataError, match=values) as caught:
+        with pytest.raises(DataError, match=values or None) as caught:
             read(file)
         assert str(file) in str(caught.value)
 

@@ -237,7 +237,7 @@ def open_data_file(file: Path) -> Iterator[DataFile]:
         DataError: The file is missing, damaged, or not of the format that its suffix names. Raised
             inside the context too, while the file is read.
     """
-    with _as_data_error(file), file.open("rb", BLOCK_BYTES) as stream:
+    with _as_data_error(file), BufferedReader(io.FileIO(file), BLOCK_BYTES) as stream:
         check_fetched(file, stream.peek(HEAD_BYTES)[:HEAD_BYTES])
         data = DataFile(file, stream)
         decompress = DECOMPRESSORS.get(file.suffix.lower())
