@@ -133,7 +133,6 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
         ),
         ("{}", r"must be .*, got no keys"),
         ('{"text": "a"}', r"must be .*, got keys 'text'; .*dataset = \"files\""),
-        ('{"prompt": "a", "completion": "b", "completion": "c"}', r"must be .* 'completion' more"),
         ('{"messages": [], "prompt": "a"}', r"messages must be a list of objects, got \[\]"),
         ('{"messages": []}', r"messages must be a list of objects, got \[\]"),
         ('{"messages": ["a"]}', r"messages must be a list of objects, got \['a'\]"),
