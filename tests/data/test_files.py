@@ -10,6 +10,7 @@ import pytest
 import zstandard
 
 from torchtitan.base.errors import DataError
+from torchtitan.data import readers
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.files import find_all, find_files
 from torchtitan.data.readers import TEXT_SUFFIXES, suffix_of
@@ -129,3 +130,57 @@ def test_entries_keep_their_order_and_local_ones_are_looked_for_first(tmp_path: 
     assert [[file.name for file in files] for files in found] == [["b.txt"], ["a.txt"]]
     with pytest.raises(DataError, match=r"none\.txt"):
         find_all(["nowhere://bucket/a.txt", str(tmp_path / "none.txt")], cache="unused")
+
+
+def test_the_first_mistake_of_each_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = {
+        "a.jsonl": b'{"text": "a"}',
+        "b.jsonl": b'{"text": "a"}\n{\n5',
+        "c.txt": b"\xff",
+        "d.jsonl": b'{"texts": "a"}',
+        "e.jsonl": b'{"text": "a"}\n{"texts": "a"}\n',
+        "f.txt": b"a\0b",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+
+    def told(names: str) -> list[str]:
+        files = tuple(tmp_path / name for name in contents if name[0] in names)
+        with pytest.raises(DataError) as caught:
+            [*FileCorpus(files, "text").pieces()]
+        assert (caught.value.key == "dataset_text_key") == (names == "ade")
+        return str(caught.value).splitlines()
+
+    lines = told("abcdef")
+    assert len(lines) == 5
+    for name, place in zip(
+        "bcdef", ("line 2", "0xff", "line 1", "line 2", "offset 1"), strict=True
+    ):
+        [line] = [line for line in lines if f"{tmp_path}/{name}" in line]
+        assert place in line
+    assert len(told("abcde")) == 4  # the start of each file is right
+    assert len(told("ade")) == 2  # told under their setting
+    monkeypatch.setattr(readers, "MAX_MISTAKES", 2)
+    assert told("abcde")[2:] == [f"not checked: 2 files from {tmp_path}/d.jsonl on"]
+    monkeypatch.setattr(readers, "MAX_CHECKED_BYTES", 0)
+    assert told("abcde")[1:] == [f"not checked: 3 files from {tmp_path}/c.txt on"]
+
+
+def test_all_entries_that_are_wrong_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.xls", "b.zip", "c.txt"):
+        (tmp_path / name).write_text("text")
+    entries = [str(tmp_path / name) for name in ("*", "c.txt", "none.txt")]
+    with pytest.raises(DataError) as caught:
+        find_all(entries, cache="unused")
+    found = str(caught.value).splitlines()
+    assert len(found) == 3
+    for name, line in zip(("a.xls", "b.zip", "none.txt"), found, strict=True):
+        assert str(tmp_path / name) in line
+    monkeypatch.setattr(readers, "MAX_MISTAKES", 1)
+    with pytest.raises(DataError) as caught:
+        find_files(str(tmp_path))
+    assert str(caught.value).splitlines()[1:] == ["and 1 more"]

@@ -92,6 +92,18 @@ def test_what_was_done_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("tokenizing ") == len(corpus.files) - len(done)
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_mistakes_of_all_files_are_told(tmp_path: Path, num_workers: int) -> None:
+    corpus = corpus_of(tmp_path / "texts")
+    for number in (1, 2):
+        corpus.files[number].write_text('{"text": "a"}\n{')
+    with pytest.raises(DataError) as error:
+        prepare(corpus, tmp_path / "store", num_workers)
+    assert sorted(line.partition(" must")[0] for line in str(error.value).splitlines()) == [
+        f"{corpus.files[number]} line 2" for number in (1, 2)
+    ]
+
+
 def test_a_first_file_that_is_wrong_leaves_nothing(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "texts")
     corpus.files[0].write_text("{")

@@ -268,14 +268,20 @@ def test_who_puts_a_token_before_a_text(tmp_path: Path) -> None:
     assert list(begins.begin_ids) == [begins.special_tokens["<|begin|>"]]
 
 
-def test_the_first_mistake_is_named(tmp_path: Path) -> None:
+def test_the_first_mistake_of_each_file_is_told(tmp_path: Path) -> None:
     good = {"prompt": "a", "completion": "b"}
-    rows = [[good], [good, {"messages": []}], [good, {}]]
+    rows = [[good], [good, {"messages": []}], [good, {}], [good]]
     files = [Path(write_lines(tmp_path / f"{i}.jsonl", [*row])) for i, row in enumerate(rows)]
-    with pytest.raises(DataError, match=f"{files[1]} line 2"):
+    with pytest.raises(DataError) as error:
         list(FileExamples(files).examples())
-    with pytest.raises(DataError, match=str(tmp_path / "a.txt")):  # before any is read
-        next(FileExamples([files[0], tmp_path / "a.txt"]).examples())
+    lines = str(error.value).splitlines()
+    for file, line in zip(files[1:3], lines, strict=True):
+        assert line.startswith(f"{file} line 2")
+    others = [tmp_path / "a.txt", files[0], tmp_path / "b.txt"]
+    with pytest.raises(DataError) as error:
+        list(FileExamples(others).examples())
+    for file, line in zip(others[::2], str(error.value).splitlines(), strict=True):
+        assert str(file) in line
 
 
 def test_files_of_another_kind(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -91,13 +92,11 @@ class FileCorpus(Files):
 
     def pieces(self) -> Iterator[Piece]:
         """Check the first bytes of all files, then yield the documents of each."""
-        from torchtitan.data.readers import TextTemplate, check_heads, read_documents
+        from torchtitan.data.readers import TextTemplate, read_documents, read_each
 
         setting = self.settings[self.template is not None]
         text_of = TextTemplate(self.text_key, self.template, setting=setting)
-        check_heads(self.files)
-        for file in self.files:
-            yield from read_documents(file, text_of=text_of)
+        yield from read_each(self.files, partial(read_documents, text_of=text_of))
 
 
 class StdlibCorpus(Files):

@@ -62,10 +62,9 @@ def find_files(
     if not files:
         rule = f"no file matches {pattern!r:.200}; relative paths start at {Path.cwd()}"
         raise DataError.at(key, rule)
-    from torchtitan.data.readers import check_suffix
+    from torchtitan.data.readers import check_each, check_suffix
 
-    for file in files:
-        check_suffix(file)
+    check_each(files, check_suffix)
     empty = {file for file in files if file.exists() and file.stat().st_size == 0}
     if empty and (is_named or len(empty) == len(files)):
         raise DataError.at(key, f"a file must not be empty: {min(empty)}; remove it")
@@ -77,13 +76,14 @@ def find_files(
 
 def find_all(entries: Sequence[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
     """Return the files of each entry of `dataset_path`, as `find_files` does."""
+    from torchtitan.data.readers import check_each
 
     def find() -> list[list[str]]:
-        found = {}
-        for entry in dict.fromkeys(
-            sorted(entries, key=is_url)
-        ):  # mistakes in local entries before downloads
-            found[entry] = [*map(str, find_files(entry, cache=cache))]
+        found: dict[str, list[str]] = {}
+        for is_remote in (False, True):  # mistakes in local entries are reported before downloads
+            named = [entry for entry in entries if is_url(entry) is is_remote]
+            files = check_each(named, lambda e: [*map(str, find_files(e, cache=cache))])
+            found |= zip(named, files, strict=True)
         return [found[entry] for entry in entries]
 
     found = once(find)

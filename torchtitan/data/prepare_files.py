@@ -25,12 +25,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import plural
 from torchtitan.data.cache import cached_store, open_cached
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.prepare import num_cores
-from torchtitan.data.readers import check_heads
+from torchtitan.data.readers import add_mistakes, check_heads, join_errors
 from torchtitan.data.store_writer import open_writer
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -72,7 +72,10 @@ def prepare_files(
             kept.
     """
     tokenizer = build_tokenizer(tokenizer_path, key="--tokenizer")
-    check_heads(corpus.files)
+    try:
+        check_heads(corpus.files)
+    except DataError as error:
+        raise _add_mistakes(error, [corpus]) from error
     folder = Path(f"{prefix}.parts")
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -94,7 +97,7 @@ def _tokenize_parts(
     num_workers = min(num_workers or num_cores(), len(parts))
     try:
         if num_workers == 1:
-            return [_tokenize(part, tokenizer_path, str(cache), 0) for part in parts]
+            return _run_alone(parts, tokenizer_path, cache=cache)
         return _run_workers(parts, tokenizer_path, cache=cache, num_workers=num_workers)
     except BaseException:
         if any(cache.glob("*/about.json")):
@@ -119,6 +122,28 @@ def _divide(corpus: FileCorpus) -> Iterator[FileCorpus]:
         yield replace(corpus, files=tuple(files))
 
 
+def _run_alone(parts: Sequence[FileCorpus], tokenizer_path: str, *, cache: Path) -> list[Path]:
+    """Tokenize the parts of a corpus one by one; return the folder of each store."""
+    folders = []
+    for number, part in enumerate(parts, start=1):
+        try:
+            folders.append(_tokenize(part, tokenizer_path, str(cache), 0))
+        except DataError as error:
+            raise _add_mistakes(error, parts[number:]) from error
+    return folders
+
+
+def _add_mistakes(error: DataError, parts: Sequence[FileCorpus]) -> DataError:
+    """Return the error together with the mistakes of parts that were not tokenized.
+
+    An error of the cache, such as a full disk, is returned unchanged.
+    """
+    if isinstance(error.problem, Violation) and "dataset_cache" in error.problem.keys:
+        return error
+    by_file = {file: replace(part, files=(file,)) for part in parts for file in part.files}
+    return add_mistakes(error, [*by_file], lambda file: by_file[file].pieces())
+
+
 def _run_workers(
     parts: Sequence[FileCorpus], tokenizer_path: str, *, cache: Path, num_workers: int
 ) -> list[Path]:
@@ -139,6 +164,12 @@ def _run_workers(
             raise DataError(
                 "a process ended before its work, perhaps out of memory; try fewer --workers"
             ) from error
+        except DataError as error:
+            pool.shutdown(cancel_futures=True)
+            waiting = [part for job, part in zip(jobs, parts, strict=True) if job.cancelled()]
+            ended = [job.exception() for job in jobs if not job.cancelled()]
+            found = join_errors([e for e in ended if isinstance(e, DataError)])
+            raise _add_mistakes(found, waiting) from error
         except BaseException:
             # running jobs finish and are kept, waiting jobs are cancelled
             pool.shutdown(cancel_futures=True)

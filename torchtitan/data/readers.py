@@ -8,6 +8,8 @@ invalid byte is an error, because replacing it would train on damaged text.
 A corpus may not fit in memory, so files are read and decompressed in blocks, a long document is
 yielded in pieces, and a reader holds few rows at a time.
 
+A mistake in one file is reported together with the first mistake of each file after it.
+
 A reader checks only its own format. The values of a row are checked in one place for all formats:
 text by `TextTemplate`, fine-tuning examples in `finetune/examples.py`. So the same rows give the
 same tokens in every format. A new format is one function and one line of `READERS`.
@@ -23,16 +25,18 @@ import json
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.log import plural
 from torchtitan.data.settings import template_parts
 from torchtitan.data.store import STORE_SUFFIXES
 from torchtitan.data.text import Piece, check_characters, check_fetched, cut_point
@@ -43,6 +47,10 @@ HEAD_BYTES = 4096
 PIECE_CHARS = 1 << 20
 ROWS_AT_ONCE = 256
 MAX_LINE_BYTES = 1 << 28
+# of files after the first one with a mistake: the user waits for what they cost
+MAX_MISTAKES, MAX_CHECKED_BYTES = 10, 1 << 28
+T = TypeVar("T")
+U = TypeVar("U")
 
 PROSE = "txt text md markdown mdx rst adoc org tex bib log tokens srt vtt html htm xml xhtml"
 CONFIGS = "yaml yml toml ini cfg conf properties cmake mk make gradle dockerfile proto jinja"
@@ -88,6 +96,79 @@ def read_rows(file: Path, *, columns: Collection[str] = ()) -> Iterator[Row]:
     """Yield the rows of a file in order. Columns that are not listed may be omitted."""
     with open_data_file(file) as data:
         yield from READERS[suffix_of(file)](data, columns)
+
+
+def read_each(files: Sequence[Path], read: Callable[[Path], Iterable[T]]) -> Iterator[T]:
+    """Check the start of all files, then yield what `read` returns for each.
+
+    Raises:
+        DataError: Files have mistakes. The error has the first mistake of each.
+    """
+    try:
+        check_heads(files)
+    except DataError as error:
+        raise add_mistakes(error, files, read) from error
+    for number, file in enumerate(files, start=1):
+        try:
+            yield from read(file)
+        except DataError as error:
+            raise add_mistakes(error, files[number:], read) from error
+
+
+def add_mistakes(
+    error: DataError, files: Sequence[Path], read: Callable[[Path], Iterable[object]]
+) -> DataError:
+    """Return `error` together with the first mistake of each of `files`.
+
+    The last line is the number of files that were not checked, because there are `MAX_MISTAKES`
+    mistakes or `MAX_CHECKED_BYTES` were read.
+    """
+    found, num_bytes = [error], 0
+    for number, file in enumerate(files):
+        num_bytes += file.stat().st_size if file.exists() else 0
+        if len(found) >= MAX_MISTAKES or num_bytes > MAX_CHECKED_BYTES:
+            unchecked = plural(len(files) - number, "file")
+            return join_errors(found, more=f"not checked: {unchecked} from {file} on")
+        try:
+            deque(read(file), maxlen=0)
+        except DataError as other:
+            found.append(other)
+    return join_errors(found)
+
+
+def check_each(items: Iterable[U], check: Callable[[U], T]) -> list[T]:
+    """Return what `check` returns for each item.
+
+    Raises:
+        DataError: The error has the first `MAX_MISTAKES` that `check` raised.
+    """
+    results: list[T] = []
+    errors: list[DataError] = []
+    for item in items:
+        try:
+            results.append(check(item))
+        except DataError as error:
+            errors.append(error)
+    if errors:
+        num_more = len(errors) - MAX_MISTAKES
+        raise join_errors(
+            errors[:MAX_MISTAKES], more=f"and {num_more} more" if num_more > 0 else ""
+        )
+    return results
+
+
+def join_errors(errors: Sequence[DataError], *, more: str = "") -> DataError:
+    """Return one error with the lines of all, each once, and `more`.
+
+    It names their setting if all name the same.
+    """
+    problems = [error.problem for error in errors]
+    keys = {problem.keys if isinstance(problem, Violation) else () for problem in problems}
+    shared = keys.pop() if len(keys) == 1 else ()
+    texts = [p.rule if shared and isinstance(p, Violation) else str(p) for p in problems]
+    lines = dict.fromkeys(line for text in (*texts, more) for line in text.splitlines())
+    text = "\n".join(lines)
+    return DataError(Violation(shared, text) if shared else text)
 
 
 def _read_text(file: Path) -> Iterator[Piece]:

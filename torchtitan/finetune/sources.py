@@ -11,7 +11,7 @@ from torchtitan.base.files import Once, alone
 from torchtitan.base.log import plural
 from torchtitan.data.corpus import Files
 from torchtitan.data.files import find_all
-from torchtitan.data.readers import check_heads
+from torchtitan.data.readers import check_each, read_each
 from torchtitan.finetune.encoder import Encoder, Numbers, WrittenSpecialTokenError
 from torchtitan.finetune.examples import Example, check_has_rows, read_examples
 from torchtitan.finetune.synthetic import SyntheticExamples
@@ -27,11 +27,8 @@ class FileExamples(Files):
 
     def examples(self) -> Iterator[Example]:
         """Check the start of all files, then yield their examples."""
-        for file in self.files:
-            check_has_rows(file)
-        check_heads(self.files)
-        for file in self.files:
-            yield from read_examples(file)
+        check_each(self.files, check_has_rows)
+        yield from read_each(self.files, read_examples)
 
 
 ExampleFiles = FileExamples | SyntheticExamples
