@@ -147,6 +147,63 @@ def test_memory_is_bounded(tmp_path: Path, name: str) -> None:
     assert most < 8_000_000
 
 
+def shared(num_rows: int, length: int) -> pa.Table:
+    """Return rows that are all the same long text, which is stored once."""
+    indices = pa.array([0] * num_rows, pa.int32())
+    return columns(text=pa.DictionaryArray.from_arrays(indices, pa.array(["a" * length])))
+
+
+def packed_parquet(table: pa.Table) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table, file, compression="zstd", store_schema=False)
+    return file.getvalue()
+
+
+def packed_arrow(table: pa.Table) -> bytes:
+    file = io.BytesIO()
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_long_value_that_rows_share_is_held_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Rows of 250 MB may be a file of less than 1 KiB."""
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 8 << 20)
+    pack = packed_parquet if name == "a.parquet" else packed_arrow
+    (tmp_path / name).write_bytes(pack(shared(250, 1_000_000)))
+    before, most, size = pa.total_allocated_bytes(), 0, 0
+    tracemalloc.start()
+    for piece in FileCorpus((tmp_path / name,), "text").pieces():
+        size += len(piece.text)
+        most = max(most, pa.total_allocated_bytes() - before)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size == 250_000_000
+    assert max(most, peak) < 40_000_000
+
+
+def test_a_table_that_unpacks_as_no_text_does_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "FREE_BYTES", 1 << 20)
+    (tmp_path / "a.parquet").write_bytes(packed_parquet(shared(1, 4_000_000)))
+    with pytest.raises(DataError, match=r"a\.parquet .*400"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_row_of_quoted_line_ends_has_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each field holds a line end, so that the lines are one row."""
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 12)
+    (tmp_path / "a.csv").write_text("text\n" + "short\n" * 5000 + '"\n",' * 5000)
+    with pytest.raises(DataError, match=r"a\.csv line 5002 "):
+        read(tmp_path / "a.csv")
+
+
 def columns(**of: object) -> pa.Table:
     return pa.table(of)
 

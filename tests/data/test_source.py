@@ -173,6 +173,39 @@ def test_large_files_stream(tmp_path: Path) -> None:
     assert peak < 16_000_000
 
 
+def zst_bomb(num_blocks: int) -> bytes:
+    """A frame of blocks that are one letter 128 KiB times, 4 bytes each."""
+    last = ((128 << 10) << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"a"
+    block = ((128 << 10) << 3 | 1 << 1).to_bytes(3, "little") + b"a"
+    return b"\x28\xb5\x2f\xfd\x00\x58" + block * (num_blocks - 1) + last
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt.zst", "a.jsonl.zst", "a.txt.gz", "a.jsonl.GZ", "a.txt.bz2", "a.txt.xz"]
+)
+def test_packed_files_that_grow_as_no_text_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(readers, "FREE_BYTES", 1 << 22)
+    file = tmp_path / name
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    file.write_bytes(
+        zst_bomb(8000) if "zst" in name else pack[file.suffix.lower()](b"a" * (32 << 20))
+    )
+    tracemalloc.start()
+    with pytest.raises(DataError, match=f"{file} .*400"):
+        documents_of(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 150_000_000
+
+
+def test_the_bomb_is_one_that_zstd_reads(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt.zst"
+    file.write_bytes(zst_bomb(8))
+    assert documents_of(file) == ["a" * (8 * 128 << 10)]
+
+
 def test_a_line_that_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
     file = tmp_path / "a.jsonl"

@@ -6,7 +6,8 @@ checked too, so that a binary file under the name of a text file is refused. Tex
 invalid byte is an error, because replacing it would train on damaged text.
 
 A corpus may not fit in memory, so files are read and decompressed in blocks, a long document is
-yielded in pieces, and a reader holds few rows at a time.
+yielded in pieces, and a reader holds few rows at a time. Two limits bound the memory for any file:
+the length of a line, and the ratio of compression (a few KiB can hold terabytes of one letter).
 
 A mistake in one file is reported together with the first mistake of each file after it.
 
@@ -47,6 +48,8 @@ HEAD_BYTES = 4096
 PIECE_CHARS = 1 << 20
 ROWS_AT_ONCE = 256
 MAX_LINE_BYTES = 1 << 28
+# text compresses to a fifth, one letter to a thousandth; 4 bytes of zstd may hold 128 KiB
+MAX_GROWTH, FREE_BYTES = 400, 1 << 26
 # of files after the first one with a mistake: the user waits for what they cost
 MAX_MISTAKES, MAX_CHECKED_BYTES = 10, 1 << 28
 T = TypeVar("T")
@@ -323,7 +326,8 @@ def open_data_file(file: Path) -> Iterator[DataFile]:
         data = DataFile(file, stream)
         decompress = DECOMPRESSORS.get(file.suffix.lower())
         if decompress is not None:
-            data = DataFile(file, BufferedReader(_BlockStream(decompress(stream)), BLOCK_BYTES))
+            blocks = _limit_growth(decompress(stream), compressed=stream, file=file)
+            data = DataFile(file, BufferedReader(_BlockStream(blocks), BLOCK_BYTES))
         if suffix_of(file) not in BINARY_SUFFIXES:
             head = data.head()
             check_fetched(file, head)
@@ -361,6 +365,20 @@ class _BlockStream(io.RawIOBase):
         size = min(len(buffer), len(self._rest))
         buffer[:size], self._rest = self._rest[:size], self._rest[size:]
         return size
+
+
+def _limit_growth(blocks: Iterator[bytes], *, compressed: Stream, file: Path) -> Iterator[bytes]:
+    """Yield decompressed blocks; raise DataError if they grow more than text can."""
+    size = 0
+    for block in blocks:
+        size += len(block)
+        if size > FREE_BYTES + MAX_GROWTH * compressed.tell():
+            raise DataError(
+                f"{file} decompresses to over {MAX_GROWTH} times its size, which text does not: "
+                f"its first {compressed.tell() / 1e6:.1f} MB gave {size / 1e6:.0f} MB; to read it, "
+                f"decompress it first"
+            )
+        yield block
 
 
 def _decompress(compressed: Stream, *, new: Callable[[], Any]) -> Iterator[bytes]:
@@ -438,7 +456,18 @@ def read_table(data: DataFile, columns: Collection[str], *, delimiter: str) -> I
     csv.field_size_limit(MAX_LINE_BYTES)
     names: list[str] = []
     first_line = 1
-    rows = csv.reader((line for _, line in data.lines()), delimiter=delimiter, strict=True)
+
+    def lines() -> Iterator[str]:
+        row_size = 0
+        for number, line in data.lines():
+            # quotes may join any number of lines
+            row_size = len(line) + (row_size if number > first_line else 0)
+            if row_size > MAX_LINE_BYTES:
+                limit = f"at most {MAX_LINE_BYTES >> 20} MiB"
+                raise DataError(f"the row at {data.path} line {first_line} must have {limit}")
+            yield line
+
+    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
         where = f"{data.path} line {first_line}"
         try:
@@ -470,9 +499,32 @@ def read_parquet(data: DataFile, columns: Collection[str]) -> Iterator[Row]:
         # opened by its path and without pre_buffer, a row group is read when it is used
         with parquet.ParquetFile(data.path, pre_buffer=False) as file:
             selected = _select(file.schema_arrow.names, columns, file=data.path)
-            yield from file.iter_batches(ROWS_AT_ONCE, columns=selected)
+            longest = _check_growth(file.metadata, selected, file=data.path)
+            at_once = max(1, min(ROWS_AT_ONCE, MAX_LINE_BYTES // longest))
+            yield from file.iter_batches(at_once, columns=selected)
 
     return _rows_of_batches(batches(), file=data.path, columns=columns)
+
+
+def _check_growth(metadata: Any, columns: Collection[str], *, file: Path) -> int:
+    """Return an upper bound of the bytes of a value in these columns.
+
+    All rows of a group may share one long value. Raises DataError if a group grows more than text
+    can.
+    """
+    longest = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        chunks = [group.column(i) for i in range(group.num_columns)]
+        chunks = [c for c in chunks if c.path_in_schema.partition(".")[0] in columns]
+        size = sum(c.total_uncompressed_size for c in chunks)
+        if size > FREE_BYTES + MAX_GROWTH * sum(c.total_compressed_size for c in chunks):
+            raise DataError(
+                f"{file} decompresses to over {MAX_GROWTH} times its size, which text does not: "
+                f"row group {number} to {size / 1e6:.0f} MB; to read it, write it as .jsonl"
+            )
+        longest = max(longest, size)
+    return longest
 
 
 def read_arrow(data: DataFile, columns: Collection[str]) -> Iterator[Row]:
@@ -517,9 +569,11 @@ def _rows_of_batches(
             for first in range(0, batch.num_rows, ROWS_AT_ONCE):
                 rows = selected.slice(first, ROWS_AT_ONCE)
                 rows.validate(full=True)
-                for value in rows.to_pylist():
+                # one row at a time: conversion copies a long value that rows share
+                for values in zip(*rows.columns, strict=True):
                     number += 1
-                    value = {name: _without_nulls(item) for name, item in value.items()}
+                    pairs = zip(rows.schema.names, values, strict=True)
+                    value = {name: _without_nulls(item.as_py()) for name, item in pairs}
                     yield Row(value, f"{file} row {number}")
     # ValueError, OverflowError: values without a Python type, such as nanoseconds
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
