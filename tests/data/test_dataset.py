@@ -117,6 +117,16 @@ def test_stores_and_texts_without_weights_are_one_source(tmp_path: Path) -> None
     assert dataset.num_samples == len(expected)
 
 
+def test_a_file_that_is_named_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = write_texts(tmp_path / "text", {"a.txt": "a" * 50, "b.txt": "b" * 50})
+    dataset_of(tmp_path, dataset_path=paths)
+    assert not caplog.messages
+    dataset_of(tmp_path, dataset_path=[str(tmp_path / "text" / "*.txt"), paths[0]])
+    [warning] = caplog.messages
+    assert "dataset_path names 1 file" in warning
+    assert paths[0] in warning
+
+
 def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
     with open_writer(tmp_path / "store", vocab_size=2**16) as writer:
         writer.add(torch.full((99,), 300).numpy(), ends_document=True)

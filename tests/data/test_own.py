@@ -232,6 +232,13 @@ class Late(Stream):
             yield sample(i)
             self.next = i + 1
         self.begin = 0
+class Stuck(Stream):
+    resumed = False
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.state, self.resumed = state, True
+    def state_dict(self):
+        return self.state if self.resumed else super().state_dict()
 class Reused(Indexed):
     buffer = torch.zeros(17, dtype=torch.int64)
     def __getitem__(self, i):
@@ -260,7 +267,7 @@ def test_memory_that_is_filled_again_makes_other_samples(tmp_path: Path) -> None
 
 def test_streams_that_cannot_resume(tmp_path: Path, others: ModuleType) -> None:
     """No samples; states that are no JSON, or that JSON changes; one that counts after its yield,
-    where its state is asked for before."""
+    where its state is asked for before; one whose state stands still."""
     with pytest.raises(DataError, match="my_data:Empty"):
         build("Empty", tmp_path)[0]
     for name in ("Odd", "Keyed"):
@@ -269,9 +276,40 @@ def test_streams_that_cannot_resume(tmp_path: Path, others: ModuleType) -> None:
         with pytest.raises(DataError, match="JSON"):
             loader.state_dict()
     check_resume(others.Stream)
-    for stream in (others.Keyed, others.Late):
+    for stream in (others.Keyed, others.Late, others.Stuck):
         with pytest.raises(DataError):
             check_resume(stream)
+    stuck = CustomStream(others.Stuck(), Raw(), {})  # type: ignore[arg-type]
+    stuck.load_state({"next": 4}, position=4)
+    assert stuck.state_at(4) == {"next": 4}
+    with pytest.raises(DataError, match="sample 4"):
+        stuck[4]
+
+
+class Cycle:
+    """An endless stream that keeps its state in the dictionary that it was given."""
+
+    def __init__(self) -> None:
+        self.state = {"next": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            number = self.state["next"]
+            self.state["next"] = (number + 1) % 3
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def test_a_stream_may_keep_the_state_that_it_was_given_and_come_back_to_it() -> None:
+    stream = CustomStream(Cycle(), Raw(), {})  # type: ignore[arg-type]
+    stream.load_state({"next": 1}, position=4)
+    assert [stream[k] for k in range(4, 7)] == [1, 2, 0]
+    assert stream.state_at(7) == {"next": 1}
 
 
 class CountsToThree:

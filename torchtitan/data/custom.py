@@ -20,10 +20,12 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import get_worker_info
 
 from torchtitan.base.custom import describe_error
 from torchtitan.base.errors import ConfigError, DataError
@@ -237,7 +239,10 @@ class SampleReader:
         """
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # a signal of the session reaches this process, not its workers
+            if isinstance(error, KeyboardInterrupt) and get_worker_info() is None:
+                raise
             raise DataError(
                 f"'{self.path}' raised an error at sample {number}:\n{describe_error(error)}"
             ) from error
@@ -277,6 +282,8 @@ class CustomStream:
         self._data, self._reader, self.fingerprint = data, reader, fingerprint
         self._iterator: Iterator[Any] | None = None
         self._next = 0
+        self._loaded: dict[str, Any] | None = None
+        """The loaded state, until a sample is read."""
 
     def __getitem__(self, k: int) -> Samples:
         self._skip_to(k)
@@ -286,11 +293,14 @@ class CustomStream:
         """Return the state before a sample that has not been read."""
         self._skip_to(position)
         with self._reader.as_data_error(position):
-            return _as_json(self._data.state_dict(), name=f"'{self._reader.path}'")
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return _as_json(self._data.state_dict(), name=f"'{self._reader.path}'")
 
     def load_state(self, state: dict[str, Any], *, position: int) -> None:
         """Continue at sample `position`, given the state before it."""
-        self._iterator, self._next = None, position
+        self._iterator, self._next, self._loaded = None, position, deepcopy(state)
         with self._reader.as_data_error(position):
             self._data.load_state_dict(state)
 
@@ -305,9 +315,17 @@ class CustomStream:
                 self._iterator = iter(self._data)
             raw = next(self._iterator, None)
             if raw is None:  # at the end of a pass, also right after `load_state`
-                self._iterator = iter(self._data)
+                self._iterator, self._loaded = iter(self._data), None
                 raw = next(self._iterator, None)
+            stands_still = self._loaded is not None and self._state() == self._loaded
+            self._loaded = None
         if raw is None:
             raise DataError(f"'{self._reader.path}' must yield samples, got none")
+        if stands_still:
+            raise DataError(
+                f"the state of '{self._reader.path}' must change when samples are drawn, and after "
+                f"sample {self._next} is still the loaded one; check_resume in "
+                f"torchtitan.data.custom finds where it fails"
+            )
         self._next += 1
         return raw

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import random
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -432,6 +433,13 @@ def corpora(
     groups = find_all(training.paths, cache=training.dataset_cache, once=once)
     if not training.weights:
         groups = [[file for files in groups for file in files]]
+    counts = Counter(file for files in groups for file in files)
+    if repeated := [file for file, count in counts.items() if count > 1]:
+        logger.warning(
+            "dataset_path names %s more than once, as %s: their documents are repeated",
+            plural(len(repeated), "file"),
+            repeated[0],
+        )
     sources: list[list[Corpus | TokenStore]] = []
     text = training.dataset_text_key, training.dataset_text_template
     for files in groups:
