@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.finetune.chats import CHAT, write_lines
+from tests.finetune.chats import CHAT, read_examples, write_lines
 from torchtitan.base.errors import DataError
 from torchtitan.finetune.chat import Conversation
-from torchtitan.finetune.examples import Completion, parse_example, read_examples
+from torchtitan.finetune.examples import Completion, parse_example
 
 
 def say(role: str, content: object, **more: object) -> dict[str, object]:
@@ -174,18 +174,18 @@ def test_faults(value: dict[str, Any], said: str) -> None:
 def test_examples_of_any_format(tmp_path: Path) -> None:
     calls = [say("user", "a"), say("assistant", "", tool_calls=[{"name": "f"}]), say("tool", "b")]
     values = [{"messages": CHAT}, {"messages": calls}]
-    oracle = [*read_examples(Path(write_lines(tmp_path / "a.jsonl", [*values])))]
+    oracle = read_examples(Path(write_lines(tmp_path / "a.jsonl", [*values])))
     (tmp_path / "a.json").write_text(json.dumps(values))
     file = io.BytesIO()
     # a struct has all keys: those that a message lacks are null
     pq.write_table(pa.Table.from_pylist(values), file)
     (tmp_path / "a.parquet").write_bytes(file.getvalue())
     for name in ("a.json", "a.parquet"):
-        found = [*read_examples(tmp_path / name)]
+        found = read_examples(tmp_path / name)
         assert [each.messages for each in found] == [each.messages for each in oracle]  # type: ignore[union-attr]
     assert found[1].where == f"{tmp_path / 'a.parquet'} row 2"
     (tmp_path / "a.csv").write_text("instruction,output\nask,answer\n")
-    assert [*read_examples(tmp_path / "a.csv")] == [
+    assert read_examples(tmp_path / "a.csv") == [
         Conversation(ASK, None, f"{tmp_path / 'a.csv'} line 2")
     ]
 

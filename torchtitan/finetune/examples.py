@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.readers import READERS, read_rows, suffix_of, type_name
+from torchtitan.data.readers import type_name
 from torchtitan.data.text import check_characters
 from torchtitan.finetune.chat import Conversation, Message
 
@@ -59,22 +58,6 @@ class Format(NamedTuple):
     keys: frozenset[str]
     """Keys that a row of this format has."""
     parse: Callable[[Row, str], Example]
-
-
-def read_examples(file: Path) -> Iterator[Example]:
-    """Yield the examples of a file; raise DataError with the line of a wrong one."""
-    check_has_rows(file)
-    for row, where in read_rows(file):
-        yield parse_example(row, where=where)
-
-
-def check_has_rows(file: Path) -> None:
-    """Raise DataError unless the file's format has rows."""
-    if suffix_of(file) not in READERS:
-        raise DataError(
-            f"examples must be in one of {', '.join(READERS)}, got {file}; to train on text set "
-            f'dataset = "files"'
-        )
 
 
 def parse_example(row: object, *, where: str) -> Example:

@@ -217,7 +217,7 @@ class Places:
             [examples] = self.dataset.stores
             _, notes = open_cached(Path(examples.prefix).parent)
             if not notes["without_answer"]:
-                yield from (example.where for example in part.examples())
+                yield from (row.where for row in part.rows())
                 return
             training, path = self.config.training, self.config.model.tokenizer_path
             encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
