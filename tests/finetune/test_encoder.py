@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 from typing import Literal
 
@@ -120,72 +119,6 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
     assert "<think>" not in tokenizer.special_tokens
     assert plain[-1] == oracle.token_to_id("<think>")
     assert tokenizer.decode(plain) == text
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("{", "must be one JSON object"),
-        ("[", "must be one JSON object"),
-        ("[1]", "must be .*, got an array"),
-        (
-            "5",
-            r"must be one of {\"messages\".*, {\"prompt\".*, {\"instr.*, got a number, 5",
-        ),
-        ("{}", r"must be .*, got no keys"),
-        ('{"text": "a"}', r"must be .*, got keys 'text'; .*dataset = \"files\""),
-        ('{"messages": [], "prompt": "a"}', r"messages must be a list of objects, got \[\]"),
-        ('{"messages": []}', r"messages must be a list of objects, got \[\]"),
-        ('{"messages": ["a"]}', r"messages must be a list of objects, got \['a'\]"),
-        ('{"messages": {}}', r"messages must be a list of objects, got {}"),
-        ('{"prompt": "a"}', r"must have text under 'completion', got keys 'prompt'"),
-        ('{"completion": "a"}', r"must have text under 'prompt', got keys 'completion'"),
-        ('{"prompt": 3, "completion": "a"}', r"must have text under 'prompt', got 3"),
-        ('{"prompt": "a", "completion": null}', r"must have text under 'completion', got None"),
-        ('{"prompt": "\\ud800", "completion": "a"}', r"must hold complete characters, character 0"),
-        (
-            json.dumps({"messages": CHAT, "tools": "f"}),
-            r"tools must be a list of objects, got 'f'",
-        ),
-    ],
-)
-def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(f'{{"prompt": "a", "completion": "b"}}\n{line}\n')
-    with pytest.raises(DataError, match=rf"a.jsonl line 2:? {complaint}"):
-        read_examples(file)
-
-
-@pytest.mark.parametrize(
-    ("message", "complaint"),
-    [
-        (say("bot", "a"), r"message 2 must have a role of system, .*, tool, got 'bot'"),
-        ({"content": "a"}, r"message 2 must have a role of .*, got none"),
-        ({"role": ["user"], "content": "a"}, r"message 2 must have a role of .*, got \['user'\]"),
-        ({"role": "assistant"}, r"message 2 must have text as content, got none"),
-        *[
-            (
-                {**say("assistant", "a"), "weight": weight},
-                r"message 2 must have weight 0 .* or 1, got",
-            )
-            for weight in (2, 0.5, -1, True, "0", [])
-        ],
-        (
-            say("assistant", [{"type": "text"}]),
-            r"message 2 must have text as content, got \[{'type'",
-        ),
-    ],
-)
-def test_wrong_messages(tmp_path: Path, message: object, complaint: str) -> None:
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": [say("user", "a"), message]}])
-    with pytest.raises(DataError, match=rf"a.jsonl line 1: {complaint}"):
-        read_examples(Path(file))
-
-
-def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
-    call = {"role": "assistant", "tool_calls": [{"function": {}}]}
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": [say("user", "a"), call]}])
-    assert len(read_examples(Path(file))) == 1
 
 
 @pytest.mark.parametrize("name", ["<|end_of_text|>", "<|begin_of_text|>"])

@@ -70,15 +70,12 @@ def parse_example(row: object, *, where: str) -> Example:
             f"{where} must be one example, got preference data (keys 'chosen', 'rejected'); write "
             f"the chosen answer as a completion or a chat"
         )
-    # without one, a lone prompt or completion selects the format that reports the missing key
-    found = found or [format for format in FORMATS[:2] if format.keys & keys]
     if not isinstance(row, dict) or not found:
         got = type_name(row)
         if isinstance(row, dict):
             got = f"keys {', '.join(map(repr, row))}" if row else "no keys"
-        hint = '; to train on text set dataset = "files"' if "text" in keys else ""
         shown = ", ".join(format.shown for format in FORMATS)
-        raise DataError(f"{where} must be one of {shown}, got {got}{hint}")
+        raise DataError(f"{where} must be one of {shown}, got {got}")
     for text in strings_in(row):
         check_characters(text, where=where)
     return found[0].parse(row, where)
