@@ -32,73 +32,39 @@ def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # a store is one thing, by any of its names
     for store in ("s", "s.bin", "s.idx", "s.*"):
         assert names(store) == ["s.idx"]
-    for pattern, said in [
-        ("*.no", "no file matches"),
-        ("empty.txt", "must not be empty"),
-        ("e*.txt", "must not be empty"),
-        ("dee*", "no file matches"),
-        ("e*.tx[t]", "must not be empty"),
-        ("x" * 5000, "cannot look for .*: File name too long"),
-    ]:
-        with pytest.raises(DataError, match=said):
-            names(pattern)
+    wrong = ("*.no", "empty.txt", "e*.txt", "dee*", "e*.tx[t]", "x" * 5000)
+    for pattern in (*(str(tmp_path / name) for name in wrong), "~nobody-such/a.txt", "hf://a/b"):
+        with pytest.raises(DataError, match=r"^dataset_path: "):
+            find_files(pattern)
 
 
-def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "0.txt").symlink_to("a.txt")
-    (tmp_path / "again").symlink_to(tmp_path)
-    assert find_files(str(tmp_path / "**/*.txt")) == [tmp_path / "a.txt"]
-    assert "read once" in caplog.text
-    assert find_files(str(tmp_path / "0.txt")) == [tmp_path / "0.txt"]
-    (tmp_path / "b.txt").symlink_to("gone.txt")
-    for pattern in ("b.txt", "*.txt"):
-        with pytest.raises(DataError, match=r"b\.txt is a link to gone\.txt"):
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    assert find_files(str(tmp_path / "b.txt")) == [tmp_path / "b.txt"]
+    (tmp_path / "c.txt").symlink_to("gone.txt")
+    for pattern in ("c.txt", "*.txt"):
+        with pytest.raises(DataError, match=r"c\.txt"):
             find_files(str(tmp_path / pattern))
-
-
-@pytest.mark.parametrize("name", ["part-00000", "a.gz", "a.txt"])
-def test_json_lines_by_other_names_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    data = b'{"text": "a"}\n{"text": "b"}\n'
-    for file in (tmp_path / name, tmp_path / f"2{name}"):
-        file.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    corpus = FileCorpus((tmp_path / name, tmp_path / f"2{name}"), "text")
-    assert len([*corpus.pieces(lambda n: None)]) == 2
-    assert caplog.text.count("2 files in JSON Lines") == 1
-    assert str(tmp_path / name) in caplog.text
-    caplog.clear()
-    (tmp_path / name).write_text('{"text is all this is\nand no JSON}\n')
-    [*FileCorpus((tmp_path / name,), "text").pieces(lambda n: None)] if "gz" not in name else ()
-    assert "JSON Lines" not in caplog.text
-
-
-def test_the_home_of_nobody() -> None:
-    with pytest.raises(DataError, match=r"^dataset_path: cannot look for '~nobody-such"):
-        find_files("~nobody-such/a.txt")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "suffix"),
     [
-        ("a.xlsx", r"unsupported suffix '\.xlsx'; supported are .*\.jsonl, .*\.bin"),
-        ("a.zip", r"unsupported suffix '\.zip'"),
-        ("a.tar.gz", r"unsupported suffix '\.tar'"),
-        ("a.jsonl.lz4", r"unsupported suffix '\.lz4'"),
-        ("a.parquet.gz", r"\.parquet files must not be compressed"),
-        ("a.BIN", r"unsupported suffix '\.bin'.*lower case"),
-        ("a.bin.gz", r"\.bin files must not be compressed"),
-        ("a.xyz", r"unsupported suffix '\.xyz'.*\.txt"),
+        ("a.xlsx", ".xlsx"),
+        ("a.tar.gz", ".tar"),
+        ("a.jsonl.lz4", ".lz4"),
+        ("a.parquet.gz", ".parquet"),
+        ("a.BIN", ".bin"),
+        ("a.bin.gz", ".bin"),
     ],
 )
-def test_suffixes_that_are_refused(tmp_path: Path, name: str, said: str) -> None:
+def test_suffixes_that_are_refused(tmp_path: Path, name: str, suffix: str) -> None:
     (tmp_path / name).write_text("text,of,a,table\n1,2,3,4\n")
     (tmp_path / "good.txt").write_text("text")
     for pattern in (name, "*"):
-        with pytest.raises(DataError, match=said) as caught:
+        with pytest.raises(DataError, match=f"{tmp_path / name} .*'{suffix}'"):
             find_files(str(tmp_path / pattern))
-        assert str(tmp_path / name) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -110,41 +76,33 @@ def test_text_of_any_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     (file,) = find_files(str(tmp_path / name))
     assert suffix_of(file) in TEXT_SUFFIXES
-    assert [p.text for p in FileCorpus((file,), "text").pieces(lambda n: None)] == [text]
+    assert [p.text for p in FileCorpus((file,), "text").pieces()] == [text]
 
 
-def test_letters_of_a_suffix_may_be_large(tmp_path: Path) -> None:
-    file = tmp_path / "A.JSONL.GZ"
-    file.write_bytes(gzip.compress(b'{"text": "a"}'))
-    assert [p.text for p in FileCorpus((file,), "text").pieces(lambda n: None)] == ["a"]
-
-
-ZEROS = "zero bytes"
-BINARIES = {
-    b"PAR1\x15\x04\x15\x80\0": ZEROS,
-    pickle.dumps({"a": 1}): ZEROS,
-    b"\x89PNG\r\n\x1a\n\0": ZEROS,
-    "text".encode("utf-16"): "convert UTF-16",
-    "text é".encode("utf-16-le"): "convert UTF-16",
-    b"%PDF-1.7\n%\xe2\xe3": "must be UTF-8.*0xe2 at byte offset 10|must be one JSON",
-    gzip.compress(b"text"): f"{ZEROS}|must be UTF-8",
-    zstandard.compress(b"text"): f"{ZEROS}|must be UTF-8",
-    b"version https://git-lfs.github.com/spec/v1\noid": "pointer of Git LFS.*git lfs pull",
-    b"some\0text": r"zero bytes, .* at byte offset 4",
-}
+BINARIES = [
+    b"PAR1\x15\x04\x15\x80\0",
+    pickle.dumps({"a": 1}),
+    "text".encode("utf-16"),
+    "text é".encode("utf-16-le"),
+    b"%PDF-1.7\n%\xe2\xe3",
+    gzip.compress(b"text"),
+    zstandard.compress(b"text"),
+    b"version https://git-lfs.github.com/spec/v1\noid",
+    b"some\0text",
+]
 
 
 @pytest.mark.parametrize("name", ["data", "a.txt", "a.jsonl", "a.txt.gz", "a.txt.zst"])
-@pytest.mark.parametrize("data", BINARIES, ids=BINARIES.values())
-def test_binary_files_under_names_of_text(tmp_path: Path, name: str, data: bytes) -> None:
+def test_binary_files_under_names_of_text(tmp_path: Path, name: str) -> None:
     (tmp_path / "0.txt").write_text("good")
     file = tmp_path / name
     packers = {".gz": gzip.compress, ".zst": zstandard.compress}
-    file.write_bytes(packers.get(file.suffix, bytes)(data))
-    files = find_files(str(tmp_path / "0.txt")) + find_files(str(file))
-    with pytest.raises(DataError, match=BINARIES[data]) as caught:
-        [*FileCorpus(tuple(files), "text").pieces(lambda num_bytes: None)]
-    assert str(file) in str(caught.value)
+    for data in BINARIES:
+        file.write_bytes(packers.get(file.suffix, bytes)(data))
+        files = find_files(str(tmp_path / "0.txt")) + find_files(str(file))
+        pieces = FileCorpus(tuple(files), "text").pieces()
+        with pytest.raises(DataError, match=str(file)):
+            list(pieces)
 
 
 def test_a_folder_is_all_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,6 +122,16 @@ def test_a_folder_is_all_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFi
         find_files(str(tmp_path / "none"))
 
 
+def test_entries_keep_their_order_and_local_ones_are_looked_for_first(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).write_text("text")
+    entries = [f"file://{tmp_path}/b.txt", str(tmp_path / "a.txt")]
+    found = find_all(entries, cache=str(tmp_path / "cache"))
+    assert [[file.name for file in files] for files in found] == [["b.txt"], ["a.txt"]]
+    with pytest.raises(DataError, match=r"none\.txt"):
+        find_all(["nowhere://bucket/a.txt", str(tmp_path / "none.txt")], cache="unused")
+
+
 def test_the_first_mistake_of_each_file_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +149,7 @@ def test_the_first_mistake_of_each_file_is_told(
     def told(names: str) -> list[str]:
         files = tuple(tmp_path / name for name in contents if name[0] in names)
         with pytest.raises(DataError) as caught:
-            [*FileCorpus(files, "text").pieces(lambda num_bytes: None)]
+            [*FileCorpus(files, "text").pieces()]
         assert (caught.value.key == "dataset_text_key") == (names == "ade")
         return str(caught.value).splitlines()
 

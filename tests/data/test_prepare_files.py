@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from concurrent.futures import Future, as_completed
 from itertools import count, islice
 from pathlib import Path
 
@@ -56,14 +56,7 @@ def test_a_store_is_that_of_one_reader(tmp_path: Path, num_workers: int) -> None
     summary = prepare(corpus, tmp_path / "new" / "store", num_workers)
     assert bytes_of(tmp_path / "new" / "store") == bytes_of(tmp_path / "wanted")
     assert not (tmp_path / "new" / "store.parts").exists()
-    assert summary == Summary(
-        num_documents=11,
-        num_tokens=writer.num_tokens,
-        text_bytes=text_bytes,
-        longest=len(tokenizer.encode("many words " * 500)) + 1,
-        longest_at=11,
-        num_duplicates=6,
-    )
+    assert summary == Summary(11, writer.num_tokens, text_bytes)
     assert text_bytes == 10 * len("café 0".encode()) + 5500
     assert f"{text_bytes / writer.num_tokens:.2f} bytes per token" in str(summary)
 
@@ -86,9 +79,9 @@ def test_what_was_done_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
     good = corpus.files[2].read_text()
     corpus.files[2].write_text(good + "{")
-    with pytest.raises(DataError, match=r"2\.jsonl line 4 must be one JSON object"):
+    with pytest.raises(DataError, match=r"2\.jsonl line 4"):
         prepare(corpus, prefix, 2)
-    assert f"kept in {prefix}.parts" in caplog.text
+    assert f"{prefix}.parts" in caplog.text
     assert not Path(f"{prefix}.bin").exists()
     done = {path: path.stat().st_ino for path in Path(f"{prefix}.parts").glob("*/tokens.bin")}
     assert done
@@ -133,27 +126,22 @@ def test_many_parts_are_not_open_at_once(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
 def test_what_waits_is_not_begun_when_stopped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    stop: type[BaseException],
 ) -> None:
-    @contextmanager
-    def stopping(corpus: FileCorpus) -> Iterator[Callable[[int], None]]:
-        def advance(num_bytes: int) -> None:
-            raise stop
+    def stopping(jobs: list[Future[Path]]) -> Iterator[Future[Path]]:
+        yield next(as_completed(jobs))
+        raise KeyboardInterrupt
 
-        yield advance
-
-    monkeypatch.setattr(prepare_files_module, "show_progress", stopping)
+    monkeypatch.setattr(prepare_files_module, "as_completed", stopping)
     texts = {f"{i}.txt": f"text {i} " * 10_000 for i in range(60)}
     corpus = FileCorpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
-    with pytest.raises(stop):
+    with pytest.raises(KeyboardInterrupt):
         prepare(corpus, tmp_path / "store", 2)
     assert 0 < len([*(tmp_path / "store.parts").glob("*/about.json")]) < 30
-    assert "run again to resume" in caplog.text
+    assert f"{tmp_path}/store.parts" in caplog.text
 
 
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:
@@ -174,11 +162,7 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time_writes_a_store(tmp_path: Path) -> None:
     corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
-    with (
-        FileLock(f"{prefix}.parts.lock"),
-        pytest.raises(DataError, match=r"another process prepares .*store; wait"),
-    ):
+    with FileLock(f"{prefix}.parts/lock"), pytest.raises(DataError, match=str(prefix)):
         prepare(corpus, prefix, 1)
-    assert not Path(f"{prefix}.parts").exists()
     prepare(corpus, prefix, 1)
-    assert not Path(f"{prefix}.parts.lock").exists()
+    assert not Path(f"{prefix}.parts").exists()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import math
 import random
 import tracemalloc
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -28,7 +26,7 @@ from torchtitan.data.synthetic import SyntheticCorpus
 
 def documents(corpus: Corpus) -> list[str]:
     texts, text = [], ""
-    for piece in corpus.pieces(lambda num_bytes: None):
+    for piece in corpus.pieces():
         text += piece.text
         if piece.ends_document:
             texts.append(text)
@@ -67,11 +65,10 @@ def test_each_format_gives_the_same_documents(tmp_path: Path, suffix: str) -> No
     assert documents_of(*files) == TEXTS
     lines = "".join(json.dumps({"id": i, "body": t}) + "\n\n" for i, t in enumerate([*TEXTS, ""]))
     file = tmp_path / f"all.jsonl{suffix}"
-    file.write_bytes(pack(lines.encode()))
-    assert documents_of(file, key="body") == TEXTS
-    # no line end at the end, lines of Windows
-    file.write_bytes(pack(lines.rstrip("\n").replace("\n", "\r\n").encode()))
-    assert documents_of(file, key="body") == TEXTS
+    # also without a line end at the end, and with lines of Windows
+    for written in (lines, lines.rstrip("\n").replace("\n", "\r\n")):
+        file.write_bytes(pack(written.encode()))
+        assert documents_of(file, key="body") == TEXTS
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
@@ -87,7 +84,7 @@ def test_block_borders_change_nothing(
         file = tmp_path / f"a.txt{suffix}"
         file.write_bytes(pack(text.encode()))
         assert documents_of(file, lines) == [text, text, "b"]
-    pieces = list(FileCorpus((tmp_path / "a.txt",), "").pieces(lambda n: None))
+    pieces = list(FileCorpus((tmp_path / "a.txt",), "").pieces())
     assert max(len(piece.text) for piece in pieces) <= block
 
 
@@ -97,64 +94,46 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert documents_of(tmp_path / "a.txt", tmp_path / "a.jsonl") == ["a\ufeff", "b"]
 
 
-@pytest.mark.parametrize("suffix", PACKERS)
-@pytest.mark.parametrize("place", [0, 5, 2_500_001])
-@pytest.mark.parametrize("bad", [b"\xff", b"\xe4\xb8", b"\xed\xa0\x80"])
-def test_text_that_is_no_utf8(tmp_path: Path, suffix: str, place: int, bad: bytes) -> None:
-    data = ("é" * (place // 2) + "x" * (place % 2)).encode() + bad
-    file = tmp_path / f"bad.txt{suffix}"
-    for tail in (b"", b" more"):
-        file.write_bytes(PACKERS[suffix](data + tail))
-        with pytest.raises(DataError, match="must be UTF-8") as caught:
-            documents_of(file)
-        assert str(file) in str(caught.value)
-        assert f"0x{bad[0]:02x} at byte offset {place}" in str(caught.value)
-        assert ("decompressed" in str(caught.value)) == bool(suffix)
-
-
-@pytest.mark.parametrize("suffix", PACKERS)
-def test_json_lines_that_are_no_utf8(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"bad.jsonl{suffix}"
-    good = '{"text": "é"}\r\n\n'.encode()
-    file.write_bytes(PACKERS[suffix](good + b'{"text": "\xe9"}\n' + good))
-    with pytest.raises(DataError, match=f"line 3 .*byte offset {len(good) + 10}"):
-        documents_of(file)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2 must be one JSON object"),
-        ('{"text": "a"} x', "line 2 must be one JSON object"),
-        ("[1]", "line 2 must be one JSON object, got an array"),
-        ("[", "line 2 must be one JSON object"),
-        ("{\n", "line 2 must be one JSON object"),
-        ('"text"', "line 2 must be a JSON object, got text, 'text'"),
-        (
-            '{"body": "a", "id": 1}',
-            "^dataset_text_key: .* line 2 .* got keys 'body', 'id'",
-        ),
-        ("{}", "^dataset_text_key: .* line 2 .* got keys none"),
-        ('{"text": null}', "line 2 must have text under the key 'text', got null"),
-        ('{"text": 5}', "line 2 must have text under the key 'text', got a number, 5"),
-        ('{"text": true}', "line 2 .* got true or false, True"),
-        ('{"text": ["a"]}', "line 2 .* got an array"),
-        ("[" * 100_000, "line 2 must be one JSON object"),
-        ('{"messages": [], "id": 1}', r'got keys .*dataset = "examples"'),
-        ('{"prompt": "a", "completion": "b"}', r'got keys .*dataset = "examples"'),
-        ('{"text": "a", "text": "b"}', "line 2 .* key 'text' more than once"),
-        ('{"text": "a", "more": {"x": 1, "x": 1}}', "line 2 .* key 'x' more than once"),
-        ('{"text": "a", "id": ' + "9" * 5000 + "}", "line 2 .*4300 digits.*has 5000 digits"),
-        ('{"text": "a"}\r{"text": "b"}', r"line 2 must be one JSON object: .*\\n"),
-        (r'{"text": "ab\ud800"}', "line 2 .* character 2 .* surrogate"),
+LINE = '{"text": "é"}\r\n\n'.encode()
+FAULTS: list[tuple[str, bytes, list[str]]] = [
+    ("a.txt", b"\xff", ["0xff"]),
+    ("a.txt", ("é" * 1_250_000 + "x").encode() + b"\xe4\xb8", ["0xe4"]),
+    ("a.txt", b"surrogate \xed\xa0\x80 more", ["0xed", "surrogate"]),
+    ("a.jsonl", LINE + b'{"text": "\xe9"}\n' + LINE, ["line 3", "0xe9"]),
+    ("a.jsonl", b"\n\n", []),
+    ("a.txt", b"", []),
+    *[
+        ("a.jsonl", LINE + line, ["line 3", *values])
+        for line, *values in [
+            (b"{",),
+            (b'{"text": "a"} x',),
+            (b"[1]", "array"),
+            (b"{\n",),
+            (b'"text"', "'text'"),
+            (b'{"body": "a", "id": 1}', "dataset_text_key", "'body', 'id'"),
+            (b"{}", "dataset_text_key", "none"),
+            (b'{"text": null}', "'text'", "null"),
+            (b'{"text": 5}', "5"),
+            (b'{"text": true}', "True"),
+            (b'{"text": ["a"]}', "array"),
+            (b"[" * 100_000,),
+            (b'{"text": "a", "id": ' + b"9" * 5000 + b"}",),
+            (b'{"text": "a"}\r{"text": "b"}',),
+            (rb'{"text": "ab\ud800"}', "character 2"),
+        ]
     ],
-)
-def test_bad_json_lines(tmp_path: Path, line: str, said: str) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text(f'{{"text": "good"}}\n{line}\n')
-    with pytest.raises(DataError, match=said) as caught:
-        documents_of(file)
-    assert str(file) in str(caught.value)
+]
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_faults_of_text_have_their_place(tmp_path: Path, suffix: str) -> None:
+    for name, data, values in FAULTS:
+        file = tmp_path / f"{name}{suffix}"
+        file.write_bytes(PACKERS[suffix](data))
+        with pytest.raises(DataError) as caught:
+            documents_of(file)
+        for value in (str(file), *values):
+            assert value in str(caught.value)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
@@ -164,21 +143,12 @@ def test_damaged_packed_files(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"a.txt{suffix}"
     for data in (packed[:-1], packed[: len(packed) // 3], b"plain text", packed + b"x"):
         file.write_bytes(data)
-        with pytest.raises(DataError, match=f"cannot read {file}"):
+        with pytest.raises(DataError, match=str(file)):
             documents_of(file)
 
 
-@pytest.mark.parametrize(
-    ("name", "data"), [("a.jsonl", b"\n\n"), ("a.txt.gz", gzip.compress(b""))], ids=["jsonl", "gz"]
-)
-def test_files_without_text(tmp_path: Path, name: str, data: bytes) -> None:
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match="holds no text"):
-        documents_of(tmp_path / name)
-
-
 def test_unreadable_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(DataError, match=r"gone\.txt"):
         documents_of(tmp_path / "gone.txt")
 
 
@@ -196,7 +166,7 @@ def test_large_files_stream(tmp_path: Path) -> None:
     file = tmp_path / "large.txt.gz"
     file.write_bytes(gzip.compress(b"0123456789 a line of a large file\n" * 1_000_000))
     tracemalloc.start()
-    size = sum(len(p.text) for p in FileCorpus((file,), "").pieces(lambda n: None))
+    size = sum(len(p.text) for p in FileCorpus((file,), "").pieces())
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert size == 34_000_000
@@ -219,15 +189,14 @@ def test_packed_files_that_grow_as_no_text_does(
     monkeypatch.setattr(readers, "FREE_BYTES", 1 << 22)
     file = tmp_path / name
     pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
-    num = 32 << 20
-    packed = zst_bomb(8000) if "zst" in name else pack[file.suffix.lower()](b"a" * num)
-    file.write_bytes(packed)
+    file.write_bytes(
+        zst_bomb(8000) if "zst" in name else pack[file.suffix.lower()](b"a" * (32 << 20))
+    )
     tracemalloc.start()
-    with pytest.raises(DataError, match=r"over 400 times its size.*") as caught:
+    with pytest.raises(DataError, match=f"{file} .*400"):
         documents_of(file)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert str(file) in str(caught.value)
     assert peak < 150_000_000
 
 
@@ -237,32 +206,12 @@ def test_the_bomb_is_one_that_zstd_reads(tmp_path: Path) -> None:
     assert documents_of(file) == ["a" * (8 * 128 << 10)]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b'{"text": "aaaa', '\'{"text": "aaaa.*; cut it into documents'),
-        (b"  [{", "cut it into documents"),
-    ],
-)
-def test_lines_that_cannot_be_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, said: str
-) -> None:
+def test_a_line_that_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
     file = tmp_path / "a.jsonl"
-    file.write_bytes(b'{"text": "b"}\n' + line + b"a" * (3 << 20))
-    with pytest.raises(DataError, match=f"a line of {file} is longer than 1 MiB.*{said}"):
+    file.write_bytes(b'{"text": "b"}\n{"text": "' + b"a" * (3 << 20))
+    with pytest.raises(DataError, match=f"{file} line 2"):
         documents_of(file)
-
-
-def test_progress_adds_up(tmp_path: Path) -> None:
-    for suffix, pack in PACKERS.items():
-        (tmp_path / f"a.txt{suffix}").write_bytes(pack(b"text\n" * 100_000))
-    corpora = [FileCorpus(tuple(tmp_path.iterdir()), "text"), StdlibCorpus()]
-    for corpus in corpora:
-        read: list[int] = []
-        for _ in corpus.pieces(read.append):
-            pass
-        assert sum(read) == corpus.num_bytes
 
 
 def test_stdlib_is_real_text() -> None:
@@ -285,7 +234,7 @@ def test_stdlib_leaves_out_what_breaks_its_own_encoding(
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert documents(StdlibCorpus()) == ["# coding: latin-1\nx = 'é'\n"]
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "none"))
-    with pytest.raises(DataError, match="holds none; use 'synthetic'"):
+    with pytest.raises(DataError, match=r"^dataset: .*/none"):
         documents(StdlibCorpus())
 
 
@@ -308,22 +257,3 @@ def test_synthetic_text_is_the_same_everywhere() -> None:
     # pinned: it must be the same on every machine, Python version and release of ours
     digest = hashlib.sha256("".join(texts).encode()).hexdigest()
     assert digest == "25fecdaa2d056294f7359064220eb495bec58d1508e137dee9a39b28b57a2386"
-
-
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
-def test_zeros_after_a_stream_are_padding_in_gzip_and_damage_elsewhere(
-    suffix: str, pack: Callable[[bytes], bytes]
-) -> None:
-    text = b"text\n" * 99
-
-    def read(content: bytes) -> bytes:
-        return b"".join(readers.DECOMPRESSORS[suffix](io.BytesIO(content)))
-
-    padded = pack(text) + b"\0" * 2048
-    if suffix == ".gz":
-        assert read(padded) == text
-    else:
-        with pytest.raises(OSError, match="Invalid data stream"):
-            read(padded)
-    with pytest.raises((OSError, zlib.error)):
-        read(b"\0" * 16 + pack(text))

@@ -72,7 +72,7 @@ def test_reads_what_others_write(tmp_path: Path, code: int, modes: bool) -> None
     assert (store.num_tokens, store.num_documents) == (8, 3)
 
 
-@pytest.mark.parametrize(("vocab_size", "code"), [(2**16, 8), (2**16 + 1, 4)])
+@pytest.mark.parametrize(("vocab_size", "code"), [(2**16, 8), (2**16 + 1, 4), (2**31 + 1, 5)])
 def test_others_read_what_is_written(tmp_path: Path, vocab_size: int, code: int) -> None:
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, vocab_size, n).tolist() for n in (5, 0, 1, 3000)]
@@ -80,8 +80,8 @@ def test_others_read_what_is_written(tmp_path: Path, vocab_size: int, code: int)
     with open_writer(tmp_path / "new" / "ours", vocab_size=vocab_size) as writer:
         for document in documents:
             half = len(document) // 2
-            writer.add(np.array(document[:half], np.uint32), ends_document=False)
-            writer.add(np.array(document[half:], np.uint32), ends_document=True)
+            writer.add(np.array(document[:half], np.int64), ends_document=False)
+            writer.add(np.array(document[half:], np.int64), ends_document=True)
     assert read_by_hand(tmp_path / "new" / "ours") == (code, [[d] for d in documents])
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["ours.bin", "ours.idx"]
 
@@ -133,52 +133,44 @@ def put(offset: int, data: bytes):  # type: ignore[no-untyped-def]
     return damage
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda folder: (folder / "s.bin").unlink(), "s.bin"),
-        (lambda folder: (folder / "s.idx").unlink(), "s.idx"),
-        (
-            lambda folder: (folder / "s.idx").unlink(),
-            r"must have both \.bin and \.idx, .*s\.idx: .*; write",
-        ),
-        (put(0, b"version https://git-lfs.github.com"), "s.idx is a pointer of Git LFS"),
-        (cut("s.idx", 0), "cut short"),
-        (cut("s.idx", 33), "cut short"),
-        (cut("s.idx", 100), "must be .* bytes"),
-        (cut("s.bin", 14), "must be 16 bytes by its index, got 14"),
-        (cut("s.bin", 0), "holds no tokens"),
-        (put(0, b"MMIDIDY"), "Megatron's format"),
-        (put(9, b"\x02"), "version 1"),
-        (put(17, b"\x07"), "type 7"),
-        (put(17, b"\x05"), "sequence 1, .* starts at byte 6, the previous one ends at 24"),
-        (put(18, b"\xff" * 8), "must be .* bytes"),
-        (put(34 + 12 * 4 + 8 * 3, b"\x09"), "documents do not cover"),
-        # lengths 3, 1, 2, 2; sequences 2 and 3 are of document 2
-        (put(34, struct.pack("<i", -3)), "sequence 0, of document 0 .* has -3 tokens; write"),
-        (put(34 + 4 * 2, struct.pack("<2i", 5, -1)), "sequence 3, of document 2 .* has -1 tokens"),
-        (put(34 + 4 * 4, b"\x02"), "sequence 0, .* starts at byte 2, the previous one ends at 0"),
-        (put(34 + 4 * 4 + 8, b"\x04"), "sequence 1, of document 1 .* byte 4, .* ends at 6; write"),
-        (put(34 + 4 * 4 + 24, b"\x0e"), "sequence 3, of document 2 .* byte 14, .* ends at 12"),
-        (put(34 + 4 * 4, struct.pack("<2q", 2, 0)), "sequence 0, .* starts at byte 2"),
-        (
-            put(34 + 12 * 4 + 8, struct.pack("<2q", 2, 1)),
-            "document 1 .* sequences 2 to 1 of 4",
-        ),
-        (put(34 + 12 * 4 + 8, struct.pack("<q", -1)), "document 0 .* sequences 0 to -1 of 4"),
-        (put(34 + 12 * 4 + 8, struct.pack("<q", 5)), "document 1 .* sequences 5 to 2 of 4"),
-    ],
-)
+LENGTHS, STARTS, BOUNDARIES = 34, 34 + 4 * 4, 34 + 12 * 4
+DAMAGE = [
+    (lambda folder: (folder / "s.bin").unlink(), "s.bin"),
+    (lambda folder: (folder / "s.idx").unlink(), "s.idx"),
+    (put(0, b"version https://git-lfs.github.com"), "s.idx .*git lfs pull"),
+    (cut("s.idx", 0), "s.idx"),
+    (cut("s.idx", 33), "s.idx"),
+    (cut("s.idx", 100), "s.idx .*100"),
+    (cut("s.bin", 14), "s.bin .*16 bytes.*14"),
+    (cut("s.bin", 0), "s "),
+    (put(0, b"MMIDIDY"), "s.idx"),
+    (put(9, b"\x02"), "s.idx"),
+    (put(17, b"\x07"), "s.idx .*7"),
+    (put(17, b"\x05"), "s.idx"),
+    (put(18, b"\xff" * 8), "s.idx"),
+    (put(BOUNDARIES + 8 * 3, b"\x09"), "s.idx"),
+    # lengths 3, 1, 2, 2; sequences 2 and 3 are of document 2
+    (put(LENGTHS, struct.pack("<i", -3)), "s.idx"),
+    (put(LENGTHS + 4 * 2, struct.pack("<2i", 5, -1)), "s.idx"),
+    (put(STARTS, b"\x02"), "s.idx"),
+    (put(STARTS + 8, b"\x04"), "s.idx"),
+    (put(STARTS + 24, b"\x0e"), "s.idx"),
+    (put(STARTS, struct.pack("<2q", 2, 0)), "s.idx"),
+    (put(BOUNDARIES + 8, struct.pack("<2q", 2, 1)), "s.idx"),
+    (put(BOUNDARIES + 8, struct.pack("<q", -1)), "s.idx"),
+    (put(BOUNDARIES + 8, struct.pack("<q", 5)), "s.idx"),
+]
+
+
 @pytest.mark.parametrize("chunk", [1, 2, store_module.CHUNK])
-def test_damage_is_named(  # type: ignore[no-untyped-def]
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage, said: str, chunk: int
-) -> None:
+def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(store_module, "CHUNK", chunk)
-    write_by_hand(tmp_path / "s", DOCUMENTS, code=8)
-    TokenStore(tmp_path / "s")
-    damage(tmp_path)
-    with pytest.raises(DataError, match=said):
+    for damage, named in DAMAGE:
+        write_by_hand(tmp_path / "s", DOCUMENTS, code=8)
         TokenStore(tmp_path / "s")
+        damage(tmp_path)
+        with pytest.raises(DataError, match=named):
+            TokenStore(tmp_path / "s")
 
 
 def test_content_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,5 +202,5 @@ def test_a_worker_does_not_look_through_the_index_again(
 ) -> None:
     write_by_hand(tmp_path / "s", DOCUMENTS, code=8)
     message = pickle.dumps(TokenStore(tmp_path / "s"))
-    monkeypatch.delattr(TokenStore, "_check_sequences")
+    monkeypatch.delattr(TokenStore, "_check_index")
     assert pickle.loads(message).num_documents == 3

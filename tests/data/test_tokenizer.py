@@ -6,6 +6,7 @@ import base64
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,28 +37,19 @@ BUILT_INS = ["byte", "bpe_2048"]
 
 
 @pytest.mark.parametrize("name", BUILT_INS)
-@pytest.mark.parametrize("text", SAMPLES)
-def test_round_trip(name: str, text: str) -> None:
+def test_round_trip(name: str) -> None:
     tokenizer = build_tokenizer(name)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert all(0 <= i < tokenizer.vocab_size for i in ids)
-    assert [i.tolist() for i in tokenizer.encode_batch([text, text])] == [ids, ids]
-
-
-@pytest.mark.parametrize("name", BUILT_INS)
-def test_special_tokens_in_text_are_plain_text(name: str) -> None:
-    tokenizer = build_tokenizer(name)
+    for text in SAMPLES:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+        assert [i.tolist() for i in tokenizer.encode_batch([text, text])] == [ids, ids]
     assert tokenizer.decode([tokenizer.eos_id]) == "<|end_of_text|>"
+    # special tokens in text are plain text
     assert max(tokenizer.encode(SAMPLES[4])) < tokenizer.vocab_size - 2
-
-
-@pytest.mark.parametrize("name", BUILT_INS)
-def test_decode_never_raises(name: str) -> None:
-    tokenizer = build_tokenizer(name)
     cut = tokenizer.encode("\U0001f600")[:2]
     for ids in (cut, [tokenizer.vocab_size], [-1, 10**9], list(range(256))):
-        tokenizer.decode(ids)
+        tokenizer.decode(ids)  # never raises
     assert "�" in tokenizer.decode(cut)
 
 
@@ -104,46 +96,33 @@ def test_llama3_special_tokens(tmp_path: Path) -> None:
     assert {i: tokenizer.decode([i]) for i in known} == known
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda data: data[: len(data) // 2], "line"),
-        (lambda data: b"\n".join(data.splitlines()[:100]), "256 single bytes"),
-        (lambda data: data.replace(b"\n", b" 7\n", 1), "line 1"),
-        (lambda data: b"{}\n", "line 1"),
-        (lambda data: data.splitlines()[0] + b"\n" + data, "line 2"),
-        (lambda data: b"", "256 single bytes"),
-        (lambda data: b"\n\x0e\n\x05<unk>", "of a SentencePiece model use its tokenizer.json"),
-        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    ],
-)
-def test_damaged_tiktoken_file(tmp_path: Path, damage, said: str) -> None:  # type: ignore[no-untyped-def]
+DAMAGE = [
+    (lambda data: data[: len(data) // 2], "line"),
+    (lambda data: b"\n".join(data.splitlines()[:100]), "256"),
+    (lambda data: data.replace(b"\n", b" 7\n", 1), "line 1"),
+    (lambda data: b"{}\n", "line 1"),
+    (lambda data: data.splitlines()[0] + b"\n" + data, "line 2"),
+    (lambda data: b"", "256"),
+    (lambda data: b"\n\x0e\n\x05<unk>", "tokenizer.json"),
+    (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+]
+
+
+def test_damaged_tiktoken_file(tmp_path: Path) -> None:
     file = tmp_path / "damaged.model"
-    file.write_bytes(damage(BUILT_IN["bpe_2048"].read_bytes()))
-    with pytest.raises(DataError, match=said) as caught:
-        build_tokenizer(str(file))
-    assert str(file) in str(caught.value)
+    for damage, value in DAMAGE:
+        file.write_bytes(damage(BUILT_IN["bpe_2048"].read_bytes()))
+        with pytest.raises(DataError, match=value) as caught:
+            build_tokenizer(str(file))
+        assert str(file) in str(caught.value)
 
 
-def test_missing_file_names_the_built_ins() -> None:
-    for path in ("no/such/file", "meta-llama/Llama-3.1-8B"):
-        with pytest.raises(DataError, match=r"byte, bpe_2048; .* does not exist"):
-            build_tokenizer(path)
-
-
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+def test_paths_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(BUILT_IN["bpe_2048"].read_bytes())
-    with pytest.raises(DataError, match=r"no tokenizer\.json; .* a tiktoken file"):
-        build_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [("x" * 5000, "cannot look for .*: File name too long"), ("~nobody-such/t", "home directory")],
-)
-def test_paths_that_cannot_be(path: str, said: str) -> None:
-    with pytest.raises(DataError, match=rf"^\[model\] tokenizer_path: .*{said}"):
-        build_tokenizer(path)
+    others = ("no/such/file", "meta-llama/Llama-3.1-8B", "x" * 5000, "~nobody-such/t")
+    for path in (str(tmp_path), *others):  # a folder without tokenizer.json
+        with pytest.raises(DataError, match=r"^\[model\] tokenizer_path: "):
+            build_tokenizer(path)
 
 
 def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
@@ -194,16 +173,16 @@ def test_split_text_keeps_all_and_cuts_between_words() -> None:
         pre_tokenizers.ByteLevel(add_prefix_space=False),  # GPT-2's
     ],
 )
-@pytest.mark.parametrize("limit", range(60, 90))
-def test_indented_text_is_cut_between_words(pattern: Any, limit: int) -> None:
+def test_indented_text_is_cut_between_words(pattern: Any) -> None:
     rows = [{"id": i, "a list": [i, "two  words"], "none": {}} for i in range(9)]
     text = json.dumps(rows, indent=5) + "\n  \n"
 
     def words(text: str) -> list[str]:
         return [word for word, _ in pattern.pre_tokenize_str(text)]
 
-    pieces = [word for piece in split_text(text, limit=limit) for word in words(piece)]
-    assert pieces == words(text)
+    for limit in range(60, 90):
+        pieces = [word for piece in split_text(text, limit=limit) for word in words(piece)]
+        assert pieces == words(text)
 
 
 @pytest.fixture
@@ -278,31 +257,23 @@ def test_a_document_too_long_to_be_encoded_whole_is_encoded_in_parts(
     hf_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(readers, "PIECE_CHARS", 100)
     monkeypatch.setattr(prepare, "LONGEST_CHARS", 250)
-    with_change = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
-    with_change.normalizer = normalizers.Prepend("_")
-    with_change.save(str(hf_folder / "tokenizer.json"))
+    edited(normalizer={"type": "Prepend", "prepend": "_"})(hf_folder)
     tokenizer = build_tokenizer(str(hf_folder))
     (tmp_path / "long.txt").write_text("one two\n" * 100)
     corpus = FileCorpus((tmp_path / "long.txt",), "text")
     store = cached_store(corpus, tokenizer=tokenizer, cache=str(tmp_path / "cache"))
     assert 1 < tokenizer.decode(store.tokens.tolist()).count("_") <= 4
-    assert sum("250 characters" in line for line in caplog.messages) == 1
 
 
 def test_hugging_face_words_without_a_token_for_unknown_ones(hf_folder: Path) -> None:
-    file = hf_folder / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["model"] = {"type": "WordLevel", "vocab": {"</s>": 0, "e4": 1}, "unk_token": "?"}
-    content["added_tokens"] = []
-    content["pre_tokenizer"] = {"type": "Whitespace"}
-    file.write_text(json.dumps(content))
+    model = {"type": "WordLevel", "vocab": {"</s>": 0, "e4": 1}, "unk_token": "?"}
+    edited(model=model, added_tokens=[], pre_tokenizer={"type": "Whitespace"})(hf_folder)
     tokenizer = build_tokenizer(str(hf_folder))
     assert tokenizer.encode("e4 e4") == [1, 1]
-    with pytest.raises(DataError, match="fails on a text"):
+    with pytest.raises(DataError, match=str(hf_folder)):
         tokenizer.encode("e5")
 
 
@@ -315,9 +286,7 @@ def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> N
     assert tokenizer.fingerprint != by_name.fingerprint
 
 
-def test_hugging_face_tokens_stated_beside_the_tokenizer(
-    hf_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hugging_face_tokens_stated_beside_the_tokenizer(hf_folder: Path) -> None:
     stated = {"259": {"content": "<|end|>", "special": True}, "257": {"content": "<stop>"}}
     config = {"eos_token": "<|end|>", "added_tokens_decoder": stated}
     (hf_folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -329,62 +298,41 @@ def test_hugging_face_tokens_stated_beside_the_tokenizer(
     (hf_folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = build_tokenizer(str(hf_folder))
     assert tokenizer.eos_id == 259
-    assert "300" in caplog.text
     public = PreTrainedTokenizerFast.from_pretrained(str(hf_folder))
     text = "a<|end|> b<|end|>c"
     [encoded] = tokenizer.encode_special([text])
     assert encoded.ids == public(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("config", ["[" * 100_000, "{", "\\xff"])
-def test_hugging_face_config_that_is_no_json(hf_folder: Path, config: str) -> None:
-    (hf_folder / "tokenizer_config.json").write_bytes(config.encode("latin-1"))
-    with pytest.raises(DataError, match=r"tokenizer_config\.json must be JSON"):
-        build_tokenizer(str(hf_folder))
+def edited(**change: object) -> Callable[[Path], object]:
+    """Return what changes keys of a tokenizer.json."""
+
+    def edit(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+    return edit
 
 
-def test_hugging_face_ids_that_no_store_holds(hf_folder: Path) -> None:
-    file = hf_folder / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["model"] = {"type": "WordLevel", "vocab": {"</s>": 2**32 - 1, "a": 0}, "unk_token": "a"}
-    content["added_tokens"] = []
-    file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"below 1073741824, .* has 4294967295"):
-        build_tokenizer(str(file))
+def written(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-def test_hugging_face_without_end_token(hf_folder: Path) -> None:
-    file = hf_folder / "tokenizer.json"
-    file.write_text(file.read_text().replace("</s>", "<no end>"))
-    with pytest.raises(DataError, match=r"which token of .* ends a document"):
-        build_tokenizer(str(hf_folder))
+# numbers that point nowhere: the library panics, which is no Exception
+CHARSMAP = base64.b64encode(b"\xff\xff\xff\x7f" * 4).decode()
+BROKEN = [
+    *(written("tokenizer.json", content) for content in (b"", b"{}", b"\xff\xfe", b"[1]")),
+    *(written("tokenizer_config.json", content) for content in (b"[" * 100_000, b"{", b"\xff")),
+    edited(added_tokens=[]),  # no end token
+    edited(normalizer={"type": "Precompiled", "precompiled_charsmap": CHARSMAP}),
+]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[1]"])
-def test_hugging_face_damaged(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "tokenizer.json"
-    file.write_bytes(content)
-    with pytest.raises(DataError, match=r"tokenizer\.json"):
-        build_tokenizer(str(tmp_path))
-
-
-def test_hugging_face_whose_library_panics(hf_folder: Path) -> None:
-    """A charsmap of one number that points nowhere: the library panics, which is no Exception."""
-    file = hf_folder / "tokenizer.json"
-    content = json.loads(file.read_text())
-    charsmap = base64.b64encode(b"\xff\xff\xff\x7f" * 4).decode()
-    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
-    file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"tokenizer\.json"):
-        build_tokenizer(str(file)).encode("a")
-
-
-@pytest.mark.parametrize("name", ["a.tiktoken", "tokenizer.json"])
-def test_a_file_that_is_too_large(tmp_path: Path, name: str) -> None:
-    with (tmp_path / name).open("wb") as file:
-        file.truncate((1 << 28) + 1)
-    with pytest.raises(DataError, match=f"at most 256 MiB.*{name}"):
-        build_tokenizer(str(tmp_path / name))
+@pytest.mark.parametrize("damage", BROKEN)
+def test_hugging_face_damaged(hf_folder: Path, damage: Callable[[Path], object]) -> None:
+    damage(hf_folder)
+    with pytest.raises(DataError, match=str(hf_folder / "tokenizer")):
+        build_tokenizer(str(hf_folder)).encode("a")
 
 
 def test_hugging_face_without_the_library(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,6 @@ def faulty() -> Iterator[type[stores.FaultyStore]]:
         for name, text in TEXTS.items():
             store().pipe_file(f"/bucket/{name}", text.encode())
         yield store
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "PAUSE_SECONDS", 0)
 
 
 def find(cache: Path) -> Callable[[str], dict[str, str]]:
@@ -88,7 +82,7 @@ def test_a_copy_that_broke_off_goes_on(faulty: Any, tmp_path: Path) -> None:
 
     faulty.before = staticmethod(fail_once)
     url, named = "faulty://bucket/corpus/*.txt", find(tmp_path)
-    with pytest.raises(DataError, match=r"could not copy from .*: the wire is cut"):
+    with pytest.raises(DataError, match="the wire is cut"):
         named(url)
     read: list[str] = []
     faulty.before = staticmethod(lambda kind, path: read.append(path) if kind == "read" else None)
@@ -98,28 +92,25 @@ def test_a_copy_that_broke_off_goes_on(faulty: Any, tmp_path: Path) -> None:
 
 def test_a_copy_of_another_size_is_refused(faulty: Any, tmp_path: Path) -> None:
     faulty.answer = staticmethod(lambda path, content: content * 2)
-    with pytest.raises(DataError, match=r"2 of 1 bytes of \S*a.txt"):
+    with pytest.raises(DataError, match=r"2 of 1 .*a\.txt"):
         find(tmp_path)("faulty://bucket/corpus/a.txt")
-    assert not [*tmp_path.rglob("*a.txt*")]
+    assert not [*tmp_path.rglob("a.txt")]
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    "url",
     [
-        ("faulty://bucket/nothing/*.txt", "no object matches"),
-        ("faulty://bucket/corpus", "to name a folder, write a glob"),
-        ("faulty://key:secret@bucket/a.txt", "must not hold credentials"),
-        ("faulty://bucket/corpus/*.md", None),
-        ("nowhere://bucket/a.txt", "must be a path, or a URL .* got .nowhere://bucket/a.txt"),
+        "faulty://bucket/nothing/*.txt",
+        "faulty://bucket/corpus",
+        "faulty://key:secret@bucket/a.txt",
+        "nowhere://bucket/a.txt",
+        "https://host/a.txt?X-Amz-Signature=secret",
     ],
 )
-def test_refusals(url: str, said: str | None, faulty: Any, tmp_path: Path) -> None:
-    if said is None:
-        assert find(tmp_path)(url) == {"d.md": "d"}
-        return
-    with pytest.raises(DataError, match=said) as error:
+def test_refusals(url: str, faulty: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^dataset_path: ") as error:
         find(tmp_path)(url)
-    assert not re.search("secret", str(error.value))
+    assert "secret" not in str(error.value)
 
 
 def test_a_store_that_does_not_answer_is_not_empty(faulty: Any, tmp_path: Path) -> None:
@@ -132,42 +123,15 @@ def test_a_store_that_does_not_answer_is_not_empty(faulty: Any, tmp_path: Path) 
         find(tmp_path)("faulty://bucket/corpus/a.txt")
 
 
-def test_what_fails_once_is_tried_again(faulty: Any, tmp_path: Path) -> None:
-    failures = iter([True, True])
-
-    def fail_twice(kind: str, path: str) -> None:
-        if kind == "read" and next(failures, False):
-            raise OSError("503 Slow Down")
-
-    faulty.before = staticmethod(fail_twice)
-    assert find(tmp_path)("faulty://bucket/corpus/a.txt") == {"a.txt": "a"}
-
-
-def test_an_object_that_changes_meanwhile_is_refused(faulty: Any, tmp_path: Path) -> None:
-    def swap(path: str, content: bytes) -> bytes:
-        faulty().pipe_file(path, b"z")
-        return b"z"
-
-    faulty.answer = staticmethod(swap)
-    with pytest.raises(DataError, match="it changed meanwhile"):
-        find(tmp_path)("faulty://bucket/corpus/a.txt")
-    assert not [*tmp_path.rglob("*a.txt*")]
-
-
 @pytest.mark.parametrize("mark", ["ETag", "etag", "last_modified", "LastModified", "md5Hash"])
 def test_every_spelling_of_a_version_counts(mark: str) -> None:
     one, other = ({"bucket/a": {"size": 1, mark: value}} for value in ("x", "y"))
     assert fetch._fingerprint("s3://b/a", one) != fetch._fingerprint("s3://b/a", other)
 
 
-def test_a_store_without_versions_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    fetch._fingerprint("s3://bucket/a", {"bucket/a": {"size": 1}})
-    assert "no version of bucket/a" in caplog.text
-
-
 def test_no_copy_leaves_its_folder(faulty: Any, tmp_path: Path) -> None:
     found = {"bucket/x/../../a.txt": {"size": 1}, "bucket/b.txt": {"size": 1}}
-    with pytest.raises(ValueError, match=r"without \.\. and //"):
+    with pytest.raises(ValueError, match=r"\.\."):
         fetch._copy(faulty(), found, root="bucket", folder=tmp_path / "in", url="")
 
 
@@ -187,9 +151,6 @@ def test_no_secret_is_shown(faulty: Any, tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DataError) as error:
         find(tmp_path)("faulty://bucket/corpus/a.txt")
     assert stores.SECRET not in str(error.value)
-    assert "0123" not in str(error.value)
-    with pytest.raises(DataError, match="must not hold credentials") as error:
-        find(tmp_path)("https://host/a.txt?X-Amz-Signature=0123")
     assert "0123" not in str(error.value)
 
 

@@ -53,7 +53,7 @@ def test_the_first_batches(tmp_path: Path) -> None:
 
 def test_generated_text_is_held_out() -> None:
     def sentences(*, held_out: bool) -> list[str]:
-        pieces = SyntheticCorpus(held_out=held_out).pieces(lambda num_bytes: None)
+        pieces = SyntheticCorpus(held_out=held_out).pieces()
         return [s for piece in pieces for s in piece.text.strip().lower().split(". ")]
 
     known, others = set(sentences(held_out=False)), sentences(held_out=True)

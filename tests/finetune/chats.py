@@ -7,6 +7,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from torchtitan.data.readers import read_rows
+from torchtitan.finetune.examples import Example, parse_example
+
 SPECIAL = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|start_header|>", "<|eot|>"]
 
 CHATML = """\
@@ -134,3 +137,7 @@ def write_lines(file: Path, values: list[object]) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(value) + "\n" for value in values))
     return str(file)
+
+
+def read_examples(file: Path) -> list[Example]:
+    return [parse_example(row.value, where=row.where) for row in read_rows(file)]

@@ -230,26 +230,18 @@ def test_an_answer_that_changes_later_is_refused() -> None:
         "{{ m.content if loop.last or m.role == 'user' else m.content[:3] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    with pytest.raises(
-        DataError, match=r"f line 1: cannot find the answer of message 2 .* differently once"
-    ):
-        divided(template_of(drops), CHAT, "f line 1")
     prompts = CHATML.replace("assistant\\n' }}", "assistant\\n<think>' }}")
-    with pytest.raises(
-        DataError,
-        match=r"prompt has '<think>', .* put {% generation %} and {% endgen",
-    ):
-        divided(template_of(prompts), CHAT, "f line 1")
+    for source in (drops, prompts):
+        with pytest.raises(
+            DataError, match=r"f line 1: .* message 2.* x\.jinja .*{% generation %}"
+        ):
+            divided(template_of(source), CHAT, "f line 1")
     # one answer, the last: nothing changes after it
     assert len(divided(template_of(drops), CHAT[:2], "f line 1").spans) == 1
 
 
 def test_a_template_that_fails_on_the_messages_before_an_answer() -> None:
-    with pytest.raises(
-        DataError,
-        match=r"f line 1: the chat template x.jinja fails on the first 0 messages only: list "
-        r"object has no element 0; .* put {% generation %}",
-    ):
+    with pytest.raises(DataError, match=r"f line 1: .* x\.jinja .* 0 messages.* no element 0"):
         divided(template_of(CHATML), CHAT[1:], "f line 1")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 from typing import Literal
 
@@ -11,10 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tests.finetune.chats import CHAT, CHATML, write_lines, write_tokenizer
+from tests.finetune.chats import CHAT, CHATML, read_examples, write_lines, write_tokenizer
 from torchtitan.base.errors import DataError
 from torchtitan.data.text import encode_with_special
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
+from torchtitan.finetune import sources
 from torchtitan.finetune.chat import Conversation, find_template
 from torchtitan.finetune.encoder import (
     Encoder,
@@ -22,8 +22,8 @@ from torchtitan.finetune.encoder import (
     is_answered,
     overlaps_spans,
 )
-from torchtitan.finetune.examples import Completion, Example, check_has_rows, read_examples
-from torchtitan.finetune.sources import FileExamples
+from torchtitan.finetune.examples import Completion, Example
+from torchtitan.finetune.sources import FileExamples, label_all
 
 BYTE = ByteTokenizer()
 
@@ -55,10 +55,10 @@ def test_lines_become_examples(tmp_path: Path) -> None:
         Completion("a", " b", f"{file} line 3"),
         Conversation(CHAT, tools, f"{file} line 5"),
     ]
-    assert list(read_examples(file)) == expected
+    assert read_examples(file) == expected
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(file.read_bytes()))
-    assert len(list(read_examples(packed))) == 3
+    assert len(read_examples(packed)) == 3
 
 
 def test_a_completion_is_learnt_with_its_end() -> None:
@@ -121,73 +121,6 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
     assert tokenizer.decode(plain) == text
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("{", "must be one JSON object"),
-        ("[", "must be one JSON object"),
-        ("[1]", "must be .*, got an array"),
-        (
-            "5",
-            r"must be one of {\"messages\".*, {\"prompt\".*, {\"instr.*, got a number, 5",
-        ),
-        ("{}", r"must be .*, got no keys"),
-        ('{"text": "a"}', r"must be .*, got keys 'text'; .*dataset = \"files\""),
-        ('{"prompt": "a", "completion": "b", "completion": "c"}', r"must be .* 'completion' more"),
-        ('{"messages": [], "prompt": "a"}', r"messages must be a list of objects, got \[\]"),
-        ('{"messages": []}', r"messages must be a list of objects, got \[\]"),
-        ('{"messages": ["a"]}', r"messages must be a list of objects, got \['a'\]"),
-        ('{"messages": {}}', r"messages must be a list of objects, got {}"),
-        ('{"prompt": "a"}', r"must have text under 'completion', got keys 'prompt'"),
-        ('{"completion": "a"}', r"must have text under 'prompt', got keys 'completion'"),
-        ('{"prompt": 3, "completion": "a"}', r"must have text under 'prompt', got 3"),
-        ('{"prompt": "a", "completion": null}', r"must have text under 'completion', got None"),
-        ('{"prompt": "\\ud800", "completion": "a"}', r"must hold complete characters, character 0"),
-        (
-            json.dumps({"messages": CHAT, "tools": "f"}),
-            r"tools must be a list of objects, got 'f'",
-        ),
-    ],
-)
-def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(f'{{"prompt": "a", "completion": "b"}}\n{line}\n')
-    with pytest.raises(DataError, match=rf"a.jsonl line 2:? {complaint}"):
-        list(read_examples(file))
-
-
-@pytest.mark.parametrize(
-    ("message", "complaint"),
-    [
-        (say("bot", "a"), r"message 2 must have a role of system, .*, tool, got 'bot'"),
-        ({"content": "a"}, r"message 2 must have a role of .*, got none"),
-        ({"role": ["user"], "content": "a"}, r"message 2 must have a role of .*, got \['user'\]"),
-        ({"role": "assistant"}, r"message 2 must have text as content, got none"),
-        *[
-            (
-                {**say("assistant", "a"), "weight": weight},
-                r"message 2 must have weight 0 .* or 1, got",
-            )
-            for weight in (2, 0.5, -1, True, "0", [])
-        ],
-        (
-            say("assistant", [{"type": "text"}]),
-            r"message 2 must have text as content, got \[{'type'",
-        ),
-    ],
-)
-def test_wrong_messages(tmp_path: Path, message: object, complaint: str) -> None:
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": [say("user", "a"), message]}])
-    with pytest.raises(DataError, match=rf"a.jsonl line 1: {complaint}"):
-        list(read_examples(Path(file)))
-
-
-def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
-    call = {"role": "assistant", "tool_calls": [{"function": {}}]}
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": [say("user", "a"), call]}])
-    assert len(list(read_examples(Path(file)))) == 1
-
-
 @pytest.mark.parametrize("name", ["<|end_of_text|>", "<|begin_of_text|>"])
 def test_examples_that_spell_special_tokens(name: str) -> None:
     injected = [say("user", f"a{name}assistant"), say("assistant", "b")]
@@ -212,7 +145,6 @@ def test_marks_of_answers_are_no_special_tokens(setting: Literal["refuse", "enco
         with pytest.raises(DataError, match=r"here: .*U\+FDD0") as raised:
             strict.encode([example])
         assert not isinstance(raised.value, WrittenSpecialTokenError)
-        assert strict.written_token(example) is None
     assert len(strict.encode([Completion("a\ufdd0", "b", "here")])) == 1  # no template reads it
 
 
@@ -269,31 +201,45 @@ def test_who_puts_a_token_before_a_text(tmp_path: Path) -> None:
     assert list(begins.begin_ids) == [begins.special_tokens["<|begin|>"]]
 
 
-def test_the_first_mistake_of_each_file_is_told(tmp_path: Path) -> None:
-    good = {"prompt": "a", "completion": "b"}
-    rows = [[good], [good, {"messages": []}], [good, {}], [good]]
+def mistakes_of(*files: Path) -> list[str]:
+    source = FileExamples(files)
+    with pytest.raises(DataError) as raised:
+        list(label_all(source, encoder()))
+    return str(raised.value).splitlines()
+
+
+def test_mistakes_of_all_files_and_rows_are_told_at_once(tmp_path: Path) -> None:
+    good: dict[str, object] = {"prompt": "a", "completion": "b"}
+    cannot_render = {"messages": [say("user", "a"), {"role": "assistant", "tool_calls": [{}]}]}
+    special = {"prompt": "<|end_of_text|>", "completion": "b"}
+    rows = [[good], [good, {"messages": []}, special, good], [cannot_render, good, {}], [good]]
     files = [Path(write_lines(tmp_path / f"{i}.jsonl", [*row])) for i, row in enumerate(rows)]
-    with pytest.raises(DataError) as error:
-        list(FileExamples(files).examples())
-    lines = str(error.value).splitlines()
-    for file, line in zip(files[1:3], lines, strict=True):
-        assert line.startswith(f"{file} line 2")
-    others = [tmp_path / "a.txt", files[0], tmp_path / "b.txt"]
-    with pytest.raises(DataError) as error:
-        list(FileExamples(others).examples())
-    for file, line in zip(others[::2], str(error.value).splitlines(), strict=True):
-        assert str(file) in line
+    files[3].write_text("{}x\n")
+    missing, text = tmp_path / "none.jsonl", tmp_path / "a.txt"
+    lines = mistakes_of(*files, missing, text)
+    places = [f"{files[1]} line 2", f"{files[1]} line 3", f"{files[2]} line 1"]
+    places += [f"{files[2]} line 3", f"{files[3]} line 1"]
+    for place in (*places, str(missing), str(text)):
+        assert sum(place in line for line in lines) == 1, (place, lines)
+    assert len(lines) == 8  # and the setting
+    assert "special_tokens_in_examples" in lines[-1]
 
 
-def test_files_of_another_kind(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"examples must be in one of .*jsonl.*, got .*a.txt"):
-        check_has_rows(tmp_path / "a.txt")
-    with pytest.raises(DataError, match=r"cannot read .*none.jsonl"):
-        list(read_examples(tmp_path / "none.jsonl"))
+def test_ten_mistakes_are_shown(tmp_path: Path) -> None:
+    file = Path(write_lines(tmp_path / "a.jsonl", [{"messages": [say("bot", "a")]}] * 13))
+    *shown, more = mistakes_of(file)
+    assert all(line.startswith(f"{file} line {i}:") for i, line in enumerate(shown, start=1))
+    assert (len(shown), "3 more" in more) == (10, True)
+
+
+def test_the_check_after_a_mistake_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_CHECKED", 64)
+    values: list[object] = [{}, *[{"prompt": "a", "completion": "b"}] * 150, {}]
+    file = Path(write_lines(tmp_path / "a.jsonl", values))
+    assert len(mistakes_of(file)) == 1
 
 
 def test_messages_without_a_template() -> None:
-    with pytest.raises(
-        DataError, match=r"here has messages, and the tokenizer has no chat template"
-    ):
+    with pytest.raises(DataError) as raised:
         Encoder(BYTE, None).encode([Conversation(CHAT, None, "here")])
+    assert raised.value.key == "chat_template"

@@ -324,21 +324,18 @@ def test_chats_by_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert dataset[0]["tokens"][-1] == tokenizer.special_tokens["<|end|>"]
 
 
-def test_written_special_tokens_are_counted(tmp_path: Path) -> None:
+def test_written_special_tokens_need_a_setting(tmp_path: Path) -> None:
     end = "<|end_of_text|>"
     values = [
-        {"prompt": "a", "completion": "b"},
         {"prompt": f"a{end}", "completion": "b"},
-        {"messages": CHAT},
         {"messages": [CHAT[0], {"role": "assistant", "content": f"a{end}b"}]},
     ]
     path = write_lines(tmp_path / "a.jsonl", values)
-    named = r"special_tokens_in_examples: .*\"encode\".* 2 examples .*a\.jsonl line 2 .*'<\|end_of"
-    with pytest.raises(DataError, match=named):
+    with pytest.raises(DataError) as raised:
         examples_of(tmp_path, dataset_path=[path])
+    assert all(f"{path} line {i}:" in str(raised.value) for i in (1, 2))
     meant = {"special_tokens_in_examples": "encode", "seq_len": 400, "num_epochs": 1}
-    dataset = examples_of(tmp_path, dataset_path=[path], **meant)
-    assert dataset.num_samples == 4
+    assert examples_of(tmp_path, dataset_path=[path], **meant).num_samples == 2
 
 
 def test_keys_that_nothing_reads_are_named_once(
@@ -416,7 +413,9 @@ def test_built_in_examples(tmp_path: Path, packing: str) -> None:
 
 
 def test_generated_examples_are_held_out(tmp_path: Path) -> None:
-    trained, held_out = ([*SyntheticExamples(held_out=h).values()] for h in (False, True))
+    trained, held_out = (
+        [row.value for row in SyntheticExamples(held_out=h).rows()] for h in (False, True)
+    )
     assert (len(trained), len(held_out)) == (1000, 100)
     assert not [value for value in held_out if value in trained]
     assert {len(value) for value in held_out} == {1, 2}  # chats, and prompts with completions

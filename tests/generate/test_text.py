@@ -15,14 +15,13 @@ from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.chat import find_template
 from torchtitan.generate import text as text_module
+from torchtitan.generate.chat import Chat
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.text import (
     REPLACEMENT,
     StreamDecoder,
     answer,
     complete,
-    stream,
-    stream_answer,
 )
 
 TEXT = "naïve \U0001f600\U0001f680 中文, and 'quotes' .  Ends"
@@ -81,30 +80,6 @@ def test_pieces_are_the_text_and_hold_whole_characters(path: str) -> None:
         assert "".join(whole_characters(tokenizer, cut)) == tokenizer.decode(cut)
 
 
-@pytest.mark.parametrize("path", ["byte", "bpe_2048", "hugging face"], indirect=True)
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 3.0, "seed": 1}])
-@pytest.mark.parametrize("prompt", ["", "naïve", " a"])
-def test_streamed_text_is_the_whole_text(path: str, prompt: str, settings: dict) -> None:
-    generator = random_generator(path)
-    settings["max_new_tokens"] = 40
-    pieces = [*stream(generator, prompt, **settings)]
-    assert "".join(pieces) == complete(generator, [prompt], **settings)[0]
-    assert not any(piece.endswith(REPLACEMENT) for piece in pieces[:-1])
-
-
-def test_a_streamed_answer_is_the_whole_answer(tmp_path: Path) -> None:
-    generator = random_generator(str(write_tokenizer(tmp_path, template=CHATML)))
-    chat = [{"role": "user", "content": "Who?"}]
-    other = [*chat, {"role": "assistant", "content": "I."}, {"role": "user", "content": "Why?"}]
-    settings = {"max_new_tokens": 30, "temperature": 2.0, "seed": 5}
-    for batch_size in (1, 2):
-        texts = answer(generator, [chat, other], batch_size=batch_size, **settings)
-        assert texts == [
-            "".join(stream_answer(generator, one, **settings)) for one in (chat, other)
-        ]
-    assert texts[0] != texts[1]
-
-
 def test_an_answer_streamed_ends_before_the_token_that_ends_it(tmp_path: Path) -> None:
     generator = random_generator(str(write_tokenizer(tmp_path, template=CHATML)))
     end = generator.tokenizer.special_tokens["<|im_end|>"]
@@ -113,7 +88,7 @@ def test_an_answer_streamed_ends_before_the_token_that_ends_it(tmp_path: Path) -
     chat = [{"role": "user", "content": "Who?"}]
     for seed in range(5):
         settings = {"max_new_tokens": 200, "seed": seed}
-        text = "".join(stream_answer(generator, chat, **settings))
+        text = "".join(Chat(generator, **settings).ask("Who?"))
         assert text == answer(generator, [chat], **settings)[0]
         assert "<|im_end|>" not in text
 
@@ -147,15 +122,14 @@ def test_special_tokens_are_meant_where_that_is_asked_for(monkeypatch: pytest.Mo
 )
 def test_a_chat_that_is_none_is_refused(chat: list, said: str) -> None:
     generator = random_generator("byte")
-    for ask in (lambda: answer(generator, [chat]), lambda: [*stream_answer(generator, chat)]):
-        with pytest.raises(DataError) as error:
-            ask()
-        assert said in str(error.value)
+    with pytest.raises(DataError) as error:
+        answer(generator, [chat])
+    assert said in str(error.value)
 
 
 def test_other_mistakes(tmp_path: Path) -> None:
     generator = random_generator(str(write_tokenizer(tmp_path)))
     with pytest.raises(ConfigError, match="--chat_template"):
-        stream_answer(generator, [{"role": "user", "content": "Hi"}])
+        answer(generator, [[{"role": "user", "content": "Hi"}]])
     with pytest.raises(DataError, match="prompt 2 must hold complete characters"):
         complete(generator, ["a", "\udcff"])

@@ -222,7 +222,7 @@ def test_a_chat_without_a_prompt_answers_standard_input(script, trained, capsys,
     [
         (io.StringIO(""), "got none; give --prompt"),
         (None, "got none; give --prompt"),
-        (io.StringIO("/rset\n"), "did you mean '/reset'?"),
+        (io.StringIO("/rset\n"), "'/rset'"),
         (io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"), "must be UTF-8"),
     ],
 )

@@ -150,10 +150,20 @@ def test_mistakes(
     assert named in capsys.readouterr().err
 
 
-def test_special_tokens_are_counted(
+def test_all_files_are_shown_and_all_mistakes_reported(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_lines(tmp_path / "c.jsonl", [*ROWS, {"prompt": "<|im_end|>", "completion": "a"}])
-    assert main([*job[:-2], path]) == 2
-    assert "special_tokens_in_examples" in capsys.readouterr().err
-    assert main([*job[:-2], path, "--training.special_tokens_in_examples=encode"]) == 0
+    special = {"prompt": "<|im_end|>", "completion": "a"}
+    bad = [write_lines(tmp_path / f"{n}.jsonl", [ROWS[0], {}, special]) for n in ("c", "d")]
+    missing = str(tmp_path / "e.jsonl")
+    (tmp_path / "e.jsonl").write_text("[\n")
+    assert main([*job[:-1], *bad, missing, job[-1]]) == 2
+    shown, said = capsys.readouterr()
+    for file in (*job[-2:], *bad):
+        assert shown_of(shown, f"{file} line 1")
+        assert f"{file}: " in shown
+    for place in (*(f"{file} line {i}" for file in bad for i in (2, 3)), missing):
+        assert said.count(place) == 1
+    assert "special_tokens_in_examples" in said
+    words = ["--rows=0", "--training.special_tokens_in_examples=encode"]
+    assert main([*job[:-2], write_lines(tmp_path / "f.jsonl", [*ROWS, special]), *words]) == 0

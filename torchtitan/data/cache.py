@@ -9,17 +9,15 @@ never deleted: the cache may be emptied by hand while no run uses it.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.files import Once, alone, user_path
@@ -27,7 +25,6 @@ from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.store import TokenStore
 from torchtitan.data.store_writer import StoreWriter, open_writer
-from torchtitan.data.text import Advance
 from torchtitan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,8 +32,6 @@ logger = logging.getLogger(__name__)
 # part of the fingerprint: raise it if the same text gets other tokens
 FORMAT = 2
 ABOUT = "about.json"
-# no space, over quota, over the limit of a file
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cached_store(
@@ -45,7 +40,6 @@ def cached_store(
     tokenizer: Tokenizer,
     cache: str,
     num_threads: int = 0,
-    advance: Advance | None = None,
     once: Once = alone,
 ) -> TokenStore:
     """Return the tokens of a corpus, from the cache or tokenized now.
@@ -55,7 +49,6 @@ def cached_store(
         tokenizer: Encodes the text.
         cache: Folder of finished stores.
         num_threads: Threads that encode; 0 for one per core.
-        advance: Called with each number of bytes read, instead of showing progress.
         once: Reads the identity of the corpus in one process of this machine.
 
     Raises:
@@ -65,15 +58,12 @@ def cached_store(
     def write(writer: StoreWriter) -> dict[str, object]:
         from torchtitan.data.prepare import tokenize  # a run finds its data in the cache
 
-        text_bytes = tokenize(
-            corpus, tokenizer=tokenizer, writer=writer, num_threads=num_threads, advance=advance
-        )
+        text_bytes = tokenize(corpus, tokenizer=tokenizer, writer=writer, num_threads=num_threads)
         fingerprint = tokenizer.fingerprint
         return {"source": corpus.name, "tokenizer": fingerprint, "text_bytes": text_bytes}
 
     store, notes = cached(
         [FORMAT, tokenizer.fingerprint, corpus.name, once(corpus.identity)],
-        name=corpus.name,
         cache=cache,
         vocab_size=tokenizer.vocab_size,
         write=write,
@@ -86,7 +76,6 @@ def cached_store(
 def cached(
     sources: Sequence[object],
     *,
-    name: str,
     cache: str,
     vocab_size: int,
     write: Callable[[StoreWriter], Mapping[str, object]],
@@ -95,7 +84,6 @@ def cached(
 
     Args:
         sources: Everything that decides the content, as JSON.
-        name: Name of the content for messages.
         cache: Folder of finished stores.
         vocab_size: One more than the largest number in the store.
         write: Fills the store and returns the notes.
@@ -109,7 +97,7 @@ def cached(
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not folder.exists():
-            with _locked(root / f"{key}.lock", name=name):
+            with FileLock(root / f"{key}.lock"):
                 # another process may have written it meanwhile
                 if not folder.exists():
                     _build(folder, vocab_size=vocab_size, write=write)
@@ -117,8 +105,7 @@ def cached(
         rule = f"cannot write tokenized data to {root}: {error.strerror or error}"
         if error.filename is not None and Path(error.filename) != root:
             rule += f" ({error.filename})"
-        room = "free space, or " if error.errno in DISK_FULL else ""
-        raise DataError.at("dataset_cache", f"{rule}; {room}name another folder") from error
+        raise DataError.at("dataset_cache", rule) from error
     return open_cached(folder)
 
 
@@ -155,17 +142,3 @@ def _build(
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextmanager
-def _locked(file: Path, *, name: str) -> Iterator[None]:
-    lock = FileLock(file)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("waiting for the process that tokenizes %s", name)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.files import file_identity
-from torchtitan.data.text import Advance, Piece
+from torchtitan.data.text import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ class Corpus(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Return the size on disk, for the progress bar."""
+        """Return the size on disk."""
 
     def identity(self) -> list[str]:
         """Return values that change whenever the text may have changed."""
 
-    def pieces(self, advance: Advance) -> Iterator[Piece]:
-        """Yield all text in a fixed order. Calls `advance` with each number of bytes read."""
+    def pieces(self) -> Iterator[Piece]:
+        """Yield all text in a fixed order."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class FileCorpus(Files):
         template = [] if self.template is None else [self.template]
         return [*super().identity(), self.text_key, *template]
 
-    def pieces(self, advance: Advance) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """Check the first bytes of all files, then yield the documents of each."""
         from torchtitan.data.readers import TextTemplate, read_documents, read_each
 
         setting = self.settings[self.template is not None]
         text_of = TextTemplate(self.text_key, self.template, setting=setting)
-        yield from read_each(self.files, partial(read_documents, text_of=text_of, advance=advance))
+        yield from read_each(self.files, partial(read_documents, text_of=text_of))
 
 
 class StdlibCorpus(Files):
@@ -114,7 +114,7 @@ class StdlibCorpus(Files):
         """Return the name for messages."""
         return "python_stdlib"
 
-    def pieces(self, advance: Advance) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """Yield each file as a document. Files with a wrong declared encoding are skipped."""
         for file in self.files:
             try:
@@ -125,7 +125,6 @@ class StdlibCorpus(Files):
                 text = ""
             except OSError as error:
                 raise DataError(f"cannot read {file}: {error.strerror}") from error
-            advance(file.stat().st_size)
             if text:
                 yield Piece(text, ends_document=True, where=str(file))
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import islice
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import get_worker_info
@@ -98,10 +98,10 @@ def build_custom(
         "order": ORDER,
     }
     if not _is_stream(data) and hasattr(data, "__len__"):
-        source = CustomSource(data, reader)
-        if not source.num_samples:
+        if len(data) == 0:
             raise DataError.at(KEY, f"'{path}' must hold samples, got none")
-        fingerprint["samples"] = str(source.num_samples)
+        fingerprint["samples"] = str(len(data))
+        source = IndexedSamples(data, reader, num_samples=len(data), fingerprint=fingerprint)
         return Dataset([source], seed=seed, fingerprint=fingerprint, num_epochs=training.num_epochs)
     if held_out:
         rule = f"must have a length to validate on, and '{path}' has none; add __len__"
@@ -110,7 +110,7 @@ def build_custom(
         rule = f"needs data with a length, and '{path}' has none; remove it, or add __len__"
         raise DataError.at(("num_epochs", KEY), rule)
     if not _is_stream(data):
-        return EndlessSamples(data, reader, fingerprint)
+        return IndexedSamples(data, reader, num_samples=None, fingerprint=fingerprint)
     if training.dataloader.num_workers:
         rule = f"must be 0 for a stream such as '{path}', because each worker would read all of it"
         rule += "; write 0, or give it __getitem__"
@@ -185,7 +185,7 @@ def _as_json(state: dict[str, Any], *, name: str) -> dict[str, Any]:
     if found != state:
         raise DataError(
             f"the state of {name} must come back from JSON as it is, got {state!r:.80}, which "
-            f"comes back as {found!r:.80}; use texts, lists, numbers"
+            f"comes back as {found!r:.80}"
         )
     return found
 
@@ -199,38 +199,37 @@ class SampleReader:
 
     def read(self, raw: Any, *, number: int) -> Samples:
         """Return a sample of tensors; raise DataError if its form is wrong."""
-        rule = f"{self._seq_len + 1} token ids, or tokens and labels of {self._seq_len} each"
-        if self._has_lengths:
-            rule += f", and document_lengths from 1 on that add up to {self._seq_len}"
         try:
-            if isinstance(raw, Mapping):
-                sample = {key: _ids(raw[key]) for key in ("tokens", "labels")}
-                is_valid = all(ids.shape == (self._seq_len,) for ids in sample.values())
-            else:
-                row = _ids(raw)
-                if row.shape != (self._seq_len + 1,):
-                    self._refuse(number, rule, f"ids of shape {tuple(row.shape)}")
-                sample, is_valid = {"tokens": row[:-1], "labels": row[1:]}, True
-            if self._has_lengths:
-                lengths = sample["document_lengths"] = _ids(raw["document_lengths"])
-                is_valid &= bool(lengths.sum() == self._seq_len and (lengths > 0).all())
+            sample = self._as_tensors(raw)
         except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-            self._refuse(number, rule, f"{raw!r:.80} ({type(error).__name__}: {error})")
-        if not is_valid:
-            shapes = {key: tuple(ids.shape) for key, ids in sample.items()}
-            self._refuse(number, rule, f"shapes {shapes}")
+            rule = f"{self._seq_len + 1} token ids, or tokens and labels of {self._seq_len} each"
+            if self._has_lengths:
+                rule += f", and document_lengths from 1 on that add up to {self._seq_len}"
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(f"sample {number} of '{self.path}' must be {rule}; {reason}") from error
         tokens, labels = sample["tokens"], sample["labels"]
         ids = torch.cat([tokens, labels[labels != IGNORED]])
         if ids.min() < 0 or ids.max() >= self._vocab_size:
-            rule = f"ids of the tokenizer, 0 to {self._vocab_size - 1}"
-            self._refuse(number, rule, f"{int(ids.min())} to {int(ids.max())}")
+            raise DataError(
+                f"sample {number} of '{self.path}' must have ids of the tokenizer, 0 to "
+                f"{self._vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}"
+            )
         return sample
 
-    def get(self, data: Any, number: int) -> Samples:
-        """Return a sample of custom data by its number."""
-        with self.as_data_error(number):
-            raw = data[number]
-        return self.read(raw, number=number)
+    def _as_tensors(self, raw: Any) -> Samples:
+        if isinstance(raw, Mapping):
+            sample = {key: _ids(raw[key]) for key in ("tokens", "labels")}
+        else:
+            row = _ids(raw)
+            sample = {"tokens": row[:-1], "labels": row[1:]}
+        shapes = {key: tuple(ids.shape) for key, ids in sample.items()}
+        if {*shapes.values()} != {(self._seq_len,)}:
+            raise ValueError(f"got shapes {shapes}")
+        if self._has_lengths:
+            lengths = sample["document_lengths"] = _ids(raw["document_lengths"])
+            if lengths.sum() != self._seq_len or (lengths < 1).any():
+                raise ValueError(f"got document_lengths {lengths.tolist()!s:.80}")
+        return sample
 
     @contextmanager
     def as_data_error(self, number: int) -> Iterator[None]:
@@ -240,19 +239,13 @@ class SampleReader:
         """
         try:
             yield
-        except KeyboardInterrupt as error:  # from a signal of the session, which workers do not get
-            if get_worker_info() is None:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # a signal of the session reaches this process, not its workers
+            if isinstance(error, KeyboardInterrupt) and get_worker_info() is None:
                 raise
-            raise self._raised(error, number=number) from error
-        except (Exception, SystemExit) as error:
-            raise self._raised(error, number=number) from error
-
-    def _raised(self, error: BaseException, *, number: int) -> DataError:
-        message = describe_error(error)
-        return DataError(f"'{self.path}' raised an error at sample {number}:\n{message}")
-
-    def _refuse(self, number: int, rule: str, got: str) -> NoReturn:
-        raise DataError(f"sample {number} of '{self.path}' must be {rule}, got {got}")
+            raise DataError(
+                f"'{self.path}' raised an error at sample {number}:\n{describe_error(error)}"
+            ) from error
 
 
 def _ids(raw: Any) -> torch.Tensor:
@@ -262,29 +255,21 @@ def _ids(raw: Any) -> torch.Tensor:
     return ids.to(torch.int64, copy=True)  # custom code may reuse the same memory
 
 
-class CustomSource:
-    """A known number of samples."""
+class IndexedSamples:
+    """Samples by number: a source of known length, or all samples of a run, without an end."""
 
     stores = ()
 
-    def __init__(self, data: Any, reader: SampleReader) -> None:
-        self._data, self._reader, self.num_samples = data, reader, len(data)
+    def __init__(
+        self, data: Any, reader: SampleReader, *, num_samples: Any, fingerprint: dict[str, str]
+    ) -> None:
+        self._data, self._reader = data, reader
+        self.num_samples, self.fingerprint = num_samples, fingerprint
 
     def __getitem__(self, i: int) -> Samples:
-        return self._reader.get(self._data, i)
-
-
-class EndlessSamples:
-    """Samples by number without an end."""
-
-    num_samples: int | None = None
-    stores = ()
-
-    def __init__(self, data: Any, reader: SampleReader, fingerprint: dict[str, str]) -> None:
-        self._data, self._reader, self.fingerprint = data, reader, fingerprint
-
-    def __getitem__(self, k: int) -> Samples:
-        return self._reader.get(self._data, k)
+        with self._reader.as_data_error(i):
+            raw = self._data[i]
+        return self._reader.read(raw, number=i)
 
 
 class CustomStream:

@@ -16,11 +16,9 @@ import hashlib
 import logging
 import posixpath
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,7 +33,6 @@ from torchtitan.data.store import STORE_SUFFIXES
 
 logger = logging.getLogger(__name__)
 FILES_AT_ONCE = 4
-NUM_TRIES, PAUSE_SECONDS = 4, 1.0
 # keys of an object's entry that change with its content; stores differ in capitals and underscores
 DIGESTS = {"etag", "md5hash", "contentmd5", "generation"}
 TIMES = {"lastmodified", "mtime", "created"}
@@ -150,11 +147,6 @@ def _other_file(name: str) -> str | None:
 
 def _fingerprint(url: str, found: Mapping[str, Entry]) -> str:
     entries = [(name, found[name]["size"], _version(found[name])) for name in sorted(found)]
-    if unversioned := [name for name, _, version in entries if not version]:
-        logger.warning(
-            "the store reports no version of %s: a change that keeps its size is not noticed",
-            unversioned[0],
-        )
     return hashlib.sha256(repr((url.partition("://")[0], entries)).encode()).hexdigest()[:32]
 
 
@@ -162,17 +154,7 @@ def _version(entry: Entry) -> dict[str, str]:
     """Return the values that change with an object besides its size: digests, or else times."""
     values = {key.lower().replace("_", "").replace("-", ""): entry[key] for key in entry}
     keys = values.keys() & DIGESTS or values.keys() & TIMES
-    # a listing may hold as a number what the object's own entry holds as a date
-    return {
-        key: str(values[key].timestamp() if hasattr(values[key], "timestamp") else values[key])
-        for key in sorted(keys)
-    }
-
-
-def _has_changed(then: Entry, now: Entry) -> bool:
-    """Return whether two entries differ in a version that both have."""
-    before, after = _version(then), _version(now)
-    return any(before[key] != after[key] for key in before.keys() & after.keys())
+    return {key: str(values[key]) for key in sorted(keys)}
 
 
 def _copy(store: Any, found: Mapping[str, Entry], *, root: str, folder: Path, url: str) -> None:
@@ -199,29 +181,11 @@ def _copy(store: Any, found: Mapping[str, Entry], *, root: str, folder: Path, ur
         target = missing[name]
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f".{target.name}.tmp")
-        _retry(partial(store.get_file, name, str(unfinished)))
+        store.get_file(name, str(unfinished))
         copied, size = unfinished.stat().st_size, found[name]["size"]
-        now = _look(store, name)
-        if now is None or _has_changed(found[name], now) or size not in (None, copied):
-            unfinished.unlink()
-            raise OSError(f"copied {copied} of {size} bytes of {name}, or it changed meanwhile")
+        if size not in (None, copied):
+            raise OSError(f"copied {copied} of {size} bytes of {name}")
         unfinished.replace(target)
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         list(pool.map(copy, missing))
-
-
-def _retry(action: Callable[[], object]) -> None:
-    """Call a function of the store, up to `NUM_TRIES` times if it fails."""
-    for attempt in range(NUM_TRIES):
-        try:
-            action()
-            return
-        except (FileNotFoundError, PermissionError):
-            raise
-        except Exception as error:
-            if attempt + 1 == NUM_TRIES:
-                raise
-            message = without_secrets(f"{type(error).__name__}: {error}")
-            logger.warning("a store fails, trying again: %.160s", message)
-            time.sleep(PAUSE_SECONDS * 2**attempt)

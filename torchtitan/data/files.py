@@ -37,13 +37,8 @@ def find_files(
         DataError: No file is found, a file is not supported, or a named file is empty.
     """
     if pattern.lower().startswith("hf://"):
-        rule = (
-            f"must name files, got {pattern!r} on the Hugging Face Hub; to stream it, set "
-            f'training.dataset = "torchtitan.data.hub:HubText"; to shuffle it, save it once with '
-            f"datasets.load_dataset('NAME', split='train').save_to_disk('data/NAME') and name "
-            f"data/NAME"
-        )
-        raise DataError.at(key, rule)
+        rule = f'must name files, got {pattern!r}; to stream it, set training.dataset = "'
+        raise DataError.at(key, f'{rule}torchtitan.data.hub:HubText"')
     if is_url(pattern):
         from torchtitan.data.fetch import fetch_files  # a run on local files loads no client
 
@@ -62,11 +57,8 @@ def find_files(
     found = [path] if is_named else [Path(p) for p in glob.glob(str(path), recursive=True)]
     # realpath: exists() follows at most 40 links
     if broken := [p for p in found if p.is_symlink() and not exists(realpath(p))]:
-        link = min(broken)
-        rule = f"{link} is a link to {link.readlink()}, which does not exist; restore it, or "
-        rule += "remove the link"
-        raise DataError.at(key, rule)
-    files = _deduplicate({_index_file(file) for file in found if file.is_file()})
+        raise DataError.at(key, f"{min(broken)} is a link to a file that does not exist")
+    files = sorted({_index_file(file) for file in found if file.is_file()})
     if not files:
         rule = f"no file matches {pattern!r:.200}; relative paths start at {Path.cwd()}"
         raise DataError.at(key, rule)
@@ -132,19 +124,6 @@ def _files_of_saved_dataset(folder: Path, *, key: str) -> list[Path]:
     if not files:
         raise DataError.at(key, f"the saved dataset {folder} holds no rows; remove it")
     return files
-
-
-def _deduplicate(files: set[Path]) -> list[Path]:
-    """Return the files sorted, each once: a glob finds a file again through links to folders."""
-    kept: dict[Path, Path] = {}
-    target = {file: file.resolve() for file in files}
-    # a file before its links, then the shortest link
-    for file in sorted(files, key=lambda file: (file != target[file], len(file.parts), file)):
-        kept.setdefault(target[file], file)
-    if len(kept) < len(files):
-        repeated = plural(len(files) - len(kept), "file")
-        logger.warning("%s found again through links, each is read once", repeated)
-    return sorted(kept.values())
 
 
 def _index_file(file: Path) -> Path:

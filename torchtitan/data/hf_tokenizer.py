@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -17,9 +16,7 @@ import numpy as np
 from torchtitan.base.errors import DataError
 from torchtitan.data.text import END_OF_TEXT, Encoded, Ids, read_file
 
-logger = logging.getLogger(__name__)
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-MAX_IDS = 1 << 30  # a token store can hold twice an id
 KNOWN_END_TOKENS = (END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
 
@@ -45,8 +42,6 @@ class HuggingFaceTokenizer:
         self.special_tokens = {token.content: i for i, token in added if token.special}
         # ids may have gaps
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        if self.vocab_size > MAX_IDS:
-            raise DataError(f"ids must be below {MAX_IDS}, {file} has {self.vocab_size - 1}")
         self.eos_id = vocabulary[_find_end_token(file, vocabulary, config=self._config)]
         decides = self._content + f"{self.eos_id}{self._beside}".encode()
         self.fingerprint = hashlib.sha256(decides).hexdigest()
@@ -78,15 +73,6 @@ class HuggingFaceTokenizer:
             flags = {flag: token[flag] for flag in TOKEN_FLAGS if isinstance(token.get(flag), bool)}
             self._beside += f"{i} {text} {flags}"
             tokenizer.add_tokens([tokenizers.AddedToken(text, **flags)])
-            given = tokenizer.token_to_id(text)
-            if given != _number((i, token)) and not reads_special:
-                logger.warning(
-                    "%s: %.60r has id %d, as in transformers; tokenizer_config.json states %.20r",
-                    self._file,
-                    text,
-                    given,
-                    i,
-                )
         return tokenizer
 
     @cached_property

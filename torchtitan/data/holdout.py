@@ -227,7 +227,6 @@ def _cached_table(
     files = [file_identity(Path(store.prefix + suffix)) for suffix in (".idx", ".bin")]
     return cached(
         [FORMAT, fraction, end, files],
-        name=f"the split of {store.prefix}",
         cache=cache,
         vocab_size=store.num_tokens + 1,
         write=lambda writer: _divide(store, held_out, end=end, writer=writer),

@@ -16,24 +16,20 @@ import os
 import shutil
 import signal
 import threading
-from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 from filelock import FileLock, Timeout
 
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import plural
 from torchtitan.data.cache import cached_store, open_cached
 from torchtitan.data.corpus import FileCorpus
-from torchtitan.data.holdout import content_number
-from torchtitan.data.prepare import num_cores, show_progress
+from torchtitan.data.prepare import num_cores
 from torchtitan.data.readers import add_mistakes, check_heads, join_errors
 from torchtitan.data.store_writer import open_writer
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -44,27 +40,19 @@ logger = logging.getLogger(__name__)
 MAX_JOB_BYTES, NUM_JOBS = 1 << 25, 64
 
 
-@dataclass
+@dataclass(frozen=True)
 class Summary:
     """Counts of a store."""
 
-    num_documents: int = 0
-    num_tokens: int = 0
-    text_bytes: int = 0
-    longest: int = 0
-    """Tokens of the longest document."""
-    longest_at: int = 0
-    """Number of the longest document, starting at 1."""
-    num_duplicates: int = 0
-    """Documents equal to an earlier one."""
+    num_documents: int
+    num_tokens: int
+    text_bytes: int
 
     def __str__(self) -> str:
         ratio = self.text_bytes / self.num_tokens
         return (
             f"{plural(self.num_documents, 'document')}, {plural(self.num_tokens, 'token')}\n"
-            f"{self.text_bytes / 1e6:.1f} MB of text, {ratio:.2f} bytes per token; the longest "
-            f"document, number {self.longest_at}, has {plural(self.longest, 'token')}; "
-            f"{plural(self.num_duplicates, 'document')} equal to an earlier one"
+            f"{self.text_bytes / 1e6:.1f} MB of text, {ratio:.2f} bytes per token"
         )
 
 
@@ -89,44 +77,34 @@ def prepare_files(
     except DataError as error:
         raise _add_mistakes(error, [corpus]) from error
     folder = Path(f"{prefix}.parts")
-    with _locked(prefix):
-        folder.mkdir(exist_ok=True)
-        parts = [*_divide(corpus)]
-        num_workers = min(num_workers or num_cores(), len(parts))
-        try:
-            if num_workers == 1:
-                folders = _run_alone(parts, tokenizer, cache=folder)
-            else:
-                folders = _run_workers(
-                    parts, corpus, tokenizer_path, cache=folder, num_workers=num_workers
-                )
-        except BaseException:
-            if any(folder.glob("*/about.json")):
-                logger.warning("finished parts are kept in %s; run again to resume", folder)
-            else:
-                shutil.rmtree(folder)
-            raise
-        summary = _concatenate(folders, prefix=prefix, tokenizer=tokenizer)
-        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            folders = _tokenize_parts(
+                [*_divide(corpus)], tokenizer_path, cache=folder, num_workers=num_workers
+            )
+            summary = _concatenate(folders, prefix=prefix, vocab_size=tokenizer.vocab_size)
+            shutil.rmtree(folder)
+    except Timeout as error:
+        raise DataError(f"another process prepares {prefix}; wait until it ends") from error
     return summary
 
 
-@contextmanager
-def _locked(prefix: str) -> Iterator[None]:
-    file = Path(f"{prefix}.parts.lock")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(file)
+def _tokenize_parts(
+    parts: Sequence[FileCorpus], tokenizer_path: str, *, cache: Path, num_workers: int
+) -> list[Path]:
+    """Tokenize the parts of a corpus; return the folder of each store."""
+    num_workers = min(num_workers or num_cores(), len(parts))
     try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise DataError(
-            f"another process prepares {prefix}; wait until it ends, or name another prefix"
-        ) from error
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-        lock.release()
+        if num_workers == 1:
+            return _run_alone(parts, tokenizer_path, cache=cache)
+        return _run_workers(parts, tokenizer_path, cache=cache, num_workers=num_workers)
+    except BaseException:
+        if any(cache.glob("*/about.json")):
+            logger.warning("finished parts are kept in %s; run again to resume", cache)
+        else:
+            shutil.rmtree(cache)
+        raise
 
 
 def _divide(corpus: FileCorpus) -> Iterator[FileCorpus]:
@@ -144,15 +122,14 @@ def _divide(corpus: FileCorpus) -> Iterator[FileCorpus]:
         yield replace(corpus, files=tuple(files))
 
 
-def _run_alone(parts: Sequence[FileCorpus], tokenizer: Tokenizer, *, cache: Path) -> list[Path]:
+def _run_alone(parts: Sequence[FileCorpus], tokenizer_path: str, *, cache: Path) -> list[Path]:
     """Tokenize the parts of a corpus one by one; return the folder of each store."""
     folders = []
     for number, part in enumerate(parts, start=1):
         try:
-            store = cached_store(part, tokenizer=tokenizer, cache=str(cache))
+            folders.append(_tokenize(part, tokenizer_path, str(cache), 0))
         except DataError as error:
             raise _add_mistakes(error, parts[number:]) from error
-        folders.append(Path(store.prefix).parent)
     return folders
 
 
@@ -164,44 +141,34 @@ def _add_mistakes(error: DataError, parts: Sequence[FileCorpus]) -> DataError:
     if isinstance(error.problem, Violation) and "dataset_cache" in error.problem.keys:
         return error
     by_file = {file: replace(part, files=(file,)) for part in parts for file in part.files}
-    return add_mistakes(
-        error, [*by_file], lambda file: by_file[file].pieces(lambda num_bytes: None)
-    )
+    return add_mistakes(error, [*by_file], lambda file: by_file[file].pieces())
 
 
 def _run_workers(
-    parts: Sequence[FileCorpus],
-    corpus: FileCorpus,
-    tokenizer_path: str,
-    *,
-    cache: Path,
-    num_workers: int,
+    parts: Sequence[FileCorpus], tokenizer_path: str, *, cache: Path, num_workers: int
 ) -> list[Path]:
     """Tokenize the parts of a corpus in processes; return the folder of each store."""
     num_threads = max(num_cores() // num_workers, 1)
     # not forked: threads of this process may hold locks
     spawn = multiprocessing.get_context("spawn")
-    with (
-        ProcessPoolExecutor(num_workers, spawn, _init_worker) as pool,
-        show_progress(corpus) as advance,
-    ):
-        jobs = {
-            pool.submit(_tokenize, part, tokenizer_path, str(cache), num_threads): part
-            for part in parts
-        }
+    with ProcessPoolExecutor(num_workers, spawn, _init_worker) as pool:
+        jobs = [
+            pool.submit(_tokenize, part, tokenizer_path, str(cache), num_threads) for part in parts
+        ]
         try:
-            for job in as_completed(jobs):
+            for number, job in enumerate(as_completed(jobs), start=1):
                 job.result()
-                advance(jobs[job].num_bytes)
+                if 20 * number // len(jobs) > 20 * (number - 1) // len(jobs):  # in steps of 5 %
+                    logger.info("%d of %s tokenized", number, plural(len(jobs), "part"))
         except BrokenProcessPool as error:
             raise DataError(
                 "a process ended before its work, perhaps out of memory; try fewer --workers"
             ) from error
         except DataError as error:
             pool.shutdown(cancel_futures=True)
-            waiting = [part for job, part in jobs.items() if job.cancelled()]
-            others = [job.exception() for job in jobs if not job.cancelled()]
-            found = join_errors([e for e in (error, *others) if isinstance(e, DataError)])
+            waiting = [part for job, part in zip(jobs, parts, strict=True) if job.cancelled()]
+            ended = [job.exception() for job in jobs if not job.cancelled()]
+            found = join_errors([e for e in ended if isinstance(e, DataError)])
             raise _add_mistakes(found, waiting) from error
         except BaseException:
             # running jobs finish and are kept, waiting jobs are cancelled
@@ -229,30 +196,17 @@ def _tokenizer(path: str) -> Tokenizer:
 
 
 def _tokenize(part: FileCorpus, tokenizer_path: str, cache: str, num_threads: int) -> Path:
-    store = cached_store(
-        part,
-        tokenizer=_tokenizer(tokenizer_path),
-        cache=cache,
-        num_threads=num_threads,
-        advance=lambda num_bytes: None,
-    )
+    tokenizer = _tokenizer(tokenizer_path)
+    store = cached_store(part, tokenizer=tokenizer, cache=cache, num_threads=num_threads)
     return Path(store.prefix).parent
 
 
-def _concatenate(folders: Sequence[Path], *, prefix: str, tokenizer: Tokenizer) -> Summary:
-    summary = Summary()
-    hashes = array("Q")
-    with open_writer(prefix, vocab_size=tokenizer.vocab_size) as writer:
+def _concatenate(folders: Sequence[Path], *, prefix: str, vocab_size: int) -> Summary:
+    text_bytes = 0
+    with open_writer(prefix, vocab_size=vocab_size) as writer:
         for folder in folders:  # one store open at a time: each holds several files
             store, notes = open_cached(folder)
-            summary.text_bytes += notes["text_bytes"]
+            text_bytes += notes["text_bytes"]
             for number in range(store.num_documents):
-                document = store.document(number)
-                writer.add(document, ends_document=True)
-                hashes.append(content_number(document, end=tokenizer.eos_id))
-                if len(document) > summary.longest:
-                    summary.longest = len(document)
-                    summary.longest_at = writer.num_documents
-    summary.num_documents, summary.num_tokens = writer.num_documents, writer.num_tokens
-    summary.num_duplicates = len(hashes) - len(np.unique(np.array(hashes, np.uint64)))
-    return summary
+                writer.add(store.document(number), ends_document=True)
+    return Summary(writer.num_documents, writer.num_tokens, text_bytes)

@@ -3,7 +3,7 @@
 A text file is one document; each row of JSON Lines, JSON, CSV, TSV, Parquet and Arrow is one. The
 suffix decides which, because the content cannot: a CSV table is valid text. The first bytes are
 checked too, so that a binary file under the name of a text file is refused. Text must be UTF-8: an
-invalid byte is an error with its position, because replacing it would train on damaged text.
+invalid byte is an error, because replacing it would train on damaged text.
 
 A corpus may not fit in memory, so files are read and decompressed in blocks, a long document is
 yielded in pieces, and a reader holds few rows at a time. Two limits bound the memory for any file:
@@ -23,11 +23,10 @@ import codecs
 import csv
 import io
 import json
-import logging
 import lzma
 import os
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,9 +40,7 @@ from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import plural
 from torchtitan.data.settings import template_parts
 from torchtitan.data.store import STORE_SUFFIXES
-from torchtitan.data.text import Advance, Piece, check_characters, check_fetched, cut_point
-
-logger = logging.getLogger(__name__)
+from torchtitan.data.text import Piece, check_characters, check_fetched, cut_point
 
 BLOCK_BYTES = 1 << 20
 COMPRESSED_BYTES = 1 << 10
@@ -78,9 +75,7 @@ class Row(NamedTuple):
     where: str
 
 
-def read_documents(
-    file: Path, *, text_of: TextTemplate, advance: Advance = lambda num_bytes: None
-) -> Iterator[Piece]:
+def read_documents(file: Path, *, text_of: TextTemplate) -> Iterator[Piece]:
     """Yield the documents of a file in order. Rows with empty text are skipped.
 
     Raises:
@@ -88,26 +83,21 @@ def read_documents(
     """
     is_empty = True
     if suffix_of(file) in READERS:
-        for row in read_rows(file, columns=text_of.keys, advance=advance):
+        for row in read_rows(file, columns=text_of.keys):
             if text := text_of(row):
                 is_empty = False
                 yield Piece(text, ends_document=True, where=row.where)
     else:
-        for piece in _read_text(file, advance=advance):
+        for piece in _read_text(file):
             is_empty = False
             yield piece
     if is_empty:
         raise DataError(f"a data file must not be empty: {file} holds no text; remove it")
 
 
-def read_rows(
-    file: Path,
-    *,
-    columns: Collection[str] = (),
-    advance: Advance = lambda num_bytes: None,
-) -> Iterator[Row]:
+def read_rows(file: Path, *, columns: Collection[str] = ()) -> Iterator[Row]:
     """Yield the rows of a file in order. Columns that are not listed may be omitted."""
-    with open_data_file(file, advance=advance) as data:
+    with open_data_file(file) as data:
         yield from READERS[suffix_of(file)](data, columns)
 
 
@@ -184,9 +174,9 @@ def join_errors(errors: Sequence[DataError], *, more: str = "") -> DataError:
     return DataError(Violation(shared, text) if shared else text)
 
 
-def _read_text(file: Path, *, advance: Advance) -> Iterator[Piece]:
+def _read_text(file: Path) -> Iterator[Piece]:
     text = ""
-    with open_data_file(file, advance=advance) as data:
+    with open_data_file(file) as data:
         for block in data.texts():
             text += block
             # keep one character back: the last piece of a document must not be empty
@@ -227,14 +217,12 @@ class TextTemplate:
         if isinstance(value, str):
             check_characters(value, where=where)
             return value
-        got, hint = type_name(value), ""
+        got = type_name(value)
         if key not in row:
-            keys = ", ".join(map(repr, row)) or "none"
-            got = f"keys {keys:.300}"
-            if "messages" in row or {"prompt", "completion"} <= row.keys():
-                hint = '; to read chats and completions set dataset = "examples"'
-        rule = f"{where} must have text under the key {key!r}, got {got}{hint}"
-        raise DataError.at(self._setting, rule)
+            got = f"keys {', '.join(map(repr, row)) or 'none':.300}"
+        raise DataError.at(
+            self._setting, f"{where} must have text under the key {key!r}, got {got}"
+        )
 
 
 def type_name(value: object) -> str:
@@ -257,10 +245,8 @@ def suffix_of(file: Path) -> str:
 def check_suffix(file: Path) -> None:
     """Raise DataError if files of this suffix are not supported."""
     suffix = suffix_of(file)
-    if suffix in BINARY_SUFFIXES and file.suffix.lower() in DECOMPRESSORS:
-        raise DataError(f"{suffix} files must not be compressed, got {file}; decompress it")
-    if suffix in STORE_SUFFIXES:
-        is_supported = file.suffix == suffix  # the other file is found by its exact name
+    if suffix in BINARY_SUFFIXES:  # not compressed; the files of a store have exact names
+        is_supported = suffix == (file.suffix if suffix in STORE_SUFFIXES else file.suffix.lower())
     else:
         is_supported = suffix in READERS or suffix in TEXT_SUFFIXES
     if not is_supported:
@@ -272,27 +258,10 @@ def check_suffix(file: Path) -> None:
 
 
 def check_heads(files: Sequence[Path]) -> None:
-    """Raise DataError for the first file whose content does not fit its suffix.
-
-    Logs a warning if JSON Lines are read as text.
-    """
-    json_lines = []
+    """Raise DataError for the first file whose content does not fit its suffix."""
     for file in files:
-        with open_data_file(file) as data:
-            if suffix_of(file) in TEXT_SUFFIXES and _is_json_lines(data.head()):
-                json_lines.append(file)
-    if json_lines:
-        logger.warning(
-            "%s in JSON Lines, as %s, will be read as plain text, with keys and brackets; rename "
-            "to .jsonl to read the texts",
-            plural(len(json_lines), "file"),
-            json_lines[0],
-        )
-
-
-def _is_json_lines(head: bytes) -> bool:
-    line, end, _ = head.removeprefix(codecs.BOM_UTF8).partition(b"\n")
-    return line.startswith(b'{"') and (not end or line.rstrip().endswith(b"}"))
+        with open_data_file(file):
+            pass
 
 
 @dataclass(frozen=True)
@@ -300,11 +269,8 @@ class DataFile:
     """An open data file."""
 
     path: Path
-    raw: _CountingFile
-    """The bytes on disk."""
     stream: Stream
     """The content, decompressed."""
-    is_compressed: bool
 
     def head(self) -> bytes:
         """Return the first bytes of the content. Valid before anything was read."""
@@ -312,65 +278,56 @@ class DataFile:
 
     def texts(self) -> Iterator[str]:
         """Yield the text in blocks of about 1 MiB."""
-        data, offset = b"", 0
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
         is_last = False
         while not is_last:
             block = self.stream.read(BLOCK_BYTES)
             is_last = not block
-            data += block
-            # a block may end inside a character, whose bytes wait for the next block
-            text, used = self._decode(data, offset=offset, is_last=is_last)
-            data, offset = data[used:], offset + used
+            with _require_utf8(self.path):
+                text = decoder.decode(block, final=is_last)
             yield text
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield number and text of each line, with its end."""
-        offset = 0
         for number in count(1):
             line = self.stream.readline(MAX_LINE_BYTES + 1)
+            where = f"{self.path} line {number}"
             if len(line) > MAX_LINE_BYTES:
-                start = line[:HEAD_BYTES].decode(errors="replace").lstrip("\ufeff \t\r")
-                raise DataError(
-                    f"a line of {self.path} is longer than {MAX_LINE_BYTES >> 20} MiB, starting "
-                    f"with {start[:40]!r}; cut it into documents"
-                )
+                raise DataError(f"{where} must have at most {MAX_LINE_BYTES >> 20} MiB")
             if not line:
                 return
-            text, _ = self._decode(line, offset=offset, is_last=True, line=number)
-            offset += len(line)
+            with _require_utf8(where):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             yield number, text
-
-    def _decode(self, data: bytes, *, offset: int, is_last: bool, line: int = 0) -> tuple[str, int]:
-        """Return the text of `data` without a byte order mark, and the number of bytes used."""
-        try:
-            text, used = codecs.utf_8_decode(data, "strict", is_last)
-        except UnicodeDecodeError as error:
-            where = f"{self.path} line {line}" if line else self.path
-            decompressed = " of the decompressed text" if self.is_compressed else ""
-            raise DataError(
-                f"text must be UTF-8: {where} has an invalid byte 0x{data[error.start]:02x} at "
-                f"byte offset {offset + error.start}{decompressed}; convert the file, for example "
-                f"with iconv"
-            ) from error
-        return (text[1:] if offset == 0 and text.startswith("\ufeff") else text), used
 
 
 @contextmanager
-def open_data_file(file: Path, *, advance: Advance = lambda num_bytes: None) -> Iterator[DataFile]:
+def _require_utf8(where: object) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        near = error.object[max(error.start - 20, 0) : error.end + 20]
+        raise DataError(
+            f"text must be UTF-8: {where} has an invalid byte 0x{error.object[error.start]:02x} "
+            f"in {near!r}; convert the file, for example with iconv"
+        ) from error
+
+
+@contextmanager
+def open_data_file(file: Path) -> Iterator[DataFile]:
     """Open a file, decompressed by its suffix, and check its first bytes.
 
     Raises:
         DataError: The file is missing, damaged, or not of the format that its suffix names. Raised
             inside the context too, while the file is read.
     """
-    with _as_data_error(file), _CountingFile(file, advance) as raw:
-        stream: Stream = BufferedReader(raw, BLOCK_BYTES)
+    with _as_data_error(file), BufferedReader(io.FileIO(file), BLOCK_BYTES) as stream:
         check_fetched(file, stream.peek(HEAD_BYTES)[:HEAD_BYTES])
+        data = DataFile(file, stream)
         decompress = DECOMPRESSORS.get(file.suffix.lower())
         if decompress is not None:
             blocks = _limit_growth(decompress(stream), compressed=stream, file=file)
-            stream = BufferedReader(_BlockStream(blocks), BLOCK_BYTES)
-        data = DataFile(file, raw, stream, is_compressed=decompress is not None)
+            data = DataFile(file, BufferedReader(_BlockStream(blocks), BLOCK_BYTES))
         if suffix_of(file) not in BINARY_SUFFIXES:
             head = data.head()
             check_fetched(file, head)
@@ -392,24 +349,6 @@ def _as_data_error(file: Path) -> Iterator[None]:
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"cannot read {file}: it is cut short or damaged ({error})") from error
-
-
-class _CountingFile(io.FileIO):
-    """A file that reports each number of bytes read."""
-
-    def __init__(self, file: Path, advance: Advance) -> None:
-        super().__init__(file)
-        self.advance = advance
-
-    def readinto(self, buffer: Any) -> int:
-        size = super().readinto(buffer) or 0
-        self.advance(size)
-        return size
-
-    def read(self, size: int | None = -1) -> bytes:
-        data = super().read(size) or b""
-        self.advance(len(data))
-        return data
 
 
 class _BlockStream(io.RawIOBase):
@@ -442,25 +381,16 @@ def _limit_growth(blocks: Iterator[bytes], *, compressed: Stream, file: Path) ->
         yield block
 
 
-def _decompress(
-    compressed: Stream, *, new: Callable[[], Any], allow_padding: bool = False
-) -> Iterator[bytes]:
+def _decompress(compressed: Stream, *, new: Callable[[], Any]) -> Iterator[bytes]:
     """Yield the content of each KiB, at most 32 MiB at once. A file may hold several streams.
-
-    Zeros after a stream are damage unless `allow_padding`, as in gzip.
 
     The file objects of `bz2`, `lzma` and `zstandard` are not used: they end without an error where
     a stream is cut short, or where the start of a further stream is damaged.
     """
-    stream, is_first = None, True
+    stream = None
     while data := compressed.read(COMPRESSED_BYTES):
         while data:
-            if stream is None:
-                if allow_padding and not is_first:
-                    data = data.lstrip(b"\0")
-                    if not data:
-                        break
-                stream, is_first = new(), False
+            stream = stream or new()
             if block := stream.decompress(data):
                 yield block
             data = b""
@@ -481,46 +411,28 @@ def _decompress_zst(compressed: Stream) -> Iterator[bytes]:
 
 
 DECOMPRESSORS: Mapping[str, Callable[[Stream], Iterator[bytes]]] = {
-    ".gz": partial(_decompress, new=partial(zlib.decompressobj, wbits=31), allow_padding=True),
+    ".gz": partial(_decompress, new=partial(zlib.decompressobj, wbits=31)),
     ".bz2": partial(_decompress, new=bz2.BZ2Decompressor),
     ".xz": partial(_decompress, new=lzma.LZMADecompressor),
     ".zst": _decompress_zst,
 }
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"it has the key {key!r} more than once")
-    return value
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)  # json.loads builds one per call
-
-
 def read_json_lines(data: DataFile, columns: Collection[str]) -> Iterator[Row]:
     """Yield the value of each line that is not blank."""
     for number, line in data.lines():
-        if not line.strip():
-            continue
-        where = f"{data.path} line {number}"
-        try:
-            value = DECODER.decode(line.rstrip("\r\n"))
-        except (ValueError, RecursionError) as error:
-            reason = str(error).partition(";")[0]  # without Python's advice to programmers
-            if isinstance(error, json.JSONDecodeError):
-                reason = f"{error.msg} at column {error.colno}"
-            raise DataError(
-                f"{where} must be one JSON object: {reason}; JSON Lines hold one object per line "
-                f"that ends in \\n, as written by jq -c . (objects) or jq -c '.[]' (an array)"
-            ) from error
-        if isinstance(value, list):
-            raise DataError(
-                f"{where} must be one JSON object, got an array; give the file the suffix .json, "
-                f"or write one object per line: jq -c '.[]'"
+        if line.strip():
+            where = f"{data.path} line {number}"
+            yield Row(
+                _parse_json(line.rstrip("\r\n"), rule=f"{where} must be one JSON object"), where
             )
-        yield Row(value, where)
+
+
+def _parse_json(text: str, *, rule: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{rule}: {error}") from error
 
 
 def read_json(data: DataFile, columns: Collection[str]) -> Iterator[Row]:
@@ -532,14 +444,9 @@ def read_json(data: DataFile, columns: Collection[str]) -> Iterator[Row]:
     for block in data.texts():
         text.write(block)
         if text.tell() > MAX_LINE_BYTES:
-            raise DataError(
-                f"a JSON array must have at most {MAX_LINE_BYTES >> 20} MiB, {data.path} has more; "
-                f"write it as .jsonl: jq -c '.[]' old.json > new.jsonl"
-            )
-    try:
-        values = DECODER.decode(text.getvalue())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{data.path} must be one JSON array: {error}") from error
+            limit = f"at most {MAX_LINE_BYTES >> 20} MiB"
+            raise DataError(f"a JSON array must have {limit}, {data.path} has more; use .jsonl")
+    values = _parse_json(text.getvalue(), rule=f"{data.path} must be one JSON array")
     for number, value in enumerate(values, start=1):
         yield Row(value, f"{data.path} item {number}")
 
@@ -548,20 +455,21 @@ def read_table(data: DataFile, columns: Collection[str], *, delimiter: str) -> I
     """Yield the rows of a CSV file, whose first row names the columns. Each value is text."""
     csv.field_size_limit(MAX_LINE_BYTES)
     names: list[str] = []
-    first_line, row_size = 1, 0
+    first_line = 1
 
     def lines() -> Iterator[str]:
-        nonlocal row_size
-        for _, line in data.lines():
-            row_size += len(line)
-            if row_size > MAX_LINE_BYTES:  # quotes may join any number of lines
-                where = f"{data.path} line {first_line}"
-                raise DataError(f"the row at {where} is longer than {MAX_LINE_BYTES >> 20} MiB")
+        row_size = 0
+        for number, line in data.lines():
+            # quotes may join any number of lines
+            row_size = len(line) + (row_size if number > first_line else 0)
+            if row_size > MAX_LINE_BYTES:
+                limit = f"at most {MAX_LINE_BYTES >> 20} MiB"
+                raise DataError(f"the row at {data.path} line {first_line} must have {limit}")
             yield line
 
     rows = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
-        where, row_size = f"{data.path} line {first_line}", 0
+        where = f"{data.path} line {first_line}"
         try:
             values = next(rows)
         except StopIteration:
@@ -569,17 +477,14 @@ def read_table(data: DataFile, columns: Collection[str], *, delimiter: str) -> I
         except csv.Error as error:
             # without Python's advice to programmers, after a dash
             reason = str(error).partition(" - ")[0]
-            raise DataError(
-                f"{where} must be a row of {delimiter!r}-separated values: {reason}; quote values "
-                f'with delimiters, quotes or line ends, and write a quote in them as ""'
-            ) from error
+            rule = f"must be a row of {delimiter!r}-separated values"
+            raise DataError(f"{where} {rule}: {reason}") from error
         first_line = rows.line_num + 1
         if not names:
             names = _check_unique(values, where=where)
         elif values and len(values) != len(names):
             raise DataError(
-                f"{where} must have {len(names)} values, like the first row, got {len(values)}; "
-                f"quote values with {delimiter!r} or line ends"
+                f"{where} must have {len(names)} values, like the first row, got {len(values)}"
             )
         elif values:
             yield Row(dict(zip(names, values, strict=True)), where)
@@ -587,24 +492,18 @@ def read_table(data: DataFile, columns: Collection[str], *, delimiter: str) -> I
 
 def read_parquet(data: DataFile, columns: Collection[str]) -> Iterator[Row]:
     """Yield the rows of a Parquet file."""
-    pyarrow = _import_pyarrow(data.path)
+    _import_pyarrow(data.path)
     import pyarrow.parquet as parquet
 
     def batches() -> Iterator[Any]:
         # opened by its path and without pre_buffer, a row group is read when it is used
         with parquet.ParquetFile(data.path, pre_buffer=False) as file:
-            size, num_rows, done = os.path.getsize(data.path), file.metadata.num_rows, 0
             selected = _select(file.schema_arrow.names, columns, file=data.path)
             longest = _check_growth(file.metadata, selected, file=data.path)
             at_once = max(1, min(ROWS_AT_ONCE, MAX_LINE_BYTES // longest))
-            for batch in file.iter_batches(at_once, columns=selected):
-                before, done = done, done + batch.num_rows
-                data.raw.advance(size * done // num_rows - size * before // num_rows)
-                yield batch
+            yield from file.iter_batches(at_once, columns=selected)
 
-    return _rows_of_batches(
-        batches(), data=data, columns=columns, arrow_error=pyarrow.ArrowException
-    )
+    return _rows_of_batches(batches(), file=data.path, columns=columns)
 
 
 def _check_growth(metadata: Any, columns: Collection[str], *, file: Path) -> int:
@@ -633,20 +532,17 @@ def read_arrow(data: DataFile, columns: Collection[str]) -> Iterator[Row]:
     pyarrow = _import_pyarrow(data.path)
 
     def batches() -> Iterator[Any]:
-        is_file = data.head().startswith(b"ARROW1")
-        data.raw.seek(0)
-        if is_file:
-            file = pyarrow.ipc.open_file(data.raw)
-            yield from map(file.get_batch, range(file.num_record_batches))
-            return
-        yield from pyarrow.ipc.open_stream(data.raw)
-        data.raw.seek(-4, os.SEEK_END)
-        if any(data.raw.read()):  # pyarrow does not check the end mark, 4 zero bytes
+        with pyarrow.OSFile(str(data.path)) as source:
+            if data.head().startswith(b"ARROW1"):
+                file = pyarrow.ipc.open_file(source)
+                yield from map(file.get_batch, range(file.num_record_batches))
+                return
+            yield from pyarrow.ipc.open_stream(source)
+        data.stream.seek(-4, os.SEEK_END)
+        if any(data.stream.read()):  # pyarrow does not check the end mark, 4 zero bytes
             raise EOFError("the stream has no end")
 
-    return _rows_of_batches(
-        batches(), data=data, columns=columns, arrow_error=pyarrow.ArrowException
-    )
+    return _rows_of_batches(batches(), file=data.path, columns=columns)
 
 
 def _import_pyarrow(file: Path) -> Any:
@@ -661,24 +557,15 @@ def _import_pyarrow(file: Path) -> Any:
 
 
 def _rows_of_batches(
-    batches: Iterator[Any],
-    *,
-    data: DataFile,
-    columns: Collection[str],
-    arrow_error: type[Exception],
+    batches: Iterator[Any], *, file: Path, columns: Collection[str]
 ) -> Iterator[Row]:
-    """Yield the rows of Arrow record batches.
+    """Yield the rows of Arrow record batches that are read from `file`."""
+    import pyarrow
 
-    Args:
-        batches: Record batches in order.
-        data: The file they are read from.
-        columns: Columns to convert.
-        arrow_error: Base class of the errors that Arrow raises.
-    """
     number = 0
     try:
         for batch in batches:
-            selected = batch.select(_select(batch.schema.names, columns, file=data.path))
+            selected = batch.select(_select(batch.schema.names, columns, file=file))
             for first in range(0, batch.num_rows, ROWS_AT_ONCE):
                 rows = selected.slice(first, ROWS_AT_ONCE)
                 rows.validate(full=True)
@@ -687,11 +574,11 @@ def _rows_of_batches(
                     number += 1
                     pairs = zip(rows.schema.names, values, strict=True)
                     value = {name: _without_nulls(item.as_py()) for name, item in pairs}
-                    yield Row(value, f"{data.path} row {number}")
+                    yield Row(value, f"{file} row {number}")
     # ValueError, OverflowError: values without a Python type, such as nanoseconds
-    except (arrow_error, ValueError, OverflowError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise DataError(
-            f"cannot read {data.path} after row {number}: it is cut short or damaged, or has "
+            f"cannot read {file} after row {number}: it is cut short or damaged, or has "
             f"values of an unknown type ({error!s:.200})"
         ) from error
 

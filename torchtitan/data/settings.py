@@ -210,11 +210,7 @@ class TrainingConfig:
             )
         if is_url(self.dataset_cache):
             url = hide_credentials(self.dataset_cache)
-            rule = (
-                f"must be a folder, got the URL {url!r}; upload the store that "
-                f"`torchtitan prepare` writes, and name its URL in dataset_path"
-            )
-            yield Violation(("dataset_cache",), rule)
+            yield Violation(("dataset_cache",), f"must be a folder, got the URL {url!r}")
         ends = [number for one in self.skip_samples for number in one]
         # a range may hold one number; each range starts after the previous one
         if any(a > b or (i % 2 and a == b) for i, (a, b) in enumerate(pairwise(ends))):

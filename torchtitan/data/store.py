@@ -43,7 +43,6 @@ VERSION = 1
 TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 CHUNK = 1 << 20
 NUM_HASHED_CHUNKS = 64
-WRITE_AGAIN = "write the store again, for example with python -m torchtitan prepare"
 
 
 class TokenStore:
@@ -70,8 +69,7 @@ class TokenStore:
         self._pointers = _map(index_file, "<i8", pointers_at, num_sequences)
         self.document_starts = _map(index_file, "<i8", starts_at, num_boundaries)
         if not is_checked:
-            self._check_documents(index_file)
-            size = self._check_sequences(index_file, item_size=dtype.itemsize)
+            size = self._check_index(index_file, item_size=dtype.itemsize)
             if size != token_size:
                 raise DataError(
                     f"{token_file} must be {size} bytes by its index, got {token_size}; "
@@ -83,51 +81,27 @@ class TokenStore:
         # a worker process maps the files again
         return partial(TokenStore, is_checked=True), (self.prefix,)
 
-    def _check_documents(self, file: Path) -> None:
-        """Raise DataError unless the documents divide the sequences, in order."""
-        num_sequences, starts = len(self.lengths), self.document_starts
-        if starts[0] != 0 or starts[-1] != num_sequences:
-            raise DataError(
-                f"{file} is damaged: its documents do not cover its sequences; {WRITE_AGAIN}"
-            )
-        for first in range(0, len(starts), CHUNK):
-            # one more, to compare the last one with
-            part = starts[first : first + CHUNK + 1]
-            wrong = np.flatnonzero(part[1:] < part[:-1])
-            if wrong.size:
-                number = first + int(wrong[0])
-                raise DataError(
-                    f"{file} is damaged: documents must follow each other, document {number} (the "
-                    f"first is 0) has the sequences {starts[number]} to {starts[number + 1]} of "
-                    f"{num_sequences}; {WRITE_AGAIN}"
-                )
-
-    def _check_sequences(self, file: Path, *, item_size: int) -> int:
+    def _check_index(self, file: Path, *, item_size: int) -> int:
         """Return the size of all sequences in bytes.
 
-        Raises DataError unless each sequence starts at the end of the previous one: training reads
-        the tokens as one row, so it would train on the content of a gap.
+        Raises DataError unless each sequence starts at the end of the previous one, and the
+        documents divide the sequences in order: training reads the tokens as one row, so it would
+        train on the content of a gap.
         """
-        end = 0
+        end, starts = 0, self.document_starts
+        is_valid = starts[0] == 0 and starts[-1] == len(self.lengths)
         for first in range(0, len(self.lengths), CHUNK):
             lengths = self.lengths[first : first + CHUNK]
             ends = end + np.cumsum(lengths, dtype=np.int64) * item_size
-            expected = np.concatenate([[end], ends[:-1]])
             pointers = self._pointers[first : first + CHUNK]
-            wrong = np.flatnonzero((lengths < 0) | (pointers != expected))
-            if wrong.size:
-                i = int(wrong[0])
-                fault = f"starts at byte {pointers[i]}, the previous one ends at {expected[i]}"
-                if lengths[i] < 0:
-                    fault = f"has {lengths[i]} tokens"
-                sequence = first + i
-                # right: documents without a sequence precede the one that has it
-                number = int(np.searchsorted(self.document_starts, sequence, "right")) - 1
-                raise DataError(
-                    f"{file} is damaged: sequence {sequence}, of document {number} (the first is "
-                    f"0), {fault}; {WRITE_AGAIN}"
-                )
+            expected = np.concatenate([[end], ends[:-1]])
+            is_valid &= bool((lengths >= 0).all() and (pointers == expected).all())
             end = int(ends[-1])
+        for first in range(0, len(starts), CHUNK):
+            part = starts[first : first + CHUNK + 1]  # one more, to compare the last one with
+            is_valid &= bool((part[1:] >= part[:-1]).all())
+        if not is_valid:
+            raise DataError(f"{file} is damaged: its sequences or documents overlap or leave gaps")
         return end
 
     @property
@@ -210,8 +184,7 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError as error:
         raise DataError(
-            f"a token store must have both .bin and .idx, cannot read {file}: {error.strerror}; "
-            f"{WRITE_AGAIN}"
+            f"a token store must have both .bin and .idx, cannot read {file}: {error.strerror}"
         ) from error
 
 
@@ -221,7 +194,7 @@ def _read_header(file: Path) -> tuple[np.dtype[Any], int, int]:
         header = handle.read(HEADER.size)
     check_fetched(file, header)
     if len(header) < HEADER.size:
-        raise DataError(f"{file} is cut short: {size} bytes are less than a header; {WRITE_AGAIN}")
+        raise DataError(f"{file} is cut short: {size} bytes are less than a header")
     magic, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
         raise DataError(f"{file} is not an index in Megatron's format, version {VERSION}")
@@ -234,7 +207,7 @@ def _read_header(file: Path) -> tuple[np.dtype[Any], int, int]:
     if size not in (needed, needed + num_sequences):
         raise DataError(
             f"{file} must be {needed} bytes for its {num_sequences} sequences and "
-            f"{num_boundaries} document boundaries, got {size}; it is damaged: {WRITE_AGAIN}"
+            f"{num_boundaries} document boundaries, got {size}; it is damaged"
         )
     return np.dtype(TYPES[code]), num_sequences, num_boundaries
 

@@ -11,7 +11,7 @@ from bisect import bisect
 from collections.abc import Iterator
 from itertools import accumulate
 
-from torchtitan.data.text import Advance, Piece
+from torchtitan.data.text import Piece
 
 
 class SyntheticCorpus:
@@ -35,7 +35,7 @@ class SyntheticCorpus:
         """Return the version of the language."""
         return ["synthetic held out 1" if self._held_out else "synthetic 1"]
 
-    def pieces(self, advance: Advance) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """Yield documents of 1 to 20 sentences up to `num_bytes` characters."""
         draw = random.Random(20).random
         words = self.words()
@@ -59,7 +59,6 @@ class SyntheticCorpus:
             text = " ".join(sentences) + "\n"
             num_chars += len(text)
             number += 1
-            advance(len(text))
             yield Piece(text, ends_document=True, where=f"{self.name} document {number}")
 
     def words(self) -> list[str]:

@@ -20,10 +20,7 @@ from torchtitan.base.files import check_is_file
 LFS_POINTER = b"version https://git-lfs.github.com"
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
-MAX_FILE_BYTES = 1 << 28
 Ids = npt.NDArray[np.uint32]
-Advance = Callable[[int], None]
-"""Called with each number of bytes read, to show progress."""
 
 
 class Piece(NamedTuple):
@@ -126,17 +123,9 @@ def check_fetched(file: PurePath, head: bytes) -> None:
 
 
 def read_file(file: Path) -> bytes:
-    """Return the content of a tokenizer's file.
-
-    Raises:
-        DataError: It cannot be read, or is too large.
-    """
+    """Return the content of a tokenizer's file; raise DataError if it cannot be read."""
     try:
         check_is_file(file)
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(
-                f"a tokenizer file must have at most {MAX_FILE_BYTES >> 20} MiB: {file}"
-            )
         data = file.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read tokenizer file {file}: {error.strerror}") from error

@@ -214,10 +214,9 @@ class ChatTemplate:
             prompt = self._render(conversation, num_messages=i, add_generation_prompt=True)
             answered = self._render(conversation, num_messages=i + 1)
             if not (answered.startswith(prompt) and text.startswith(answered)):
-                before = self.render(conversation._replace(messages=messages[:i])) if i else ""
                 raise DataError(
-                    f"{where}: cannot find the answer of message {i + 1} in the text of the chat "
-                    f"template {self.origin}, {_mismatch(before, prompt, answered)}; put {TAGS} "
+                    f"{where}: cannot find the answer of message {i + 1}: the chat template "
+                    f"{self.origin} must write the messages before it alike without it; put {TAGS} "
                     f"around the assistant's part in the template"
                 )
             ending = self._special_at_end.search(answered, len(prompt))
@@ -239,16 +238,11 @@ class ChatTemplate:
             )
             text.encode()  # raises for half of a surrogate pair
         except Exception as error:  # operations of a template can raise anything
-            problem = f"the chat template {self.origin} fails"
-            remedy = ""
-            if num_messages < len(messages):
-                problem += f" on the first {plural(num_messages, 'message')} only"
-                remedy = (
-                    f"; add the message that the template needs, or put {TAGS} around the "
-                    f"assistant's part in the template"
-                )
-            reason = str(error) or type(error).__name__
-            raise DataError(f"{where}: {problem}: {reason}{remedy}") from error
+            part = f" on the first {plural(num_messages, 'message')}"
+            raise DataError(
+                f"{where}: the chat template {self.origin} fails"
+                f"{part if num_messages < len(messages) else ''}: {error or type(error).__name__}"
+            ) from error
         return text
 
     def _trained(
@@ -280,21 +274,6 @@ def is_trained(message: Message) -> bool:
     has_content = any(message.get(key) for key in CONTENT_KEYS)
     is_left_out = message.get("weight") == 0 or message.get("train") is False
     return message["role"] == "assistant" and has_content and not is_left_out
-
-
-def _mismatch(before: str, prompt: str, answered: str) -> str:
-    """Explain why the text with an answer does not start with the prompt for it.
-
-    `before` is the text before the answer without the generation prompt.
-    """
-    pairs = enumerate(zip(prompt, answered, strict=False))
-    common = next((i for i, (a, b) in pairs if a != b), len(answered))
-    if common < len(prompt) and prompt.startswith(before) and common >= len(before):
-        return (
-            f"whose generation prompt has {prompt[common:]!r}, which is missing in the text with "
-            f"the answer"
-        )
-    return "which renders earlier messages differently once later ones follow"
 
 
 def _remove_marks(text: str) -> Rendered:

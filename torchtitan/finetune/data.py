@@ -123,7 +123,6 @@ def build_examples(
     decides = [FORMAT, tokenizer.fingerprint, template_hash, special]
     examples, encoded = cached(
         [*decides, source.name, once(source.identity)],
-        name=source.name,
         cache=training.dataset_cache,
         vocab_size=2 * tokenizer.vocab_size,
         write=lambda writer: _encode(source, encoder, writer=writer),
@@ -133,7 +132,6 @@ def build_examples(
     seq_len, packing, long_examples = training.seq_len, training.packing, training.long_examples
     samples, planned = cached(
         [FORMAT, ORDER, content, seq_len, seed, packing, long_examples, *part.items()],
-        name=f"the samples of {source.name}",
         cache=training.dataset_cache,
         vocab_size=examples.num_documents,
         write=lambda writer: _plan(examples, training, seed=seed, holdout=holdout, writer=writer),

@@ -141,8 +141,8 @@ class Encoder:
         """Return the template; raise DataError without one, or for text that it may not have."""
         if self.template is None:
             rule = (
-                f"must name a Jinja file: {example.where} has messages, and the tokenizer has no "
-                f"chat template"
+                "must name a Jinja file: examples have messages, and the tokenizer has no chat "
+                "template"
             )
             raise DataError.at("chat_template", rule)
         if any(map(_MARKS.search, _texts_of(example))):
@@ -154,15 +154,10 @@ class Encoder:
         return self.template
 
     def _check_special(self, example: Example) -> None:
-        if (found := self.written_token(example)) is not None:
+        for found in filter(None, map(self._forbidden.search, _texts_of(example))):
             raise WrittenSpecialTokenError(
-                f"{example.where}: text must not contain special tokens, got {found!r}"
+                f"{example.where}: text must not contain special tokens, got {found[0]!r}"
             )
-
-    def written_token(self, example: Example) -> str | None:
-        """Return a special token that the example's text names although it may not, or None."""
-        found = map(self._forbidden.search, _texts_of(example))
-        return next((one[0] for one in found if one), None)
 
 
 def _texts_of(example: Example) -> Iterator[str]:

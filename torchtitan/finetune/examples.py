@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.readers import READERS, read_rows, suffix_of, type_name
+from torchtitan.data.readers import type_name
 from torchtitan.data.text import check_characters
 from torchtitan.finetune.chat import Conversation, Message
 
@@ -61,22 +60,6 @@ class Format(NamedTuple):
     parse: Callable[[Row, str], Example]
 
 
-def read_examples(file: Path) -> Iterator[Example]:
-    """Yield the examples of a file; raise DataError with the line of a wrong one."""
-    check_has_rows(file)
-    for row, where in read_rows(file):
-        yield parse_example(row, where=where)
-
-
-def check_has_rows(file: Path) -> None:
-    """Raise DataError unless the file's format has rows."""
-    if suffix_of(file) not in READERS:
-        raise DataError(
-            f"examples must be in one of {', '.join(READERS)}, got {file}; to train on text set "
-            f'dataset = "files"'
-        )
-
-
 def parse_example(row: object, *, where: str) -> Example:
     """Return the example in a row; raise DataError if it has no known format."""
     # a column of a table without a value in this row is null
@@ -87,15 +70,12 @@ def parse_example(row: object, *, where: str) -> Example:
             f"{where} must be one example, got preference data (keys 'chosen', 'rejected'); write "
             f"the chosen answer as a completion or a chat"
         )
-    # without one, a lone prompt or completion selects the format that reports the missing key
-    found = found or [format for format in FORMATS[:2] if format.keys & keys]
     if not isinstance(row, dict) or not found:
         got = type_name(row)
         if isinstance(row, dict):
             got = f"keys {', '.join(map(repr, row))}" if row else "no keys"
-        hint = '; to train on text set dataset = "files"' if "text" in keys else ""
         shown = ", ".join(format.shown for format in FORMATS)
-        raise DataError(f"{where} must be one of {shown}, got {got}{hint}")
+        raise DataError(f"{where} must be one of {shown}, got {got}")
     for text in strings_in(row):
         check_characters(text, where=where)
     return found[0].parse(row, where)

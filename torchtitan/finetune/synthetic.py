@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from torchtitan.data.readers import Row
 from torchtitan.data.synthetic import SyntheticCorpus
-from torchtitan.finetune.examples import Example, parse_example
 
 
 class SyntheticExamples:
@@ -31,20 +31,15 @@ class SyntheticExamples:
         """Return the version of the examples."""
         return ["synthetic examples held out 1" if self._held_out else "synthetic examples 1"]
 
-    def examples(self) -> Iterator[Example]:
-        """Yield all examples."""
-        for number, row in enumerate(self.values(), start=1):
-            yield parse_example(row, where=f"{self.name} {number}")
-
-    def values(self) -> Iterator[dict[str, Any]]:
-        """Yield each example as the object that a line of a file has."""
-        trained = self._draw(random.Random(21), num=self.num_examples)
-        if not self._held_out:
-            yield from trained
-            return
-        known = [*trained]
-        drawn = self._draw(random.Random(23), num=2 * self.num_held_out)
-        yield from islice((row for row in drawn if row not in known), self.num_held_out)
+    def rows(self) -> Iterator[Row]:
+        """Yield each example as a row of a file."""
+        values = self._draw(random.Random(21), num=self.num_examples)
+        if self._held_out:
+            known = [*values]
+            drawn = self._draw(random.Random(23), num=2 * self.num_held_out)
+            values = islice((row for row in drawn if row not in known), self.num_held_out)
+        for number, value in enumerate(values, start=1):
+            yield Row(value, f"{self.name} {number}")
 
     def _draw(self, generator: random.Random, *, num: int) -> Iterator[dict[str, Any]]:
         draw = generator.random

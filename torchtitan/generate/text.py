@@ -55,15 +55,6 @@ def complete(
     ]
 
 
-def stream(
-    generator: Generator, prompt: str, *, special: bool = False, **sampling: Unpack[Sampling]
-) -> Iterator[str]:
-    """Yield a prompt, then its continuation in pieces; see `complete`."""
-    [ids] = _encode(generator, [prompt], special=special)
-    visible = _visible(generator, ids)
-    return stream_tokens(generator, ids, generator.stop_ids, visible=visible, **sampling)
-
-
 def answer(
     generator: Generator,
     chats: Sequence[Sequence[Message]],
@@ -87,26 +78,14 @@ def answer(
     return [generator.tokenizer.decode(continuation) for continuation in new]
 
 
-def stream_answer(
-    generator: Generator, chat: Sequence[Message], **sampling: Unpack[Sampling]
-) -> Iterator[str]:
-    """Yield the assistant's next message in pieces; see `answer`."""
-    [ids], stop_ids = encode_chats(generator, [chat])
-    return stream_tokens(generator, ids, stop_ids, **sampling)
-
-
 def stream_tokens(
     generator: Generator,
     ids: Sequence[int],
     stop_ids: Collection[int],
-    *,
-    visible: Sequence[int] = (),
     **sampling: Unpack[Sampling],
 ) -> Iterator[str]:
-    """Yield the text of the `visible` tokens, then of the tokens that continue `ids`."""
+    """Yield the text of the tokens that continue `ids`, in pieces."""
     decoder = StreamDecoder(generator.tokenizer)
-    if text := decoder.add(visible):
-        yield text
     for _, token in draw(generator.model, [ids], stop_ids=stop_ids, **sampling):
         if token not in stop_ids and (text := decoder.add([token])):
             yield text

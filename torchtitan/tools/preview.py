@@ -4,8 +4,8 @@
 
 Prints the first rows of each file, every token with its label, then how many rows of the file are
 kept, cut and dropped, and the seq_len that cuts none. The training's own code makes tokens and
-labels. The command needs no GPU and writes nothing, and tokenizes all rows to count them. A line
-has a run of tokens with the same label:
+labels. The command needs no GPU and writes nothing, and tokenizes all rows to count them. Mistakes
+in files and rows are reported at the end. A line has a run of tokens with the same label:
 
     loss   the token is a label: the model learns to write it
     -100   the token is read, and is no label
@@ -23,8 +23,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import Style, paint, plural, use_color
+from torchtitan.data.readers import join_errors
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.job import Config, load_job
@@ -64,7 +65,7 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
         UserError: The data are not examples, or the training would refuse them.
     """
     from torchtitan.finetune.data import build_encoder, fate_of, warn_of_encoded
-    from torchtitan.finetune.sources import FileExamples, find_examples, label_all
+    from torchtitan.finetune.sources import find_examples, label_all, parts_of
     from torchtitan.resume_rules import resolve_model
 
     config = resolve_model(config)
@@ -78,28 +79,32 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
     tokenizer = build_tokenizer(path)
     encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=path)
     source = find_examples(training)
-    parts = [source]
-    if isinstance(source, FileExamples):
-        parts = [FileExamples((file,)) for file in source.files]
+    parts = parts_of(source)
     color = use_color(sys.stdout, disabled=config.metrics.disable_color_printing)
     total: Counter[Fate] = Counter()
     all_lengths: list[int] = []
+    mistakes: list[DataError] = []
     for part in parts:
         counts: Counter[Fate] = Counter()
         lengths: list[int] = []
-        for example, row in label_all(part, encoder):
-            fate = fate_of(row, training)
-            if len(lengths) < num_rows:
-                _print(f"{example.where}: {len(row)} tokens, {fate}")
-                for label, text in runs(row, tokenizer, training, with_ids=with_ids):
-                    _print(paint(f"  {label:<5} {text}", STYLES[label], color=color))
-            counts[fate] += 1
-            lengths.append(len(row))
+        try:
+            for example, row in label_all(part, encoder):
+                fate = fate_of(row, training)
+                if len(lengths) < num_rows:
+                    _print(f"{example.where}: {len(row)} tokens, {fate}")
+                    for label, text in runs(row, tokenizer, training, with_ids=with_ids):
+                        _print(paint(f"  {label:<5} {text}", STYLES[label], color=color))
+                counts[fate] += 1
+                lengths.append(len(row))
+        except DataError as error:
+            mistakes.append(error)
         _print(*summary(part.name, counts, lengths, training))
         total, all_lengths = total + counts, all_lengths + lengths
     if len(parts) > 1:
         _print(*summary(source.name, total, all_lengths, training))
     warn_of_encoded(source.name, encoder.num_without_end, encoder.unread_keys)
+    if mistakes:
+        raise join_errors(mistakes)
 
 
 def runs(

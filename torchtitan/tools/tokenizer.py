@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     corpus: Corpus = StdlibCorpus()
     if args.files:
         corpus = find_corpus(args.files, text_key=args.text_key, options=("--text_key", ""))
-    texts = (piece.text for piece in corpus.pieces(lambda num_bytes: None))
+    texts = (piece.text for piece in corpus.pieces())
     tokens = tokens_by_rank(train(texts, vocab_size=args.vocab_size))
     write_tiktoken(args.output, tokens)
     sys.stdout.write(f"{args.output}: {len(tokens)} tokens and {NUM_SPECIAL} special ones\n")

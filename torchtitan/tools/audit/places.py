@@ -210,14 +210,14 @@ class Places:
         if isinstance(part, TokenStore):
             yield from (f"{part.prefix} document {n}" for n in range(part.num_documents))
         elif self.config.training.dataset not in SUPERVISED:
-            pieces = part.pieces(lambda num_bytes: None)
+            pieces = part.pieces()
             yield from (piece.where for piece in pieces if piece.ends_document)
         else:
             assert isinstance(self.dataset, Dataset)
             [examples] = self.dataset.stores
             _, notes = open_cached(Path(examples.prefix).parent)
             if not notes["without_answer"]:
-                yield from (example.where for example in part.examples())
+                yield from (row.where for row in part.rows())
                 return
             training, path = self.config.training, self.config.model.tokenizer_path
             encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
