@@ -1,4 +1,4 @@
-"""Latent attention and DeepSeek's router against `transformers`.
+"""Latent attention and DeepSeek's router against `transformers`, and bugs planted in each.
 
 transformers 5.23 leaves out groups by -inf, as DeepSeek's own code does; versions before 5 put 0.0
 in the place of their scores, which a negative bias may fall below.
@@ -7,6 +7,7 @@ in the place of their scores, which a negative bias may fall below.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.interface import cast
 from torchtitan.models.mla import LatentAttention
+from torchtitan.models.moe import Router, best_experts
 from torchtitan.models.rope import build_rope
-from torchtitan.models.sizes import MLAConfig
+from torchtitan.models.sizes import MLAConfig, RopeScaling
 
 TOKENS = torch.randint(0, 263, (2, 70), generator=torch.Generator().manual_seed(2))
 PAIRS = {"latent": LATENT, "latent, softmax": VARIANTS["latent, softmax"]}
@@ -82,6 +84,94 @@ def theirs_of(name: str, theirs: dict[str, Tensor | None]) -> Tensor:
 def test_logits_and_every_gradient_are_those_of_transformers(name: str) -> None:
     """In float64 but for what transformers does in float32: scores, norms, the rotation."""
     assert differing(PAIRS[name], torch.float64, 1e-5) == {}
+
+
+def without_mscale(scaling: RopeScaling) -> float:
+    return 1.0
+
+
+def weighed_with_bias(
+    self: Router, x_BSC: Tensor, bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    ids_BSK, _ = CORRECT(self, x_BSC, bias_E)
+    assert bias_E is not None
+    weights = (self.gate(x_BSC).sigmoid() + bias_E).gather(-1, ids_BSK)
+    return ids_BSK, self.scale * weights / weights.sum(-1, keepdim=True)
+
+
+def unbiased(self: Router, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return CORRECT(self, x_BSC)
+
+
+def unscaled(self: Router, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    ids_BSK, weights_BSK = CORRECT(self, x_BSC, bias_E)
+    return ids_BSK, weights_BSK / self.scale
+
+
+def ungrouped(self: Router, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    self._best = partial(best_experts, num=LATENT.num_experts_per_token)
+    return CORRECT(self, x_BSC, bias_E)
+
+
+def by_their_best(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int = 1) -> Tensor:
+    """Groups are chosen by their best expert, as DeepSeek-V2 chooses."""
+    best_BSG = scores_BSE.unflatten(-1, (num_groups, -1)).amax(-1)
+    is_kept = torch.zeros_like(best_BSG).scatter(-1, best_BSG.topk(kept).indices, 1.0).bool()
+    left_out = ~is_kept.repeat_interleave(scores_BSE.shape[-1] // num_groups, -1)
+    return scores_BSE.masked_fill(left_out, -torch.inf).topk(num).indices
+
+
+def unnormed(self: LatentAttention, config: MLAConfig) -> None:
+    CORRECT_INIT(self, config)
+    self.kv_norm.eps = config.norm_eps
+
+
+def unshared(self: LatentAttention, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the shared channels comes from one head alone, as with a rank's own heads."""
+    k_BHSD, v_BHSD = CORRECT_EXPAND(self, latent, k_pe)
+    k_detached, _ = CORRECT_EXPAND(self, latent, k_pe.detach())
+    return torch.cat((k_BHSD[:, :1], k_detached[:, 1:]), 1), v_BHSD
+
+
+CORRECT, CORRECT_INIT = Router.forward, LatentAttention.__init__
+CORRECT_EXPAND = LatentAttention.expand
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted", "config"),
+    [
+        (RopeScaling, "score_growth", property(without_mscale), LATENT),
+        (RopeScaling, "temperature", property(without_mscale), LATENT),
+        (LatentAttention, "__init__", unnormed, dataclasses.replace(LATENT, norm_eps=1e-5)),
+        (Router, "forward", weighed_with_bias, LATENT),
+        (Router, "forward", unbiased, LATENT),
+        (Router, "forward", unscaled, LATENT),
+        (Router, "forward", ungrouped, LATENT),
+    ],
+)
+def test_a_planted_bug_is_seen_in_the_logits(
+    owner: type, name: str, planted: object, config: MLAConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert differing(config, torch.float64, 1e-5) == {}
+    monkeypatch.setattr(owner, name, planted)
+    assert differing(config, torch.float64, 1e-3)["logits"] > 1e-3
+
+
+def test_groups_are_not_chosen_by_their_best_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder(LATENT)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module._best = partial(by_their_best, num=3, num_groups=4, kept=2)
+    with torch.no_grad():
+        expected = decoder(LATENT)(TOKENS)
+        assert (model(TOKENS) - expected).norm() > 1e-3 * expected.norm()
+
+
+def test_a_planted_bug_is_seen_in_the_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LatentAttention, "expand", unshared)
+    found = differing(LATENT, torch.float64, 1e-3)
+    assert "logits" not in found
+    assert "layers.0.attention.wkv_a.weight" in found
 
 
 def test_a_layer_is_what_the_paper_says() -> None:

@@ -1,4 +1,4 @@
-"""Experts against a loop over tokens in float64, and against `transformers`."""
+"""Experts against a loop over tokens in float64, and the bugs that others had, planted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.reference import EXPERTS, random_decoder, reference_of
+from torchtitan.models import moe
 from torchtitan.models.families import MODELS
 from torchtitan.models.interface import count
-from torchtitan.models.moe import MoE
+from torchtitan.models.moe import Experts, MoE, Router
 from torchtitan.models.sizes import MoEConfig
 
 SIGMOID = dataclasses.replace(
@@ -83,6 +84,67 @@ def differing(config: MoEConfig, rtol: float = 1e-12) -> set[str]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_experts_are_what_the_definition_says(name: str) -> None:
     assert differing(CONFIGS[name]) == set()
+
+
+def in_the_wrong_order(self: Experts, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Each choice is weighed by another one's weight."""
+    return CORRECT_EXPERTS(self, x_TC, ids_TK, weights_TK.flip(-1))
+
+
+def combined_by_expert(self: Experts, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """The results are not brought back from the order of the experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        plain = moe.reorder
+        patch.setattr(moe, "reorder", lambda x, o, b, k=1: x if k == 1 else plain(x, o, b, k))
+        return CORRECT_EXPERTS(self, x_TC, ids_TK, weights_TK)
+
+
+def unnormed(self: Router, x_TC: Tensor, _: None = None) -> tuple[Tensor, Tensor]:
+    ids_TK, weights_TK = CORRECT_ROUTER(self, x_TC)
+    return ids_TK, self.gate(x_TC).softmax(-1).gather(-1, ids_TK) + 0 * weights_TK
+
+
+def without_gradient(self: Router, x_TC: Tensor, _: None = None) -> tuple[Tensor, Tensor]:
+    ids_TK, weights_TK = CORRECT_ROUTER(self, x_TC)
+    return ids_TK, weights_TK.detach()
+
+
+CORRECT_EXPERTS, CORRECT_ROUTER = Experts.forward, Router.forward
+
+
+@pytest.mark.parametrize(
+    ("owner", "planted", "seen"),
+    [
+        (Experts, in_the_wrong_order, {"out", "x", "router.gate.weight", "experts.w2"}),
+        (Experts, combined_by_expert, {"out", "x", "router.gate.weight", "experts.w2"}),
+        (Router, unnormed, {"out", "x", "router.gate.weight", "experts.w2"}),
+        (Router, without_gradient, {"x", "router.gate.weight"}),
+    ],
+)
+def test_a_planted_bug_is_seen(
+    owner: type, planted: object, seen: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "forward", planted)
+    found = differing(EXPERTS, rtol=1e-3)
+    assert seen <= found
+    if planted is without_gradient:  # its forward shows nothing
+        assert "out" not in found
+
+
+@pytest.mark.parametrize("planted", [in_the_wrong_order, unnormed])
+def test_a_planted_bug_is_seen_by_transformers(
+    planted: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_decoder(EXPERTS)
+    tokens = torch.arange(60).reshape(2, 30)
+    with torch.no_grad():
+        expected = reference_of(model)(tokens).logits
+        atol = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=atol)
+        monkeypatch.setattr(
+            Experts if planted is in_the_wrong_order else Router, "forward", planted
+        )
+        assert (model(tokens) - expected).abs().max() > 100 * atol
 
 
 def test_every_gradient_is_that_of_transformers() -> None:
