@@ -32,9 +32,10 @@ from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.base.log import note_in_file
 from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.config.load import build
-from torchtitan.config.schema import literal, values_of
+from torchtitan.config.load import violations
+from torchtitan.config.schema import literal
 from torchtitan.config.sources import CONFIG_FILE, PYTHON, Layer, Setting, flatten
+from torchtitan.config.typed import with_types
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.lora import apply_lora
@@ -44,7 +45,7 @@ from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import CONFIG
 from torchtitan.hf.tokenizer_files import eos_ids, read_stop_ids, tokenizer_file
-from torchtitan.job import Config, find_own, foreign_names, load_job
+from torchtitan.job import Config, find_own, load_job
 from torchtitan.mesh.ranks import on_first_rank, read_rank_info
 from torchtitan.mesh.stop import interrupt, watch_signals
 from torchtitan.metrics.rows import RECORD, Row, read_rows
@@ -185,12 +186,10 @@ def _checked(config: Config) -> Config:
             "of a train in another thread; call torch.distributed.destroy_process_group() first, "
             "or train in another process"
         )
-    # dataclasses check and convert nothing: one path would stay a string where a tuple is due
-    layer = {
-        path: Setting(value, PYTHON, path, literal(value))
-        for path, value in values_of(config).items()
-    }
-    return build(type(config), [layer], foreign=foreign_names()).checked()
+    config = with_types(config)
+    if wrong := [one for one in violations(config) if not one.is_notice]:
+        raise ConfigError(wrong)
+    return config
 
 
 def _last_of(rows: list[Row], name: str) -> float | None:

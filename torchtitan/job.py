@@ -251,9 +251,15 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
         ConfigError: Lists every mistake in the file and on the command line.
         SystemExit: After `--help` was printed.
     """
+    foreign = foreign_names()
     extend = functools.partial(with_custom, Config)
-    loaded = use_model_of_folder(load(Config, argv, foreign=foreign_names(), extend=extend))
+    loaded = use_model_of_folder(load(Config, argv, foreign=foreign, extend=extend))
     trust(text for _, text in find_own(loaded.config))  # those under an old name too
+    if loaded.foreign_file is not None:
+        meanings = foreign.other_meanings(loaded.given, values_of(loaded.config))
+        for meaning in (*meanings, *_cut_warmup(loaded.config)):
+            file = loaded.foreign_file
+            logger.warning("%s: written for torchtitan 0.2, where %s", file, meaning)
     return loaded
 
 
@@ -285,6 +291,7 @@ def foreign_names() -> Foreign:
     here = pathlib.Path(__file__)
     return read_foreign(
         here.with_name("torchtitan_0_2.toml"),
+        program="torchtitan",
         other_trainers=here.with_name("other_trainers.toml"),
     )
 
@@ -315,6 +322,15 @@ def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
         changed: dict[str, Any] = {key: value}
         model = replace(model, **changed)
     return replace(loaded, config=replace(config, model=model), given=given)
+
+
+def _cut_warmup(config: Config) -> Iterator[str]:
+    total = config.lr_scheduler.total_steps or config.training.steps
+    if 0 <= total < config.lr_scheduler.num_warmup_steps(total):
+        yield (
+            f"a warmup is cut to the length of the schedule; here it is not; to do the same write "
+            f"[lr_scheduler] warmup_steps = {total}"
+        )
 
 
 # --- custom code -------------------------------------------------------------------------------

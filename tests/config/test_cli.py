@@ -119,12 +119,77 @@ def test_a_switch_before_another_option_is_true() -> None:
 @pytest.mark.parametrize(
     ("words", "mistakes"),
     [
-        (["job.toml"], ["'job.toml'"]),
-        (["-x"], ["'-x'"]),
-        (["stray"], ["'stray'"]),
+        (["--training.steps", "ten"], ["--training.steps ten: must be an integer"]),
+        (["--training.steps", "2.5"], ["--training.steps 2.5: must be an integer"]),
+        (["--training.steps=true"], ["--training.steps true: must be an integer"]),
+        (["--training.steps", "none"], ["--training.steps none: must be an integer"]),
+        (["--training.steps", "5\nseq_len = 6"], ["--training.steps 5\\nseq_len = 6: must be an"]),
+        (["--training.steps="], ["--training.steps: must be an integer"]),
+        (["--training.steps"], ["--training.steps: needs a value (int >= -1)"]),
+        (
+            ["--training.dataset_path"],
+            ["--training.dataset_path: needs a value (list of str)"],
+        ),
+        (["--metrics.enable_wandb", "1"], ["--metrics.enable_wandb 1: must be true or false"]),
+        (
+            ["--training.stepz", "10"],
+            ["--training.stepz 10: [training] has no key 'stepz'; did you mean --training.steps?"],
+        ),
+        (
+            ["--training.stepz=10"],
+            ["--training.stepz 10: [training] has no key 'stepz'; did you mean --training.steps?"],
+        ),
+        (
+            ["--training.local-batch-size", "1"],
+            [
+                "--training.local-batch-size 1: [training] has no key 'local-batch-size'; "
+                "did you mean --training.local_batch_size?"
+            ],
+        ),
+        (
+            ["--model.steps", "1"],
+            ["--model.steps 1: [model] has no key 'steps'; did you mean --training.steps?"],
+        ),
+        (
+            ["--trainin.steps", "1"],
+            ["--trainin.steps 1: unknown section [trainin]; did you mean --training.steps?"],
+        ),
+        (["--steps", "1"], ["--steps 1: has no section; did you mean --training.steps?"]),
+        (
+            ["--training", "1"],
+            ["--training 1: [training] is a section, not a key; write --training.key ..."],
+        ),
+        (
+            ["--debug.xyzzy"],
+            [
+                "--debug.xyzzy: [debug] has no key 'xyzzy'; "
+                "valid are seed, deterministic, deterministic_warn_only"
+            ],
+        ),
+        (["job.toml"], ["'job.toml' belongs to no option; write --job.config_file job.toml"]),
+        (["-x"], ["'-x' belongs to no option; a value that starts with - is written"]),
+        (["stray"], ["'stray' belongs to no option"]),
+        (
+            ["--memory_estimation.enable"],
+            ["--memory_estimation.enable: python -m torchtitan plan memory"],
+        ),
+        (
+            ["--memory_estimation.enabled"],
+            ["--memory_estimation.enabled: python -m torchtitan plan memory"],
+        ),
+        (
+            ["--model.name", "a\udc80"],
+            ["--model.name a\\udc80: must be UTF-8"],
+        ),
+        (["--help=3"], ["--help 3: has no section"]),
         (
             ["--training.steps", "x", "--training.seq_len", "y", "z.toml", "--a.b", "c"],
-            ["'z.toml'", "--training.steps x: ", "--training.seq_len y: ", "--a.b c: "],
+            [
+                "'z.toml' belongs to no option",
+                "--training.steps x: must be an integer",
+                "--training.seq_len y: must be an integer",
+                "--a.b c: unknown section [a]",
+            ],
         ),
     ],
 )
@@ -133,6 +198,14 @@ def test_wrong_words(words: list[str], mistakes: list[str]) -> None:
     assert len(found) == len(mistakes)
     for mistake in mistakes:
         assert any(text.startswith(f"command line: {mistake}") for text in found), found
+
+
+def test_options_join_the_report_of_the_file(jobs: Jobs) -> None:
+    found = jobs.mistakes("[training]\nsteps = 'ten'", "--training.seq_len", "0")
+    assert found == [
+        'job.toml: [training] steps = "ten": must be an integer',
+        "command line: --training.seq_len 0: must be greater than 0",
+    ]
 
 
 def test_help_describes_every_key(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.config.jobs import THEIRS
+from tests.config.jobs import THEIRS, Jobs
 from tests.config.jobs import loaded as load
 from tests.config.keys import KEYS_0_1, KEYS_0_2
 from torchtitan.config.load import Loaded
@@ -26,7 +24,6 @@ DEFAULTS = values_of(Config())
 # "not set" where we have a default (which a file says by silence, and no option can).
 OTHER_DEFAULTS = {
     "training.dataset",
-    "validation.dataset",
     "checkpoint.last_save_model_only",
     "model.tokenizer_path",
     "debug.seed",
@@ -36,11 +33,6 @@ OTHER_DEFAULTS = {
     "training.mixed_precision_param",
     "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers",
-}
-EARLIER = {
-    ("checkpoint", "upload_check"),
-    ("elastic", "wait_seconds"),
-    ("parallelism", "pipeline_parallel_num_microbatches"),
 }
 # Every value asks for what is done anyway.
 WITHOUT_EFFECT = {
@@ -87,7 +79,7 @@ def test_old_defaults_load_and_change_nothing() -> None:
 
 
 def outcome(path: Path, default: object) -> str:
-    """Say what becomes of a key at another value than its old default: arrived or refused."""
+    """Say what becomes of a key at another value than its old default: arrived, off, refused."""
     value, target = other_than(default), THEIRS.new_names.get(path, path)
     loaded = written(path, value)
     name = f"job.toml: {spell(path, origin='')} = {literal(value)}: "
@@ -95,10 +87,16 @@ def outcome(path: Path, default: object) -> str:
         assert [mistake.startswith(name) for mistake in loaded.mistakes] == [True]
         known = THEIRS.keys.get(target)
         if known is not None:
-            assert known[1] in loaded.mistakes[0]
+            assert known.instead in loaded.mistakes[0]
+            assert loaded.mistakes[0].endswith(("(remove the line)", " is accepted)"))
         return "refused"
     if value == DEFAULTS.get(target):
         return "arrived"
+    if not changed(loaded):
+        # what would shape a feature that is off
+        switch = ".".join(THEIRS.switches[target][0])
+        assert any(f"{name}has no effect, {switch} is off" in one for one in loaded.notices)
+        return "off"
     # text stands for a list, or a list of lists
     arrived = tuple(value) if isinstance(value, list) else value
     if keys(Config)[target].kind is tuple and isinstance(arrived, str):
@@ -108,9 +106,9 @@ def outcome(path: Path, default: object) -> str:
     return "arrived"
 
 
-def test_any_other_value_arrives_or_is_refused_by_name() -> None:
+def test_any_other_value_arrives_or_is_refused_by_name_or_says_that_it_has_no_effect() -> None:
     wrong = {}
-    outcomes: dict[str, int] = {"arrived": 0, "refused": 0}
+    outcomes: dict[str, int] = {"arrived": 0, "refused": 0, "off": 0}
     for path, default in ALL:
         if ".".join(path) in WITHOUT_EFFECT:
             continue
@@ -125,22 +123,14 @@ def test_any_other_value_arrives_or_is_refused_by_name() -> None:
 def test_every_old_key_is_either_built_or_in_the_table_and_nothing_else_is() -> None:
     known = {THEIRS.new_names.get(path, path) for path, _ in ALL}
     ours = keys(Config).keys()
-    assert known <= THEIRS.keys.keys() | ours
+    their_keys = {path for path, one in THEIRS.keys.items() if not one.is_earlier}
+    assert their_keys <= known <= THEIRS.keys.keys() | ours
     assert not THEIRS.keys.keys() & ours
-    assert THEIRS.keys.keys() - known == EARLIER
-    assert THEIRS.values.keys() <= ours
-    assert {new.to for new in THEIRS.renamed.values()} <= ours | THEIRS.keys.keys()
-
-
-ADVICE = {instead for _, instead in THEIRS.keys.values()}
-ADVICE |= {one.instead for values in THEIRS.values.values() for one in values.values()}
-DOTTED = re.compile(r"(?<![\w.\"])(?!torchtitan)[a-z]\w*(?:\.\w+)+(?![\w:])")
-
-
-def test_every_setting_that_an_advice_names_exists() -> None:
-    named = {name for advice in ADVICE for name in DOTTED.findall(advice)}
-    assert len(named) > 20
-    assert {tuple(name.split(".")) for name in named} <= keys(Config).keys()
+    theirs = {old for old, new in THEIRS.renamed.items() if new.program is not None}
+    assert theirs <= {path for path, _ in ALL}
+    assert THEIRS.values.keys() | THEIRS.whole_job.keys() <= ours
+    assert THEIRS.switches.keys() <= THEIRS.keys.keys() | THEIRS.values.keys()
+    assert {switch for switch, _ in THEIRS.switches.values()} <= known
 
 
 def test_every_default_of_one_old_file_together() -> None:
@@ -148,10 +138,36 @@ def test_every_default_of_one_old_file_together() -> None:
     for name, table in KEYS_0_2.items():
         lines.append(f"[{name}]")
         lines += [f"{key} = {literal(value)}" for key, value in table.items() if value is not None]
-    text = re.sub(r'dataset = "c4_\w+"', 'dataset = "synthetic"', "\n".join(lines))
+    text = "\n".join(lines).replace('dataset = "c4_test"', 'dataset = "synthetic"')
     config = load(text).checked()
     assert config.training.dataset == "synthetic"
     assert config.checkpoint.last_save_model_only is True
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        *(
+            (f'[training]\ndataset = "{name}"', 'dataset = "files" with dataset_path')
+            for name in ("c4", "c4_test", "c4_validation")
+        ),
+        ("[parallelism]\nexpert_tensor_parallel_degree = 8", "only 1 is accepted"),
+        ("[checkpoint]\ncreate_seed_checkpoint = true", "only false is accepted"),
+        ('[model]\nconverters = ["quantize.linear.mx"]', "train in bfloat16"),
+        ("[memory_estimation]\nenable = true", "torchtitan plan memory"),
+        ("[memory_estimation]\nenabled = true", "only false is accepted"),
+        ("[parallelism]\nenable_compiled_autograd = true", "compiles the backward of each block"),
+        ('[model]\nflavor = "debugmodel_moe"', "qwen3_moe and deepseek_v3 are built"),
+        ('[model]\nname = "llama3_ft"', 'write name = "llama3"'),
+        ('[model]\nname = "simple_fsdp.llama3"', 'write name = "llama3"'),
+        ('[model]\nname = "simple_fsdp.deepseek_v3"', 'write name = "deepseek_v3"'),
+    ],
+)
+def test_what_is_not_built_is_refused_with_what_to_do(text: str, remedy: str) -> None:
+    header, line = text.split("\n")
+    [mistake] = load(text).mistakes
+    assert mistake.startswith(f"job.toml: {header} {line}: ")
+    assert remedy in mistake
 
 
 @pytest.mark.parametrize(
@@ -173,18 +189,6 @@ def test_old_names_set_todays_keys_with_a_notice(old: str, value: object, new: s
     loaded = load("", f"--{old}={value if isinstance(value, str) else literal(value)}")
     assert changed(loaded) == {new: value}
     assert all(part in loaded.notices[0] for part in (f"command line: --{old} ", f"--{new}"))
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('training.document_attention = "within"', 'training.attn_mask_type = "block_causal"'),
-        ("validation.split = 0.1", "validation.holdout_fraction = 0.1"),
-        ('lora.save = "merged"', 'lora.export_format = "merged"'),
-    ],
-)
-def test_names_of_earlier_versions_are_translated(old: str, new: str) -> None:
-    assert load(old).config == load(new).config
 
 
 def test_todays_names_give_no_notice() -> None:
@@ -209,12 +213,154 @@ def test_an_old_name_takes_part_in_overriding() -> None:
     assert changed(load("[debug]\nseed = 4", "--training.seed", "5")) == {"debug.seed": 5}
 
 
+def test_one_notice_a_feature_that_is_off() -> None:
+    [notice] = load("[fault_tolerance]\nreplica_id = 7\ngroup_size = 3").notices
+    for key in ("replica_id = 7", "group_size = 3", "fault_tolerance.enable is off"):
+        assert key in notice
+
+
+@pytest.mark.parametrize("switch", ["", "enable = false\n"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("c4_validation", "is not downloaded"),
+        ("my_own", "must be one of python_stdlib"),
+    ],
+)
+def test_data_that_are_not_here_load_where_nothing_reads_them(
+    switch: str, name: str, reason: str
+) -> None:
+    line = f'dataset = "{name}"'
+    loaded = load(f"[validation]\n{switch}{line}")
+    assert changed(loaded) == {}
+    assert loaded.notices[0].startswith(f"job.toml: [validation] {line}: has no effect")
+    [mistake] = load(f"[validation]\nenable = true\n{line}").mistakes
+    assert mistake.startswith(f"job.toml: [validation] {line}: {reason}")
+
+
+FLOAT8_GATHER = "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true"
+
+
+@pytest.mark.parametrize(
+    ("text", "switch"),
+    [
+        ('[compile]\ncomponents = ["loss"]', "[compile]\nenable = true"),
+        (
+            "[parallelism]\nenable_async_tensor_parallel = true",
+            "[parallelism]\ntensor_parallel_degree = 2",
+        ),
+        (
+            '[parallelism]\npipeline_parallel_split_points = ["layers.2"]',
+            "[parallelism]\npipeline_parallel_degree = 2",
+        ),
+        (FLOAT8_GATHER, '[model]\nconverters = ["quantize.linear.float8"]'),
+        (
+            '[activation_checkpoint]\nmode = "none"\ndebug = true',
+            '[activation_checkpoint]\nmode = "full"',
+        ),
+        (
+            "[checkpoint]\nenable_ft_dataloader_checkpoints = false",
+            "[fault_tolerance]\nenable = true",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused_only_where_it_is_switched_on(text: str, switch: str) -> None:
+    key = text.split("\n")[-1].split(" =")[0]
+    loaded = load(base=text)
+    [notice] = [text for text in loaded.notices if "has no effect" in text]
+    assert not loaded.mistakes
+    assert notice.startswith("base.toml: ")
+    assert key in notice
+    mistakes = load(switch, base=text).mistakes
+    assert any(key in mistake and "only " in mistake for mistake in mistakes)
+
+
+OWN_KEYS = """
+[training]
+img_size = 256
+[encoder]
+t5_encoder = "google/t5-v1_1-xxl"
+"""
+
+
+@pytest.mark.parametrize("name", ["flux", "llama4", "gpt_oss", "vlm"])
+def test_a_file_of_another_model_says_so_and_nothing_else(name: str) -> None:
+    [mistake] = load(f'[model]\nname = "{name}"\nflavor = "x"\n{OWN_KEYS}').mistakes
+    assert mistake.startswith(f'job.toml: [model] name = "{name}": ')
+    assert "nothing else of this job was checked" in mistake
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("--checkpoint.no-enable", "write --checkpoint.enable false"),
+        ("--checkpoint.no_enable", "write --checkpoint.enable false"),
+        ("--training.local-batch-size=4", "did you mean --training.local_batch_size?"),
+        ("--float8.xyzzy=1", "valid are enable_fsdp_float8_all_gather, "),
+    ],
+)
+def test_options_as_torchtitan_takes_them(option: str, answer: str) -> None:
+    [mistake] = load("", option).mistakes
+    assert answer in mistake
+
+
 def test_one_word_stands_for_a_list_of_one() -> None:
     assert changed(load("", "--compile.enable", "--compile.components=model")) == {
         "compile.enable": True
     }
     for both in (["model", "loss"], ["model,loss"], ["loss,model"], ["none"]):
         assert not load("", "--compile.components", *both, "--compile.enable").mistakes
+
+
+MEANINGS = {
+    "no_decay_params = []": ("optimizer", "no_decay_params = []"),
+    "bpe_2048": ("model", 'tokenizer_path = "byte"'),
+    "c4_test": ("training", 'dataset = "synthetic"'),
+    "mixed_precision_param": ("training", 'mixed_precision_param = "bfloat16"'),
+    "[debug] seed": ("debug", "seed = 7"),
+    "last_save_model_only": ("checkpoint", "last_save_model_only = false"),
+    "warmup_steps = 60": ("lr_scheduler", "warmup_steps = 60"),
+}
+SILENT = """
+[optimizer]
+early_step_in_backward = false
+[training]
+steps = 60
+[checkpoint]
+enable = true
+"""
+
+
+def test_a_file_for_torchtitan_is_told_what_means_something_else(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs.load(SILENT)
+    said = [text for text in caplog.messages if "written for torchtitan 0.2, where" in text]
+    assert all(text.startswith("job.toml: ") for text in said)
+    for remedy, (section, line) in MEANINGS.items():
+        assert sum(remedy in text for text in said) == 1
+        caplog.clear()
+        # the command line takes it back: the file is still one of torchtitan's
+        jobs.load(SILENT, f"--{section}.{line.replace(' = ', '=')}")
+        assert not any(f"where {text}" in said for text in caplog.messages)
+        now = [text for text in caplog.messages if "written for torchtitan 0.2, where" in text]
+        assert not any(remedy in text for text in now)
+        assert len(now) == len(said) - 1
+    assert len(said) == len(MEANINGS)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (SILENT.replace("early_step_in_backward = false", ""), ()),
+        ("", ("--training.seed", "1")),
+    ],
+)
+def test_a_file_of_our_own_is_not(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, text: str, options: tuple[str, ...]
+) -> None:
+    jobs.load(text, *options)
+    assert not any("written for torchtitan" in text for text in caplog.messages)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +383,7 @@ def test_flavors_that_attend_within_documents_are_a_flavor_and_a_mask(
             ours,
             "block_causal",
         )
+        assert loaded.foreign_file == "job.toml"
         [notice] = loaded.notices
         assert notice.startswith(f'job.toml: [model] flavor = "{theirs}": ')
     # overridden as a whole, and contradicted
@@ -244,6 +391,19 @@ def test_flavors_that_attend_within_documents_are_a_flavor_and_a_mask(
     [mistake] = load(text, "--training.attn_mask_type=causal").mistakes
     assert mistake.startswith("command line: --training.attn_mask_type causal: ")
     assert f'flavor = "{theirs}"' in mistake
+
+
+def test_an_unbuilt_feature_can_be_switched_off_again() -> None:
+    switch = "[memory_estimation]\nenable ="
+    assert not load(f"{switch} false", base=f"{switch} true").mistakes
+    assert not load(f"{switch} true", "--memory_estimation.enable", "false").mistakes
+
+
+def test_the_compiler_can_be_switched_on_by_either_name() -> None:
+    for text in ("[compile]\nenable = true", "[training]\ncompile = true"):
+        assert changed(load(text)) == {"compile.enable": True}
+    text = '[compile]\nenable = true\ncomponents = ["model", "loss"]'
+    assert changed(load(text)) == {"compile.enable": True}
 
 
 def test_the_old_default_tokenizer_leaves_ours() -> None:

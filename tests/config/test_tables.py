@@ -68,6 +68,37 @@ def test_both_are_written_and_read_back(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("5", "must be a table"),
+        ("[5]", "must be a table"),
+        ('[{params = "a", lr = 1}, {lr = 1}]', "item 2: needs the key params"),
+        ('[{params = "a", lrr = 1}]', "item 1: has no key 'lrr'; did you mean 'lr'?"),
+        ('[{parms = "a", lr = 1}]', "item 1: has no key 'parms'; did you mean 'params'?"),
+        ('[{params = "a", xyzzy = 1}]', "valid keys are params, lr, weight_decay"),
+        ('[{params = "a", lr = true}]', "item 1: lr must be a number"),
+        ('[{params = "a", lr = "1"}]', "item 1: lr must be a number"),
+        ('[{params = "a", lr = -1}]', "item 1: lr must be greater than 0"),
+        ('[{params = ["a", 3], lr = 1}]', "item 1: params item 2: must be a string"),
+        ('[{params = "a"}]', "table 1 changes nothing; give it lr or weight_decay"),
+        ("[{params = [], lr = 1}]", "table 1 needs a pattern in params"),
+    ],
+)
+def test_wrong_tables(value: str, rule: str) -> None:
+    [mistake] = loaded(f"[optimizer]\ngroups = {value}").mistakes
+    assert mistake.startswith("job.toml: [optimizer] groups = ")
+    assert rule in mistake
+
+
+def test_one_table_where_a_list_of_tables_is_due() -> None:
+    [mistake] = loaded('[optimizer.groups]\nparams = "a"\nlr = 1').mistakes
+    assert mistake.startswith("job.toml: [optimizer] groups ")
+    assert mistake.endswith("write [[optimizer.groups]]")
+    [mistake] = loaded("", "--optimizer.groups.lr=1").mistakes
+    assert mistake.endswith("write --optimizer.groups '[{key = value}]'")
+
+
+@pytest.mark.parametrize(
     "text",
     ["[optimizer]\noptions = 5", "[optimizer.options]\na = {b = 1}\n"],
 )

@@ -1,18 +1,28 @@
-"""Names of other programs and of earlier versions: translated or refused.
+"""Names of other programs and of earlier versions: translated, ignored or refused.
 
 A setting that is silently ignored is the worst mistake a trainer can make. Refusing a file that
 only spells out a default is the second worst. A table states for each foreign key which values
-request nothing: these are dropped. Other values are refused with a remedy.
+request nothing: these are dropped. Other values are refused with a remedy, or get a notice while
+their feature is off.
 
 The table is a TOML file:
 
-    [renamed]                       "old.key" = "new.key", or
-                                    {to = "new.key", values = {old = new}, ignored = [values]}
+    [renamed]                       "old.key" = "new.key", or {to = "new.key", ignored = [values]}
+    [earlier_names]                 of earlier versions: {to = "new.key", values = {old = new}}
+    [switches]                      "key" = "switch", or ["switch", "value"]: the key requests
+                                    nothing while the switch is off, or lacks that value
     [features.NAME]
     instead = "what to write instead"
+    was_ours = true                 an earlier version of this library had these keys
     keys."section.key" = [values that request nothing]
     values."section.key" = [values that are refused, of a key that is built]
-    means."section.key" = value     instead of refusing: settings that replace these values
+    means."section.key" = value     instead of refusing: what these values stand for here
+    whole_job."section.key" = [the same, and nothing else of such a job is checked]
+
+    [items]                         "key" = [names]: all that a list may hold, also while it is off
+    [other_defaults]                "key" = {meaning = "default there and here", when = a switch}:
+                                    logged if a file of the program leaves the key out
+
 """
 
 from __future__ import annotations
@@ -20,12 +30,17 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtitan.config.schema import Path, literal, same
+from torchtitan.config.schema import Path, keys, literal, same
 from torchtitan.config.sources import Layer, Report, Setting, parse, spell
+
+Switch = tuple[Path, str | None]
+"""A key, and the value that switches the feature on. None: any that is not in `OFF`."""
+OFF: tuple[object, ...] = (None, False, [], (), 0, 0.0, 1, "none")
+"""Values of a switch, list, number, degree or mode that is off."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +48,27 @@ class Renamed:
     """Today's name of a key.
 
     Args:
+        program: Program that has the old name. None: an earlier version of this library.
         values: Today's value by earlier ones.
         ignored: Values that request nothing.
     """
 
     to: Path
+    program: str | None
     values: Mapping[str, object]
     ignored: list[object]
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A refused value, and its remedy.
+class Values:
+    """Values of a key, and what to write instead."""
 
-    Args:
-        means: Settings that replace the value. Empty: it is refused.
-    """
-
+    values: list[object]
     instead: str
-    means: Mapping[Path, object]
+    is_earlier: bool
+    """Whether an earlier version of this library had the key."""
+    means: Mapping[Path, object] = field(default_factory=dict)
+    """Settings that the values stand for. Empty: they are refused."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +77,22 @@ class Foreign:
 
     Args:
         renamed: Keys with another name here.
-        keys: Keys that are not built: the values that request nothing, and what to write instead.
-        values: Values that are refused or replaced, of keys that are built.
+        switches: Keys that request nothing while another key is off, or lacks the value.
+        keys: Keys that are not built, with the values that request nothing.
+        values: Refused values of keys that are built.
+        whole_job: Refused values that make the rest of a job meaningless.
+        items: Names that a list may hold.
+        other_defaults: Keys with another default there: the difference, and when it matters.
         other_trainers: File with the names of other trainers, which `unknown.py` reads.
     """
 
     renamed: Mapping[Path, Renamed]
-    keys: Mapping[Path, tuple[list[object], str]]
-    values: Mapping[Path, Mapping[str, Refused]]
+    switches: Mapping[Path, Switch]
+    keys: Mapping[Path, Values]
+    values: Mapping[Path, list[Values]]
+    whole_job: Mapping[Path, list[Values]]
+    items: Mapping[Path, list[str]]
+    other_defaults: Mapping[Path, tuple[str, Switch | None]]
     other_trainers: pathlib.Path | None
 
     @property
@@ -79,6 +104,13 @@ class Foreign:
     def new_names(self) -> Mapping[Path, Path]:
         """Today's path by each old one."""
         return {old: new.to for old, new in self.renamed.items()}
+
+    def is_foreign(self, path: Path, setting: Setting) -> bool:
+        """Return whether only the other program would have written this."""
+        if path in self.renamed:
+            return self.renamed[path].program is not None
+        is_key = path in self.keys and not self.keys[path].is_earlier
+        return is_key or self._refused_value(path, setting) is not None
 
     def translate(self, layer: Layer, report: Report) -> Layer:
         """Rename the old keys of one layer.
@@ -105,66 +137,150 @@ class Foreign:
                 )
                 continue
             old = spell(path, origin=setting.origin)
-            report.notices.append(f"{setting.origin}: {old} is an old name; here it is {name}")
+            program = "the earlier" if new.program is None else f"{new.program}'s"
+            report.notices.append(f"{setting.origin}: {old} is {program} name; here it is {name}")
             result.setdefault(new.to, setting)
         return result
 
-    def refuse(self, settings: Layer, report: Report) -> Layer:
-        """Return the settings without foreign keys and values. Those that request something are
-        mistakes; values with `means` are replaced, with a notice."""
-        kept = dict(settings)
+    def refused_job(self, settings: Layer) -> str | None:
+        """Return the mistake of a job that is of no kind built here."""
+        for path, entries in self.whole_job.items():
+            if entry := _find(entries, settings.get(path)):
+                where = settings[path].where()
+                return f"{where}: {entry.instead}; nothing else of this job was checked"
+        return None
+
+    def without_foreign(self, settings: Layer, report: Report, *, tree: type) -> Layer:
+        """Return the settings without foreign keys: those that request nothing are dropped, the
+        others are mistakes, or notices while their feature is off."""
+        kept: Layer = {}
+        ineffective: dict[tuple[Path, str], list[str]] = defaultdict(list)
         for path, setting in settings.items():
-            if path in self.keys:
-                del kept[path]
-                accepted, instead = self.keys[path]
-                if not _requests_nothing(setting, accepted=accepted):
-                    values = " or ".join(map(literal, accepted))
-                    only = f"only {values} is accepted" if values else "remove the line"
-                    report.mistakes.append(f"{setting.where()}: {instead} ({only})")
-                continue
-            refused = self.values.get(path, {})
-            given = setting.value if isinstance(setting.value, (list, tuple)) else [setting.value]
-            found = next(
-                (refused[one] for one in given if isinstance(one, str) and one in refused), None
-            )
-            if found is None:
-                continue
-            if not found.means:
-                del kept[path]
-            told = report.notices if found.means else report.mistakes
-            told.append(f"{setting.where()}: {found.instead}")
-            for new, value in found.means.items():
+            reason, accepted = self._refusal(path, setting)
+            is_off = path in self.switches and self._is_off(path, settings=settings, tree=tree)
+            choices = keys(tree)[path].choices if path in keys(tree) else ()
+            is_wrong = isinstance(setting.value, str) and setting.value not in choices
+            if is_off and choices and is_wrong:
+                reason = f"{setting.value} {reason or 'is none of ' + ', '.join(choices)}"
+            given = setting.value if isinstance(setting.value, list) else [setting.value]
+            names = [None, *self.items.get(path, given)]  # None unsets a key
+            if unknown := [str(item) for item in given if item not in names]:
+                rule = f"names must be of {', '.join(self.items[path])}, got {', '.join(unknown)}"
+                report.mistakes.append(f"{setting.where()}: {rule}: {reason}{accepted}")
+            elif reason and is_off:
+                ineffective[self.switches[path][0], reason].append(setting.where())
+            elif reason:
+                report.mistakes.append(f"{setting.where()}: {reason}{accepted}")
+            elif path not in self.keys:
+                kept[path] = setting
+        report.notices += [
+            f"{'; '.join(places)}: {'has' if len(places) == 1 else 'have'} no effect, "
+            f"{'.'.join(switch)} is off ({reason})"
+            for (switch, reason), places in ineffective.items()
+        ]
+        return kept
+
+    def other_meanings(
+        self, given: Collection[Path], values: Mapping[Path, object]
+    ) -> Iterator[str]:
+        """Yield what the keys that a job leaves out mean in the other program."""
+        for path, (meaning, switch) in self.other_defaults.items():
+            if path not in given and (switch is None or _is_on(values[switch[0]], switch[1])):
+                yield meaning
+
+    def expand(self, settings: Layer, report: Report) -> Layer:
+        """Replace values that stand for other settings by these."""
+        result = dict(settings)
+        for path, setting in settings.items():
+            entry = _find(self.values.get(path, ()), setting)
+            for new, value in entry.means.items() if entry else ():
                 other = settings.get(new) if new != path else None
                 if other is not None and not same(other.value, value):
                     rule = f"is {literal(value)} with {setting.where()}; remove one"
                     report.mistakes.append(f"{other.where()}: {rule}")
-                kept[new] = replace(setting, value=value, written=new, given=literal(value))
-        return kept
+                result[new] = replace(setting, value=value, written=new, given=literal(value))
+            if entry and entry.means:
+                report.notices.append(f"{setting.where()}: {entry.instead}")
+        return result
+
+    def _refused_value(self, path: Path, setting: Setting) -> Values | None:
+        return _find([*self.values.get(path, ()), *self.whole_job.get(path, ())], setting)
+
+    def _refusal(self, path: Path, setting: Setting) -> tuple[str | None, str]:
+        """Return what to write instead, and which values are accepted."""
+        known, value = self.keys.get(path), setting.value
+        if known is None:
+            refused = self._refused_value(path, setting)
+            return (refused.instead if refused else None), ""
+        given = (value, [value])  # a list may be written as one value
+        if value is None or any(same(form, one) for form in given for one in known.values):
+            return None, ""
+        accepted = " or ".join(map(literal, known.values))
+        only = f"only {accepted} is accepted" if accepted else "remove the line"
+        return known.instead, f" ({only})"
+
+    def _is_off(self, path: Path, *, settings: Layer, tree: type) -> bool:
+        switch, wanted = self.switches[path]
+        value = settings[switch].value if switch in settings else None
+        if value is None and switch in keys(tree):
+            value = keys(tree)[switch].default
+        return not _is_on(value, wanted)
 
 
-def _requests_nothing(setting: Setting, *, accepted: list[object]) -> bool:
-    forms = (setting.value, [setting.value])  # a list may be written as one value
-    return setting.value is None or any(same(form, one) for form in forms for one in accepted)
+def _is_on(value: object, wanted: str | None) -> bool:
+    if wanted is None:
+        # 1 is a degree that is off, and 1.0 a rate that is not
+        return not any(same(value, off) and type(value) is type(off) for off in OFF)
+    return value == wanted or (isinstance(value, (list, tuple)) and wanted in value)
+
+
+def _find(entries: Collection[Values], setting: Setting | None) -> Values | None:
+    given = setting.value if setting is not None else None
+    values = given if isinstance(given, list) else [given]
+    return next((one for one in entries for v in values if v in one.values), None)
 
 
 @functools.cache
-def read_foreign(file: pathlib.Path, *, other_trainers: pathlib.Path | None = None) -> Foreign:
-    """Read the table of foreign names; see `Foreign` for `other_trainers`."""
+def read_foreign(
+    file: pathlib.Path, *, program: str, other_trainers: pathlib.Path | None = None
+) -> Foreign:
+    """Read the table of a program's names; see `Foreign` for `other_trainers`."""
     table: Any = parse(file.read_text("utf-8"), origin=str(file))
     renamed: dict[Path, Renamed] = {}
-    for old, new in table["renamed"].items():
-        entry = new if isinstance(new, dict) else {"to": new}
-        values, ignored = entry.get("values", {}), entry.get("ignored", [])
-        renamed[_path(old)] = Renamed(_path(entry["to"]), values, ignored)
-    known: dict[Path, tuple[list[object], str]] = {}
-    refused: dict[Path, dict[str, Refused]] = defaultdict(dict)
+    for group, owner in (("renamed", program), ("earlier_names", None)):
+        for old, new in table[group].items():
+            entry = new if isinstance(new, dict) else {"to": new}
+            values, ignored = entry.get("values", {}), entry.get("ignored", [])
+            renamed[_path(old)] = Renamed(_path(entry["to"]), owner, values, ignored)
+    known: dict[Path, Values] = {}
+    refused: dict[str, dict[Path, list[Values]]] = {
+        kind: defaultdict(list) for kind in ("values", "whole_job")
+    }
     for feature in table["features"].values():
-        for key, accepted in feature.get("keys", {}).items():
-            known[_path(key)] = accepted, feature["instead"]
-        for key, values in feature.get("values", {}).items():
-            means = {_path(name): value for name, value in feature.get("means", {}).items()}
-            refused[_path(key)] |= dict.fromkeys(values, Refused(feature["instead"], means))
-    return Foreign(renamed=renamed, keys=known, values=refused, other_trainers=other_trainers)
+        instead, is_earlier = feature["instead"], feature.get("was_ours", False)
+        means = {_path(key): value for key, value in feature.get("means", {}).items()}
+        for key, values in feature.get("keys", {}).items():
+            known[_path(key)] = Values(values, instead, is_earlier)
+        for kind, into in refused.items():
+            for key, values in feature.get(kind, {}).items():
+                into[_path(key)].append(Values(values, instead, is_earlier, means))
+    return Foreign(
+        renamed=renamed,
+        switches={_path(key): _switch(given) for key, given in table["switches"].items()},
+        keys=known,
+        values=refused["values"],
+        whole_job=refused["whole_job"],
+        items={_path(key): names for key, names in table.get("items", {}).items()},
+        other_defaults={
+            _path(key): (one["meaning"], _switch(one["when"]) if "when" in one else None)
+            for key, one in table.get("other_defaults", {}).items()
+        },
+        other_trainers=other_trainers,
+    )
+
+
+def _switch(given: str | list[str]) -> Switch:
+    return (_path(given), None) if isinstance(given, str) else (_path(given[0]), given[1])
 
 
 def _path(dotted: str) -> Path:

@@ -61,12 +61,14 @@ class Loaded(Generic[T]):
     Args:
         config: The tree, with defaults where values are wrong.
         given: What files and command line hold, by today's names.
+        foreign_file: The first file with a key that only another program knows.
     """
 
     config: T
     given: Layer
     mistakes: list[str]
     notices: list[str]
+    foreign_file: str | None
 
     def checked(self) -> T:
         """Return the settings; raises ConfigError if there are mistakes."""
@@ -156,7 +158,9 @@ def build(
                 'write base = "other.toml" at the top'
             )
         _merge(foreign.translate(layer, report), into=merged, tree=tree)
-    known = foreign.refuse(merged, report)
+    if mistake := foreign.refused_job(merged):
+        return Loaded(tree(), merged, [mistake], [], None)
+    known = foreign.without_foreign(foreign.expand(merged, report), report, tree=tree)
     valid = _without_unknown(known, report, tree=tree, foreign=foreign)
     # `none` on the command line restores the default
     valid = {path: setting for path, setting in valid.items() if setting.value is not None}
@@ -169,7 +173,13 @@ def build(
             if refused.isdisjoint(tuple(key.split(".")) for key in violation.keys):
                 found = report.notices if violation.is_notice else report.mistakes
                 found.append(_add_origin(violation, given=valid))
-    return Loaded(config, merged, report.mistakes, report.notices)
+    foreign_files = (
+        setting.origin
+        for layer in layers
+        for path, setting in layer.items()
+        if setting.is_in_file and foreign.is_foreign(path, setting)
+    )
+    return Loaded(config, merged, report.mistakes, report.notices, next(foreign_files, None))
 
 
 def violations(config: object) -> Iterator[Violation]:
@@ -270,6 +280,7 @@ def _without_unknown(settings: Layer, report: Report, *, tree: type, foreign: Fo
     known = keys(tree)
     tables = {path[:end] for path in (*known, *foreign.names) for end in range(1, len(path))}
     kept: Layer = {}
+    mistakes: dict[str, None] = {}  # an ordered set: the keys of a section share one message
     for path, setting in settings.items():
         if path in known:
             kept[path] = setting
@@ -277,5 +288,6 @@ def _without_unknown(settings: Layer, report: Report, *, tree: type, foreign: Fo
             from torchtitan.config.unknown import describe_unknown
 
             mistake = describe_unknown(path, setting, tree=tree, tables=tables, foreign=foreign)
-            report.mistakes.append(mistake)
+            mistakes[mistake] = None
+    report.mistakes += mistakes
     return kept
