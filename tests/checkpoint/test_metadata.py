@@ -6,7 +6,10 @@ import os
 import pickle
 import pickletools
 import random
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -188,20 +191,76 @@ def test_a_pickle_changes_nothing_that_outlives_it(what: str, folder: Path) -> N
             member._value_ = value
 
 
+@contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Let the process have so much more memory, and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+# [None, None], then 40 times the pair of the value before with itself: to hash it takes an hour
+NESTED = b"NN\x86" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(40))
+BOMBS = {
+    "a memo of two thousand million": (b"Nr\xff\xff\xff\x7f.", "it has a NoneType"),
+    "a length of many gigabytes": (b"\x8d" + b"\xff" * 5 + b"\0\0\0a.", "instruction 141"),
+    "an array of a terabyte": (b"\x96" + b"\0" * 5 + b"\1\0\0.", "instruction 150"),
+    "a reference to an object of the process": (b"Pone\n.", "instruction 80"),
+    "lists in lists, a million": (b"]" * 1_000_000 + b"a" * 999_999 + b".", "it has a list"),
+    "a text that is not there": (b"X\xff\xff\xff\x7fa.", "cannot be read"),
+    "a key with 2^40 parts": (b"}" + NESTED + b"Ns.", "keys of a wrong type"),
+    "a set": (b"\x8f(K\x01\x90.", "instruction 143"),
+    "an extension": (b"\x82\x01.", "instruction 130"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_work_and_memory_are_bounded_by_the_file(bomb: str, folder: Path) -> None:
+    program, said = BOMBS[bomb]
+    (folder / ".metadata").write_bytes(b"\x80\x04" + program)
+    with memory_limit(1 << 30), pytest.raises(CheckpointError, match=said):
+        read_metadata(folder)
+
+
+def nested() -> Any:
+    value: Any = (1, 1)
+    for _ in range(40):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.parametrize("dims", [nested(), (1,) * 65, ("4",), [4], 4], ids=lambda _: None)
+def test_a_size_is_of_a_few_whole_numbers(dims: Any, folder: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["a"].size = Call(torch.Size, dims)
+
+    rewrite(folder, change)
+    with memory_limit(1 << 30), pytest.raises(CheckpointError, match="a size that is not"):
+        read_metadata(folder)
+
+
+def test_pieces_that_many_tensors_share_are_not_counted_for_each(folder: Path) -> None:
+    """A thousand times the same list of a thousand pieces is a short file."""
+
+    def share(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["a"]
+        entry.chunks = entry.chunks * 1000
+        metadata.state_dict_metadata |= {f"a{i}": entry for i in range(1000)}
+
+    rewrite(folder, share)
+    with pytest.raises(CheckpointError, match="more pieces than"):
+        read_metadata(folder)
+
+
 def placed(**fields: Any) -> Callable[[Metadata], None]:
     """Change the location of `a`."""
 
     def change(metadata: Metadata) -> None:
         vars(metadata.storage_data[MetadataIndex("a", (0,))]).update(fields)
-
-    return change
-
-
-def sized(dims: Any) -> Callable[[Metadata], None]:
-    """Let `a` be of a size that is none."""
-
-    def change(metadata: Metadata) -> None:
-        metadata.state_dict_metadata["a"].size = Call(torch.Size, dims)
 
     return change
 
@@ -238,7 +297,7 @@ BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])
         (with_pieces(), r"'a' has 0 of 4 elements \(0\.0%\)"),
         (with_pieces(([0], [3]), ([2], [2])), "'a' has pieces that overlap"),
         (with_pieces(([0], [2]), ([1], [2])), "'a' has pieces that overlap"),
-        (with_pieces(([0], [4]), ([0], [4])), "'a' has pieces that overlap"),
+        (with_pieces(([0], [4]), ([0], [4])), "more pieces than"),
         (with_pieces(*BRICKS[:3], shape=(2, 4)), r"'a' has 5 of 8 elements"),
         (with_pieces(*BRICKS[:3], ([1, 0], [1, 3]), shape=(2, 4)), "'a' has pieces that overlap"),
         (with_pieces(([2], [4])), r"'a' has a piece of \[4\] at \[2\], outside of its shape \[4\]"),
@@ -248,8 +307,6 @@ BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])
         (placed(relative_path=7), "a location that is not"),
         (placed(transform_descriptors=["zip"]), "'a' was transformed"),
         (lambda metadata: {"a": 1}, "a dict, not a Metadata"),
-        (lambda metadata: metadata.state_dict_metadata.update({7: 8}), "without a name"),
-        *((sized(dims), "a size that is not") for dims in ((1,) * 65, ("4",), [4], 4)),
     ],
 )
 def test_a_tensor_is_stored_whole_in_the_folder_or_refused(
@@ -284,6 +341,20 @@ def test_pieces_tile_a_shape_if_each_element_is_in_one(num_dims: int) -> None:
         assert (find_misses(entry) is None) == is_whole, (shape, pieces)
         seen.add(is_whole)
     assert seen == {True, False}
+
+
+def test_keys_of_one_hash_are_refused(folder: Path) -> None:
+    """Python hashes a whole number by its remainder of 2^61 - 1, and a dictionary compares keys
+    of one hash with each other."""
+
+    def collide(metadata: Metadata) -> None:
+        [place] = [p for i, p in metadata.storage_data.items() if i.fqn == "a"]
+        offsets = product([0, 2**61 - 1, 2**62 - 2], repeat=3)
+        metadata.storage_data |= {MetadataIndex("c", at): place for at in offsets}
+
+    rewrite(folder, collide)
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused.* more than 8 .* hash"):
+        read_metadata(folder)
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def flip_the_end(path: Path) -> None:
         ("__0_0.distcp", flip_the_end, "its archive is damaged"),
         ("__0_0.distcp", lambda path: os.truncate(path, 0), "it is cut short"),
         ("__0_0.distcp", Path.unlink, "FileNotFoundError: No such file or directory"),
-        (".metadata", halve, ".metadata cannot be read"),
+        (".metadata", halve, "it ends too early"),
         (".metadata", Path.unlink, "FileNotFoundError: No such file or directory"),
     ],
 )

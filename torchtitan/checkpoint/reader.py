@@ -11,7 +11,8 @@ that DCP's writer names becomes a `Record`, which stores its arguments and state
 nothing; any other name is refused. The metadata is then built from the records field by field, and
 checked: pieces must be in the folder, have the listed type and shape, and cover each tensor once.
 DCP's entries of raw bytes, again pickles, are never read. `torch.load(weights_only=True)` does not
-read this pickle protocol.
+read this pickle protocol. `pickle.Unpickler` in C allocates its memo for any index, and hashes keys
+that a few bytes can nest into 2^40 parts; so this subclasses the Python implementation.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from io import BufferedReader
 from itertools import chain, product
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from pickle import STOP
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +74,10 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     try:
         check_is_file(path)
-        metadata = load_metadata(path.read_bytes())
+        data = path.read_bytes()
+        if not data.endswith(STOP):
+            raise EOFError
+        metadata = load_metadata(data)
         _check(metadata)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused, nothing in it was run: {error}") from error
@@ -164,6 +170,8 @@ def _table(rows: Sequence[Sequence[int]], num_columns: int) -> npt.NDArray[np.in
 Place: TypeAlias = _StorageInfo
 """File, offset and length of a piece."""
 _MAX_DIMS = 64
+_MAX_EQUAL_HASHES = 8
+"""Limit of keys with one hash: a dictionary compares each key with all of these."""
 _CLASSES = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
     *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size),
@@ -176,6 +184,15 @@ _NAMES = (
         ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     ),
 )
+_INSTRUCTIONS = (
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"),
+    *("EMPTY_LIST", "EMPTY_DICT", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+    *("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
+    *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+)
+"""Instructions of DCP's writer. None allocates more than it reads."""
 
 
 class Record:
@@ -194,7 +211,11 @@ _RECORDS = {name: type(name[1], (Record,), {"__slots__": ()}) for name in _NAMES
 _TYPES = {cls: _RECORDS[cls.__module__, cls.__qualname__] for cls in _CLASSES}
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(pickle._Unpickler):
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+    dispatch: ClassVar[dict[int, Any]] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         """Return the record type of a name, or a dtype.
 
@@ -208,6 +229,31 @@ class _Reader(pickle.Unpickler):
             raise CheckpointError(f"it names {module}.{name}, which no checkpoint needs")
         return _RECORDS[module, name]
 
+    def load_setitem(self) -> None:
+        """Add an entry to a dictionary."""
+        value, key = self.stack.pop(), self.stack.pop()
+        self._update([key, value])
+
+    def load_setitems(self) -> None:
+        """Add entries to a dictionary."""
+        self._update(self.pop_mark())
+
+    def _update(self, items: list[Any]) -> None:
+        target, keys = self.stack[-1], items[::2]
+        if type(target) is not dict or not all(isinstance(key, (str, Record)) for key in keys):
+            raise CheckpointError(
+                f"it adds entries to a {type(target).__name__}, or with keys of a wrong type"
+            )
+        target.update(zip(keys, items[1::2], strict=True))
+
+
+_CODES = [getattr(pickle, name)[0] for name in _INSTRUCTIONS]
+_Reader.dispatch = {
+    **{code: pickle._Unpickler.dispatch[code] for code in _CODES},
+    pickle.SETITEM[0]: _Reader.load_setitem,
+    pickle.SETITEMS[0]: _Reader.load_setitems,
+}
+
 
 def load_metadata(data: bytes) -> Metadata:
     """Return the metadata that the pickle `data` describes, without executing anything in it.
@@ -216,13 +262,25 @@ def load_metadata(data: bytes) -> Metadata:
         CheckpointError: It is not DCP metadata, or names something no checkpoint needs.
         Exception: Of any type, if the bytes are damaged.
     """
-    root = _Reader(io.BytesIO(data)).load()
+    try:
+        root = _Reader(io.BytesIO(data)).load()
+    except KeyError as error:
+        raise CheckpointError(
+            f"it has the instruction {error}, which no checkpoint needs"
+        ) from error
     tensors, storage = _fields(root, Metadata, "state_dict_metadata", "storage_data")
-    if not all(type(name) is str for name in tensors):
-        raise CheckpointError("it has a tensor without a name")
+    # entries may share a list: count before building pieces
+    chunks = [
+        _fields(e, TensorStorageMetadata, "chunks") for e in tensors.values() if not _is_raw(e)
+    ]
+    if sum(len(pieces) for [pieces] in chunks) > len(storage):
+        raise CheckpointError("its tensors have more pieces than files hold")
+    indices = [_index(key) for key in storage]
+    if max(Counter(map(hash, indices)).values(), default=0) > _MAX_EQUAL_HASHES:
+        raise CheckpointError(f"more than {_MAX_EQUAL_HASHES} of its keys have the same hash")
     return Metadata(
         state_dict_metadata={name: _entry(entry) for name, entry in tensors.items()},
-        storage_data={_index(key): _place(place) for key, place in storage.items()},
+        storage_data=dict(zip(indices, map(_place, storage.values()), strict=True)),
     )
 
 
