@@ -171,11 +171,14 @@ def check_callback(callback: object, *, path: str) -> None:
     """Check the hooks of a callback; `path` names it in messages.
 
     Raises:
-        ConfigError: It has no hook, or an unknown one.
+        ConfigError: It has no hook, an unknown one, or one with other parameters.
     """
+    from torchtitan.base.imports import check_methods
+
     names = [name for name, _ in inspect.getmembers(callback, callable) if name.startswith("on_")]
     unknown = [name for name in names if name not in HOOKS]
     if unknown or not names:
         got = f"{unknown[0]}{did_you_mean(unknown[0], HOOKS)}" if unknown else "none"
         rule = f"'{path}' must have some of the methods {', '.join(HOOKS)}, got {got}"
         raise ConfigError.at(KEY, rule)
+    check_methods(callback, Callbacks, path=path, key=KEY, optional=HOOKS)

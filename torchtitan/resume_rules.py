@@ -75,8 +75,10 @@ WARMUP_STEPS = ("lr_scheduler", "warmup_steps")
 WARMUP_RATIO = ("lr_scheduler", "warmup_ratio")
 DECAY_END = ("lr_scheduler", "decay_end")
 FLAVOR = ("model", "flavor")
-EARLIER_KEYS = {("parallelism", "pipeline_parallel_num_microbatches"), ("job", "save_config_file")}
+EARLIER_KEYS = {("checkpoint", "upload_check"), ("job", "save_config_file")}
 """Keys of earlier versions that shape no training."""
+NUM_MICROBATCHES = ("parallelism", "pipeline_parallel_num_microbatches")
+MICROBATCH_SIZE = ("parallelism", "pipeline_parallel_microbatch_size")
 LOCAL_BATCH = ("training", "local_batch_size")
 GLOBAL_BATCH = ("training", "global_batch_size")
 
@@ -203,9 +205,17 @@ def shaping_code(config: Config) -> dict[str, str]:
 def _with_old_meaning(stored: Layer) -> Layer:
     """Translate settings of earlier versions, which store all settings that they have.
 
-    Without decay_end, the decay ended at the last step, and debugmodel was today's `small`.
+    Without decay_end, the decay ended at the last step, and debugmodel was today's `small`. A
+    pipeline could be given its number of microbatches.
     """
     stored = {path: one for path, one in stored.items() if path not in EARLIER_KEYS}
+    number, batch = stored.pop(NUM_MICROBATCHES, None), stored.get(LOCAL_BATCH)
+    if number is not None and batch is not None:
+        values = number.value, batch.value
+        if isinstance(values[0], int) and isinstance(values[1], int) and values[0] > 0:
+            size = max(1, values[1] // values[0])
+            changed = replace(number, value=size, written=MICROBATCH_SIZE, given=str(size))
+            stored[MICROBATCH_SIZE] = changed
     if DECAY_END in stored:
         return stored
     end = Setting("last_step", "stored settings", DECAY_END, '"last_step"')

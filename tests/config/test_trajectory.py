@@ -183,3 +183,11 @@ def test_where_the_data_lie_counts_unless_their_fingerprint_is_compared(
     [difference] = trajectory_differences(Job.stored(to_toml(then)), now)
     assert difference.startswith(option[2:].split("=")[0])
     assert trajectory_differences(Job.stored(to_toml(then)), now, data_is_checked=True) == []
+
+
+def test_a_stored_number_of_microbatches_is_their_size(jobs: Jobs) -> None:
+    now = to_toml(jobs.load("[training]\nlocal_batch_size = 8"))
+    size = "pipeline_parallel_microbatch_size = 1\n"
+    assert size in now
+    old = now.replace(size, f"{size}pipeline_parallel_num_microbatches = 2\n")
+    assert Job.stored(old).config.parallelism.pipeline_parallel_microbatch_size == 4

@@ -273,7 +273,15 @@ def test_a_tied_head_that_was_saved_twice(
     for loaded, _ in ranks.run(begin, job, world=2):
         assert loaded
         assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
+    theirs["output.weight"][-1, -1] += 1e-3
+    again = write(tmp_path / "again", theirs)
+    for message in ranks.run(jobs.refusal, job_from(tmp_path, again, *layout, toml=toml), world=2):
+        assert "ties output.weight to tok_embeddings.weight" in message
+        assert 'exclude_from_loading = ["output.weight"]' in message
+    pattern = '--checkpoint.exclude_from_loading=["output.weight"]'
     if not layout:
+        job = job_from(tmp_path, again, pattern, toml=toml)
+        assert set(ranks.run(jobs.refusal, job, world=2)) == {"no error"}
         more = ("--checkpoint.grow_vocab", "--model.vocab_size=270")
         grown = job_from(tmp_path / "grown", source, *more, toml=toml)
         [(loaded, _), _] = ranks.run(begin, grown, world=2)

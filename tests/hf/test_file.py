@@ -104,6 +104,10 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
         read(file)
     with pytest.raises(CheckpointError, match="No such file"):
         read(tmp_path / "nowhere.pt")
+    torch.save(state, file)
+    tied = VARIANTS["tied"]
+    with pytest.raises(CheckpointError, match=r"1 unexpected: 'output\.weight'"):
+        read(file, tied)  # a head of its own is not lost unseen
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])

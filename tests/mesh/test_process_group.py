@@ -24,16 +24,40 @@ def test_torchruns_variables() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ",
-    [
-        {"RANK": "0"},
-        {"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
-        {"RANK": "0", "LOCAL_RANK": "-1", "WORLD_SIZE": "1"},
-        {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
-    ],
+    "environ", [{"RANK": "0"}, {"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}]
 )
 def test_half_an_environment_is_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="RANK"):
+    with pytest.raises(ConfigError, match="RANK must be a number"):
+        read_rank_info(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+            "'MASTER_ADDR': '', 'MASTER_PORT': ''",
+        ),
+        ({"RANK": "0", "LOCAL_RANK": "-1", "WORLD_SIZE": "1"}, "'LOCAL_RANK': '-1'"),
+        (
+            {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "2",
+                **MEETING_POINT,
+                "MASTER_PORT": "x",
+            },
+            "'MASTER_PORT': 'x'",
+        ),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "99999"},
+            "'MASTER_PORT': '99999'",
+        ),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING_POINT}, "'RANK': '2'"),
+    ],
+)
+def test_ranks_that_could_not_meet_are_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_rank_info(environ)
 
 

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -92,15 +92,30 @@ def instantiate(path: str, *, key: str, kwargs: Mapping[str, object]) -> Any:
         return found(**arguments)
 
 
-def check_methods(found: object, protocol: type, *, path: str, key: str) -> None:
-    """Check that an object has the methods of a protocol.
+def check_methods(
+    found: object, protocol: type, *, path: str, key: str, optional: Collection[str] = ()
+) -> None:
+    """Check that an object has the methods of a protocol, with the same number of parameters.
+
+    A hook that is called at the end would otherwise fail after days.
 
     Raises:
-        ConfigError: Names the method that is missing, and `key`.
+        ConfigError: Names the method that is missing or has other parameters, and `key`.
     """
     for name, method in vars(protocol).items():
         if not inspect.isfunction(method) or name in ("__init__", "__subclasshook__"):
             continue  # the latter two are added by `Protocol`
-        if not callable(getattr(found, name, None)):
-            parameters = ", ".join([*inspect.signature(method).parameters][1:])
-            raise ConfigError.at(key, f"'{path}' must have a method {name}({parameters})")
+        parameters = list(inspect.signature(method).parameters)[1:]
+        rule = f"'{path}' must have a method {name}({', '.join(parameters)})"
+        custom = getattr(found, name, None)
+        if custom is None and name in optional:
+            continue
+        if not callable(custom):
+            raise ConfigError.at(key, rule)
+        try:
+            signature = inspect.signature(custom)
+            signature.bind(*parameters)
+        except ValueError:  # written in C, without a signature
+            continue
+        except TypeError as error:
+            raise ConfigError.at(key, f"{rule}, got {name}{signature}") from error

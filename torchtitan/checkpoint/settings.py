@@ -169,3 +169,27 @@ class CheckpointConfig:
                 'leaves something out, but mode = "recover" loads everything of another run; write '
                 'mode = "continue", or initial_load_model_only = true',
             )
+        if "model" in excluded and weights_alone:
+            yield Violation(
+                ("exclude_from_loading", *ties),
+                'leaves nothing to load with "model" in it; remove it, or initial_load_path',
+            )
+        is_foreign = self.initial_load_in_hf or (path or "").endswith(WEIGHT_FILES)
+        if path is not None and is_url(path) and is_foreign:
+            yield Violation(
+                ("initial_load_path",),
+                f'as a URL must name steps that this library saved, got "{path}"; copy weights '
+                f"of other kinds to a disk, and name the copy",
+            )
+        elif path is not None and path.endswith(WEIGHT_FILES):
+            if self.initial_load_in_hf:
+                yield Violation(
+                    ("initial_load_in_hf", "initial_load_path"),
+                    f'is for a folder, got the file "{path}", which needs no such setting; '
+                    "remove this",
+                )
+            if not self.initial_load_model_only:
+                yield Violation(
+                    ("initial_load_model_only", "initial_load_path"),
+                    f'asks for all of a run, and "{path}" has only weights; remove this',
+                )

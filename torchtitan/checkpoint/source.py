@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,9 +27,10 @@ from torchtitan.base.patterns import matches
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.load import Shape, read_tensors, stored_shapes
 from torchtitan.checkpoint.rows import HeadDim
-from torchtitan.checkpoint.state import COMPONENTS, OUTPUT
+from torchtitan.checkpoint.state import COMPONENTS, EMBEDDING, OUTPUT
 from torchtitan.checkpoint.storage import STATE, read_manifest, read_state
-from torchtitan.mesh.ranks import on_first_rank, union
+from torchtitan.mesh.ranks import on_every_rank, on_first_rank, union
+from torchtitan.models.init import local_part
 from torchtitan.models.spec import ModelSpec, RopeOrder
 
 logger = logging.getLogger(__name__)
@@ -157,20 +159,42 @@ class DCPFolder:
             and not excludes(name)
             and not (shape is not None and name.partition(".")[0] not in COMPONENTS[1:])
         }
-        if OUTPUT in stored and OUTPUT not in parameters:
-            others.add(OUTPUT)  # torchtitan 0.2 saves a tied head again
+        has_tied_copy = OUTPUT not in parameters and stored.get(OUTPUT) is not None
+        has_tied_copy = has_tied_copy and not excludes(OUTPUT)
+        skipped = {*others, *([OUTPUT] if has_tied_copy else [])}
         read_tensors(
             self.path.parent,
             self.path.name,
             into=wanted,
             group=self.group,
-            may_skip=lambda name: name in others or excludes(name),
+            may_skip=lambda name: name in skipped or excludes(name),
             may_grow=self.filter.may_grow,
             rope_head_dim=self.rope_head_dim,
         )
+        if has_tied_copy:
+            self._check_tied(wanted.get(EMBEDDING))
         if others:
             shown = ", ".join(sorted(others)[:8]) + (" ..." if len(others) > 8 else "")
-            logger.info("Skipped %d entries that are not parameters here: %s", len(others), shown)
+            logger.info("Skipped %d entries that are not parameters: %s", len(others), shown)
+
+    def _check_tied(self, embedding: Tensor | None) -> None:
+        """Check that the stored head equals the embedding to which this model ties it.
+
+        Raises:
+            CheckpointError: They differ: the model would compute with another head.
+        """
+        head = {} if embedding is None else {OUTPUT: embedding.clone()}
+        place, grows = (self.path.parent, self.path.name), self.filter.may_grow
+        read_tensors(*place, into=head, group=self.group, may_grow=grows)
+        same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
+        found = on_every_rank(lambda: (embedding is not None, same), group=self.group)
+        if not (any(held for held, _ in found) and all(equal for _, equal in found)):
+            raise CheckpointError(
+                f"this model ties {OUTPUT} to {EMBEDDING}, and {self.path} holds different values; "
+                f"use a model.flavor without tied weights, or skip the head: "
+                f'checkpoint.exclude_from_loading = ["{OUTPUT}"]'
+            )
+        logger.info("Skipped %s: it equals %s, to which this model ties it", OUTPUT, EMBEDDING)
 
 
 def row_order(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file
 from torchtitan.checkpoint.source import ALL, ParameterFilter, row_order
-from torchtitan.checkpoint.state import OUTPUT
+from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
 from torchtitan.checkpoint.stored import read_records
 from torchtitan.hf.folder import ROPE_BUFFER
 from torchtitan.hf.names import Names, Slot
@@ -76,8 +76,9 @@ def open_file(
         return row_order(path, stated=stated, setting=rope, spec=spec, may_assume=False)
 
     def survey() -> dict[str, StoredTensor]:
+        tensors = map_file(path)
         by_slot: dict[Slot, StoredTensor] = {}
-        for name, tensor in map_file(path).items():
+        for name, tensor in tensors.items():
             slot = names.from_hf(name) or (name, None)
             head_dim = names.rope_head_dim(slot[0])
             # a name that both use is torchtitan's
@@ -89,9 +90,8 @@ def open_file(
             )
             add_once(by_slot, slot, stored, path=path)
         found = stack_parts(path, by_slot)
-        if architecture.tie_embeddings and OUTPUT in found:
+        if architecture.tie_embeddings and _has_tied_head(tensors, found):
             del found[OUTPUT]
-            logger.info("%s: the head is not read, it is tied to the embedding", path)
         check_match(path, found, spec=spec, architecture=architecture, filter=filter)
         logger.info("%s has no sizes: they are those of model.flavor", path)
         return found
@@ -99,6 +99,17 @@ def open_file(
     tensors = on_first_rank(survey, group=group)
     opener = _opener(path)
     return HFWeights(path=path, tensors=tensors, filter=filter, group=group, open_tensor=opener)
+
+
+def _has_tied_head(tensors: Mapping[str, Tensor], found: Mapping[str, StoredTensor]) -> bool:
+    """Return whether the head of a tied model was saved again, as transformers' state_dict has it.
+
+    A head with other values is an unexpected tensor.
+    """
+    if OUTPUT not in found or EMBEDDING not in found:
+        return False
+    head, embedding = (tensors[found[name].name] for name in (OUTPUT, EMBEDDING))
+    return torch.equal(head, embedding)
 
 
 def _opener(path: Path) -> OpenTensor:

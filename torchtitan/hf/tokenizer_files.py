@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.errors import CheckpointError
+from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.stored_json import StoredJSON, read_json
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hf.names import CONFIG, GENERATION_CONFIG
@@ -57,7 +57,11 @@ def warn_of_other_tokenizer(tokenizer_path: str, *, base: Path) -> None:
     file = tokenizer_file(tokenizer_path)
     if file is not None and file.read_bytes() == base_file.read_bytes():
         return
-    theirs, ours = build_tokenizer(str(base_file)), build_tokenizer(tokenizer_path)
+    try:
+        theirs, ours = build_tokenizer(str(base_file)), build_tokenizer(tokenizer_path)
+    except DataError as error:
+        logger.warning("%s is not compared with %s: %s", tokenizer_path, base_file, error)
+        return
     # twice: some decoders remove the space that a text begins with
     ids = range(min(theirs.vocab_size, ours.vocab_size))
     texts = {i: (theirs.decode([i, i]), ours.decode([i, i])) for i in ids}

@@ -49,6 +49,7 @@ from torchtitan.mesh.faults import enable_recorder
 from torchtitan.mesh.settings import CommConfig
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 SECONDS_FOR_RANK_0_TO_REPORT = 5
 
 
@@ -71,14 +72,17 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
         return RankInfo(rank=0, local_rank=0, world_size=1)
     try:
         rank, local_rank, world_size = (int(environ[name]) for name in VARIABLES)
-        is_valid = 0 <= rank < world_size and local_rank >= 0
+        is_port = 0 <= int(environ.get("MASTER_PORT", "1")) < 2**16
+        can_meet = world_size == 1 or all(name in environ for name in RENDEZVOUS)
+        is_valid = 0 <= rank < world_size and local_rank >= 0 and is_port and can_meet
     except (KeyError, ValueError):
         is_valid = False
     if not is_valid:
-        values = {name: environ.get(name, "")[:60] for name in VARIABLES}
+        values = {name: environ.get(name, "")[:60] for name in (*VARIABLES, *RENDEZVOUS)}
         raise ConfigError(
-            f"RANK must be a number below WORLD_SIZE and LOCAL_RANK 0 or more, got {values}; start "
-            f"ranks with torchrun or ./run_train.sh"
+            f"RANK must be a number below WORLD_SIZE, LOCAL_RANK 0 or more, MASTER_PORT a port, "
+            f"and several ranks need MASTER_ADDR and MASTER_PORT, got {values}; start ranks with "
+            f"torchrun or ./run_train.sh"
         )
     return RankInfo(rank=rank, local_rank=local_rank, world_size=world_size)
 
