@@ -82,6 +82,18 @@ WRONG = {
         "1 for 'n'",
     ),
     "options without a name": ("def O(params, **more): pass", {"eps": 1}, "options", "'eps'"),
+    "state that begins with ones": (
+        STEP
+        + " " * 16
+        + "s = self.state[p].setdefault('s', torch.ones_like(p))\n"
+        + " " * 16
+        + "p.sub_(group['lr'] * p.grad / s)\n"
+        + " " * 16
+        + "s.mul_(0.5).add_(p.grad * p.grad)",
+        {},
+        "name",
+        "zeros",
+    ),
 }
 
 

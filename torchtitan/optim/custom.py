@@ -1,7 +1,8 @@
 """Optimizers named by import path.
 
-An optimizer that keeps anything but tensors in its state would change its course at a resume, so
-`check_custom` takes one step of a small parameter and looks at the state.
+An optimizer that keeps anything but tensors in its state, or starts from other values than zeros,
+would change its course at a resume. So `check_custom` compares one step of a small parameter from
+each state.
 """
 
 from __future__ import annotations
@@ -54,17 +55,31 @@ def check_custom(
     Args:
         settings: The section [optimizer].
         sections: Custom sections that the optimizer may ask for.
-        create_state: Takes a step, which creates the state.
+        create_state: Creates the state as it is before a checkpoint is loaded.
 
     Raises:
-        ConfigError: The optimizer cannot be built or take a step, or its state is not only tensors.
+        ConfigError: The state is not only tensors, or does not start as zeros.
     """
-    p = torch.ones(2, 3, requires_grad=True)
-    groups = [{"params": [p], "weight_decay": settings.weight_decay, "lr_scale": 1.0}]
-    optimizer = build_custom(groups, settings=settings, sections=sections)
-    with convert_errors(settings.name, key=NAME):
-        create_state(optimizer)
-    for key, value in optimizer.state[p].items():
+
+    def first_step(*, state_first: bool) -> tuple[Tensor, Mapping[str, object]]:
+        p = torch.ones(2, 3, requires_grad=True)
+        groups = [{"params": [p], "weight_decay": settings.weight_decay, "lr_scale": 1.0}]
+        optimizer = build_custom(groups, settings=settings, sections=sections)
+        if state_first:
+            create_state(optimizer)
+        p.grad = torch.full_like(p, 0.5)
+        with convert_errors(settings.name, key=NAME):
+            optimizer.step()
+        return p.detach(), optimizer.state[p]
+
+    weight, state = first_step(state_first=False)
+    for key, value in state.items():
         if not isinstance(value, Tensor):
             rule = f"'{settings.name}' must keep only tensors in its state, for checkpoints"
             raise ConfigError.at(NAME, f"{rule}, got {value!r:.60} for {key!r}")
+    if not torch.equal(weight, first_step(state_first=True)[0]):
+        raise ConfigError.at(
+            NAME,
+            f"'{settings.name}' must initialize its state with zeros, because checkpoint loading "
+            f"allocates zeros",
+        )
