@@ -14,5 +14,5 @@ case "${1-}" in
   "") set -- -m "not long" --gate ;;
   --all) shift ;;
 esac
-# two at a time: tests with ranks mostly wait for each other; whoever is done takes of the rest
-python -m pytest -n 2 --dist worksteal "$@"
+# three on two cores: tests with ranks mostly wait for each other; whoever is done takes of the rest
+python -m pytest -n 3 --dist worksteal "$@"
