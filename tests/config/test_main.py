@@ -55,7 +55,7 @@ def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_co
     assert good.returncode == 0
     assert "seed = 3" in good.stdout
     assert good.stderr == (
-        "command line: --training.seed is an old name; here it is --debug.seed\n"
+        "command line: --training.seed is torchtitan's name; here it is --debug.seed\n"
     )
     bad = run("--job.config_file", str(tmp_path / "none.toml"), before=no_torch)
     assert bad.returncode == 2

@@ -13,15 +13,15 @@ from torchtitan.job import Config
     [
         ("[optimizer]\nlrr = 1.0", "[optimizer] lrr = 1.0", "[optimizer] lr?"),
         ("[model]\nsteps = 5", "[model] steps = 5", "[training] steps?"),
-        ("[trainning]\nsteps = 5", "[trainning] steps = 5", "[training] steps?"),
-        ("[trainning]", "trainning = {}", ""),
+        ("[trainning]\nsteps = 5", "unknown section [trainning]", "[training]?"),
+        ("[trainning]", "unknown section [trainning]", "[training]?"),
         ("steps = 5", "steps = 5", "[training] steps?"),
         ("training = 5", "training = 5", "[training] key ..."),
         ("[[training]]\nsteps = 5", "training = [{steps = 5}]", "[training] key ..."),
         ("[training.steps]\nx = 5", "[training.steps] x = 5", "a table"),
         ("[debug]\nxyzzy = 1", "[debug] xyzzy = 1", "deterministic, "),
         ("[job]\nconfig_file = 'x'", '[job] config_file = "x"', 'base = "other.toml"'),
-        ("[optimizer.groups]\nlr = 1", "[optimizer.groups] lr = 1", "[optimizer] groups"),
+        ("[optimizer.groups]\nlr = 1", "[optimizer] groups", "[[optimizer.groups]]"),
     ],
 )
 def test_wrong_names(text: str, place: str, meant: str) -> None:
@@ -81,7 +81,7 @@ def test_all_mistakes_come_together(jobs: Jobs) -> None:
         "--chekpoint.enable",
     )
     assert {mistake.split(": ")[1].split(" = ")[0] for mistake in found} == {
-        "[modle] name",
+        "unknown section [modle]; did you mean [model]?",
         "[optimizer] lr",
         "[training] steps",
         "[training] local_batch_size",

@@ -230,6 +230,10 @@ def _read_option(path: Path, *, words: Sequence[str], key: Key | None) -> Settin
     given, problem = " ".join(words), ""
     if not words and key is not None and key.kind is not bool:
         problem = f"needs a value ({key.type_text})"
+    try:
+        given.encode()
+    except UnicodeEncodeError:  # the resolved TOML could not hold it
+        given, problem = given.encode(errors="backslashreplace").decode(), "must be UTF-8"
     if key is None or (key.kind is tuple and key.item is str and not key.is_nested):
         # also a,b, as in torchtitan's docs; quotes, brackets and slashes keep a comma
         words = [part for word in words for part in _split_at_commas(word)]
