@@ -66,8 +66,6 @@ SLOW: tuple[str, ...] = (
     "tests/mesh/test_alike.py::test_a_job_ends_in_code_2",
     "tests/mesh/test_faults.py::test_a_rank_stopped_within_a_save_is_found_and_a_slow_one_is_not",
     "tests/mesh/test_faults.py::test_gloo_says_that_it_timed_out_as_expected",
-    "tests/metrics/test_sinks.py::test_optional_packages_load_only_when_used",
-    "tests/metrics/test_sinks.py::test_wandb_without_an_account_is_a_clear_error",
     "tests/metrics/test_sinks.py::test_wandb_works_offline",
     "tests/metrics/test_stragglers.py::test_a_slowed_rank_is_named",
     "tests/metrics/test_terminal.py::test_bar_stays_below_whole_log_lines",

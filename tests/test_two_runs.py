@@ -126,6 +126,34 @@ def test_another_failure_while_closing_does_not_hide_the_first(
     )
 
 
+TWICE = """
+import sys
+from torchtitan import UserError, load_config, train
+
+config = load_config(sys.argv[1], **{"job.dump_folder": sys.argv[2], "training.steps": 1})
+train(config)
+try:
+    train(config)
+except UserError as error:
+    assert "several ranks" in str(error)
+else:
+    raise AssertionError("it trained again")
+"""
+
+
+@pytest.mark.long
+def test_several_ranks_train_once_per_process(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    (tmp_path / "twice.py").write_text(TWICE)
+    program = [str(tmp_path / "twice.py"), str(tmp_path / "run.toml"), str(tmp_path / "run")]
+    subprocess.run(
+        [sys.executable, "-m", "torchtitan.launch", "--standalone", "--nproc_per_node=2", *program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=150,
+        check=True,
+    )
+
+
 def harm_json(file: Path, change: dict[str, Any]) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
 

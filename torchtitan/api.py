@@ -67,6 +67,7 @@ __all__ = [
     "train",
 ]
 logger = logging.getLogger(__name__)
+_has_trained_ranks = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,13 +135,19 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     Raises:
         UserError: A setting, a file or a checkpoint must be fixed, or the loss is not finite.
     """
+    global _has_trained_ranks
     config = _checked(config)
+    if _has_trained_ranks:  # a second process group would find the first one's addresses
+        raise ConfigError(
+            "train has run in this process with several ranks; train in another process"
+        )
     trust(text for _, text in find_own(config))  # dataclasses.replace may have named others
     callbacks = list(callbacks)
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
     with watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
         launch = prepare_process(undo)
+        _has_trained_ranks = launch.world_size > 1
         try:
             trainer, stopped = train_job(
                 config,

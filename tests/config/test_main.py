@@ -121,6 +121,7 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--lora.rank=2", "--lora.modules=*.wx"], ["--lora.modules", "'*.wx'"]),
         ([*FLOAT8, "--quantize.linear.float8.filter_fqns=outptu"], ["filter_fqns", '"outptu"']),
         (["--compile.components=model,los"], ["--compile.components", '["model", "loss"]']),
+        (["--compile.enable", "--compile.backend=induktor"], ["did you mean 'inductor'?"]),
         (["--model.converters=float8,flot8"], ["--model.converters", "did you mean 'float8'?"]),
         ([*CONTINUE, "lr_schedulr,dataloader"], ["'lr_schedulr'", "lr_scheduler"]),
         ([*CONTINUE, "output"], [CONTINUE[-1], "'output'"]),
@@ -177,6 +178,8 @@ def test_what_this_machine_lacks_is_a_remark(
     assert 'converters = [\n    "float8",' in out
     (remark,) = [message for message in caplog.messages if "converters" in message]
     assert "float8" in remark
+    assert checked("--compile.enable", "--compile.backend=theirs", capsys=capsys)[0] == 0
+    assert "got 'theirs'" in caplog.text
 
 
 def test_adapters_without_a_base_are_warned_of(

@@ -443,7 +443,7 @@ class Seen:
     how: str = ""
     oracle: Literal["one device", "PyTorch", "unstopped", "by sample", "error"] = "one device"
     error: str = ""
-    """Words of it."""
+    """Text that the error must contain."""
 
 
 class Mutant:

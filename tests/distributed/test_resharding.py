@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "ep 4 x tp 2": (4, 2, (ep(4), TP2)),
 }
 BATCH = 12  # which 1, 2, 3 and 4 ranks can share
-# what four tensor-parallel ranks can split, and three shards of that hardly
+# what four tensor-parallel ranks can split, but three shards of it cannot evenly
 SPLIT = (
     *("--model.dim=16", "--model.num_heads=8", "--model.num_kv_heads=4"),
     *("--model.hidden_dim=40", "--model.vocab_size=268"),

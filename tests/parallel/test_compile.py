@@ -265,4 +265,4 @@ def test_opaque_attention_gets_the_documents_of_each_batch_and_compiles_nothing_
 
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"compile\] backend.* got 'induktor'"):
-        check_backend(CompileConfig(enable=True, backend="induktor"))
+        check_backend(CompileConfig(enable=True, backend="induktor"), is_installed=True)

@@ -32,23 +32,24 @@ import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.models.interface import AttentionModule, MoELayer, has_window
 from torchtitan.parallel.activation import OperatorPolicy
 from torchtitan.parallel.settings import BY_OPERATOR, ActivationCheckpointConfig, CompileConfig
 
 
-def check_backend(settings: CompileConfig) -> None:
-    """Check that the backend is installed.
+def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
+    """Check the name of the backend. Unless `is_installed`, another machine may have it.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The backend is not installed, or its name looks like a typing error.
     """
     known = torch.compiler.list_backends(exclude_tags=None)
-    if settings.backend not in known:
+    guess = did_you_mean(settings.backend, known)
+    if settings.backend not in known and (is_installed or guess):
         raise ConfigError.at(
             "compile.backend",
-            f"must be an installed backend ({', '.join(known)}), got '{settings.backend}'",
+            f"must be an installed backend ({', '.join(known)}), got '{settings.backend}'{guess}",
         )
 
 

@@ -84,8 +84,9 @@ def check_parallel(
     """
     mistakes, cp = Mistakes(), parallelism.context_parallel_degree
     if compilation.enable:
-        from torchtitan.parallel.compile import check_recomputation
+        from torchtitan.parallel.compile import check_backend, check_recomputation
 
+        mistakes.of(lambda: check_backend(compilation, is_installed=False))
         mistakes.of(
             lambda: check_recomputation(model, recomputation, cp=cp, attn_mask_type=attn_mask_type)
         )
@@ -154,7 +155,7 @@ def check_device(
     if compilation.enable:
         from torchtitan.parallel.compile import check_backend
 
-        mistakes.of(lambda: check_backend(compilation))
+        mistakes.of(lambda: check_backend(compilation, is_installed=True))
     if float8 is not None:
         from torchtitan.parallel.float8 import check_float8
 

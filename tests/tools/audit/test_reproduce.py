@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -74,6 +75,12 @@ def test_what_the_ledger_says(run: Path) -> None:
 def test_the_commands_train_the_same_weights(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    rows = read_ledger(run)
+    for row in rows:
+        if row["event"] == "start":
+            changes = "8d" if row["step"] == 0 else ""
+            row["git"] = {"torchtitan": {"commit": "5c" * 20, "diff_sha256": changes}}
+    (run / LEDGER).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     again = tmp_path / "again"
     assert audit.main(["reproduce", str(run), "--out", str(again)]) == 0
     said = capsys.readouterr().out
@@ -82,6 +89,8 @@ def test_the_commands_train_the_same_weights(
         ("5 to 7", "one device"),
         ("8 to 10", "dp_shard 2"),
     ]
+    code = f"commit {'5c' * 20} with uncommitted changes, other code at a later start\n"
+    assert f"#   code of torchtitan: {code}" in (again / "reproduce.sh").read_text()
     python = Path(sys.executable).parent
     subprocess.run(
         [str(again / "reproduce.sh")],

@@ -43,6 +43,12 @@ def test_the_validation_of_a_job(tmp_path: Path) -> None:
     documents = overlap_of(job, f"--validation.dataset_path={copy}")
     assert documents is not None
     assert documents.startswith("3 of 18 ")
+    (tmp_path / "hard.jsonl").hardlink_to(path)
+    (tmp_path / "soft.jsonl").symlink_to(path)
+    for name in ("hard", "soft"):
+        other = str(tmp_path / f"{name}.jsonl")
+        files = overlap_of(job, f'--validation.dataset_path=["{own}", "{other}"]')
+        assert files == f"validation reads training files, such as {other}"
     assert overlap_of(job, f"--validation.dataset_path={own}") is None
     for kind in ("synthetic_masked", "synthetic_examples"):
         job = [*jobs.write_job(tmp_path, name=kind), f"--training.dataset={kind}"]

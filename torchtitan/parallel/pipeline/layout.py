@@ -167,7 +167,7 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
         ("stages", "the settings", num_stages, wanted),
     )
     mistakes = [
-        f"must have {due} {what} by {source}, got {found}"
+        f"must have {due} {what} ({source}), got {found}"
         for what, source, found, due in numbers
         if found != due
     ]

@@ -132,8 +132,7 @@ def _script(legs: Sequence[Leg], *, run: Path) -> Iterator[str]:
     yield _line(f"# Trains {run} again, in the same layouts, into `run` beside this file.")
     yield _line(f"# Relative paths start at the current folder; it was {first['folder']}.")
     yield "# The result is bit-identical with the same code, versions and hardware:"
-    commits = {f"code of {key}": state["commit"] for key, state in first["git"].items() if state}
-    for key, value in {**first["versions"], **commits}.items():
+    for key, value in {**first["versions"], **_commits([leg.start for leg in legs])}.items():
         yield _line(f"#   {key} {value}")
     yield "set -euo pipefail"
     yield 'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'
@@ -174,3 +173,15 @@ def _settings(leg: Leg, *, is_last: bool) -> dict[str, object]:
             if getattr(checkpoint, key):
                 settings[f"checkpoint.{key}"] = "false"
     return settings
+
+
+def _commits(starts: Sequence[Row]) -> dict[str, str]:
+    """Return the commits of the first start, and whether a later start had other code."""
+    found = {}
+    for name, state in starts[0]["git"].items():
+        if state is not None:
+            changes = " with uncommitted changes" if state["diff_sha256"] else ""
+            differs = any(start["git"].get(name) != state for start in starts)
+            later = ", other code at a later start" if differs else ""
+            found[f"code of {name}:"] = f"commit {state['commit']}{changes}{later}"
+    return found

@@ -100,9 +100,10 @@ def check_data(ranks: Ranks, config: Config) -> Checked:
         first = first or found
         names = sorted(k for k in {**first, **found} if first.get(k) != found.get(k))
         if names:
+            differ = "differs from that" if len(names) == 1 else "differ from those"
             faults.append(
-                f"all machines must read the same data, {machine} has {plural(len(names), 'file')} "
-                f"otherwise than the first machine, such as {names[0]}"
+                f"all machines must read the same data; on {machine}, "
+                f"{plural(len(names), 'file')} {differ} on the first machine, such as {names[0]}"
             )
     return Checked(name="data", summary=plural(max(0, len(first) - 1), "file"), faults=faults)
 

@@ -1,9 +1,10 @@
 """Find validation data that are also training data, in samples of both.
 
-A validation loss on training documents is low, and does not measure generalization. Documents are
-found by content, in any file: up to `NUM_DOCUMENTS` evenly spread documents of each side are
-compared by length and their first and last tokens. So the work does not grow with the data, except
-for tokenizing them, which the first rank does as in the job.
+A validation loss on training documents is low, and does not measure generalization. Common files
+are found by device and inode, under any name. Documents are found by content, in any file: up to
+`NUM_DOCUMENTS` evenly spread documents of each side are compared by length and their first and last
+tokens. So the work does not grow with the data, except for tokenizing them, which the first rank
+does as in the job.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.data.dataset import build_samples
+from torchtitan.data.files import find_files
 from torchtitan.data.holdout import content_number
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
@@ -37,7 +39,9 @@ def check_overlap(ranks: Ranks, config: Config) -> Iterator[Checked]:
     found = attempt(lambda: find_overlap(config)) if ranks.launch.rank == 0 else None
     if isinstance(found, Failed):
         found = found.why
-    summary = "overlaps the training data" if found else "no overlap with the training data"
+    summary = "overlaps the training data"
+    if not found:
+        summary = "no overlap with the training data in the documents compared"
     yield Checked(name="validation", summary=summary, faults=[found] if found else [])
 
 
@@ -61,6 +65,17 @@ def find_overlap(config: Config) -> str | None:
     )
     if held_out.fingerprint["data"] == trained_on.fingerprint["data"]:
         return "validation reads the training data"
+    ours, theirs = (
+        {
+            (status.st_dev, status.st_ino): file
+            for path in paths
+            for file in find_files(path, cache=training.dataset_cache)
+            for status in [file.stat()]
+        }
+        for paths in (source.paths, training.paths)
+    )
+    if shared := ours.keys() & theirs.keys():
+        return f"validation reads training files, such as {ours[min(shared)]}"
     supervised, other = (kind in SUPERVISED for kind in (source.dataset, training.dataset))
     # text and examples are stored as different numbers, and custom data are not stored
     if not held_out.stores or not trained_on.stores or supervised != other:

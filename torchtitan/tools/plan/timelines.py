@@ -59,7 +59,7 @@ def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
     name, pp, num = arguments.schedule, arguments.pp, arguments.microbatches
     if arguments.csv is not None:
         if any(value is not None for value in (name, pp, num, arguments.stages)):
-            raise ConfigError("--csv sets --schedule, --pp, --stages and --microbatches")
+            raise ConfigError("--csv replaces --schedule, --pp, --stages and --microbatches")
         return read_csv(arguments.csv), arguments.csv.name
     if name is None or pp is None or num is None:
         raise ConfigError("--schedule, --pp and --microbatches must be set, or --csv FILE")

@@ -45,8 +45,8 @@ class Flips:
         if self.problem or self.largest_margin <= self.tolerance:
             return self.problem
         return (
-            f"experts were chosen otherwise from step {self.first_step}, in layer {self.layer} "
-            f"against a margin of {self.largest_margin:.2g} (tolerance {self.tolerance:g})"
+            f"experts differ from step {self.first_step}, in layer {self.layer} "
+            f"by a margin of {self.largest_margin:.2g} (tolerance {self.tolerance:g})"
         )
 
     def __str__(self) -> str:
@@ -78,7 +78,9 @@ def compare_choices(
         a, b = read_choices(reference, step), read_choices(other, step)
         for layer in sorted({*a, *b}, key=int):
             if layer not in a or layer not in b or not a[layer]["names"].equal(b[layer]["names"]):
-                found.problem = f"layer {layer} routes other tokens in step {step}, or not once"
+                found.problem = (
+                    f"layer {layer} routes different tokens in step {step}, or routes one twice"
+                )
                 return found
             x, y = a[layer], b[layer]
             is_flip_T = (x["ids"].sort().values != y["ids"].sort().values).any(-1)

@@ -83,10 +83,12 @@ def parse_layout(text: str) -> Layout:
         given |= zip(keys, numbers, strict=True)
     degrees |= given
     num_ranks = prod(degrees[WORDS[axis][0]] for axis in ("fsdp", "cp", "tp"))
-    if not words or num_ranks % degrees[EP]:
+    if not words:
+        raise ConfigError(f"layout '{text}' must have words of {KNOWN}")
+    if num_ranks % degrees[EP]:
         raise ConfigError(
-            f"layout '{text}' must have words of {KNOWN}, and ep must divide the {num_ranks} ranks "
-            f"of fsdp, cp and tp, got {degrees[EP]}"
+            f"layout '{text}': ep must divide the number of ranks of fsdp, cp and tp "
+            f"({num_ranks}), got {degrees[EP]}"
         )
     for option in overrides:
         if option_key(option).removeprefix("parallelism.") in degrees:
