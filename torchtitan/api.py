@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ __all__ = [
     "train",
 ]
 logger = logging.getLogger(__name__)
-_has_trained_ranks = False
+_has_trained_ranks = Event()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +136,8 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     Raises:
         UserError: A setting, a file or a checkpoint must be fixed, or the loss is not finite.
     """
-    global _has_trained_ranks
     config = _checked(config)
-    if _has_trained_ranks:  # a second process group would find the first one's addresses
+    if _has_trained_ranks.is_set():  # a second process group would find the first one's addresses
         raise ConfigError(
             "train has run in this process with several ranks; train in another process"
         )
@@ -147,7 +147,8 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
         check_callback(callback, path=f"callbacks[{number}]")
     with watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
         launch = prepare_process(undo)
-        _has_trained_ranks = launch.world_size > 1
+        if launch.world_size > 1:
+            _has_trained_ranks.set()
         try:
             trainer, stopped = train_job(
                 config,
