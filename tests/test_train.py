@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -154,6 +155,14 @@ def test_a_loss_that_is_not_finite_ends_in_code_3(tmp_path: Path) -> None:
     for rank in (0, 1):
         log = (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
         assert log.count("must have a finite loss and gradient norm") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_torch_is_imported_ends_a_start(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    command = [COLD_PYTHON, "-m", "torchtitan.train", "--job.config_file=a.toml"]
+    done = run(command, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == -signal.SIGINT
     assert "Traceback" not in done.stderr
 
 

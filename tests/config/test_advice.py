@@ -47,6 +47,7 @@ FILES = '[training]\ndataset = "files"\ndataset_path = "texts.jsonl"'
 # of each feature a job that is refused, and jobs that do what is advised; "" is a removed line
 FOLLOWED: dict[str, tuple[str, list[str]]] = {
     "plugin": ('[experimental]\ncustom_import = "own"', [OWN]),
+    "other_config_file": ('[job]\nsave_config_file = "own.toml"', [""]),
     "snapshot": ("[profiling]\nenable_memory_snapshot = true", [""]),
     "other_config_file": ('[job]\nsave_config_file = "a.toml"', [""]),
     "upload_check": ('[checkpoint]\nenable = true\nupload_check = "read_back"', [""]),
@@ -94,6 +95,11 @@ FOLLOWED: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "wait_seconds": ("[elastic]\nwait_seconds = 60", [""]),
+    "upload_check": ('[checkpoint]\nenable = true\nupload_check = "read_back"', [""]),
+    "num_microbatches": (
+        STAGES + "pipeline_parallel_num_microbatches = 4\n[training]\nlocal_batch_size = 8",
+        [STAGES + "pipeline_parallel_microbatch_size = 2\n[training]\nlocal_batch_size = 8"],
+    ),
     "seed_checkpoint": ("[checkpoint]\ncreate_seed_checkpoint = true", [""]),
     "torchft": (
         "[fault_tolerance]\nenable = true",

@@ -171,6 +171,12 @@ def test_no_step_waits_but_those_that_are_reported(
         assert norms_read == [1, 1, 2, 3, 4, 6]
 
 
+def test_a_wait_would_be_seen() -> None:
+    with Waits() as waits:
+        torch.ones(1).item()
+    assert waits.count == 1
+
+
 def in_epochs(folder: Path, text: str) -> list[str]:
     (folder / "a.txt").write_text(text)
     data = ["--training.dataset=files", f"--training.dataset_path={folder}/*.txt"]

@@ -19,6 +19,7 @@ from tests.distributed import jobs
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_resume import exact
+from torchtitan import validate
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.data.padding import PadToBatch
@@ -308,6 +309,22 @@ def count_time(job: list[str]) -> list[dict[str, float]]:
 def test_its_time_is_not_that_of_the_training(ranks: RankPool, tmp_path: Path) -> None:
     [rows] = ranks.run(count_time, validated(tmp_path, jobs.TINY), world=1)
     assert all(row["step_time_s"] < 900 for row in rows)
+
+
+def timeouts_of(job: list[str]) -> list[int]:
+    """Train; return the timeouts that validation set, in their order."""
+    found: list[int] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("set_timeout", "tighten_timeout"):
+            monkeypatch.setattr(validate, name, lambda seconds, groups: found.append(seconds))
+        jobs.train(job)
+    return found
+
+
+def test_the_first_one_of_a_start_has_the_time_to_compile(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*validated(tmp_path, jobs.TINY), "--comm.init_timeout_seconds=77"]
+    [timeouts] = ranks.run(timeouts_of, [*job, "--comm.train_timeout_seconds=55"], world=1)
+    assert timeouts == [77, 55]
 
 
 def failure_of(job: list[str], loss: float) -> str:

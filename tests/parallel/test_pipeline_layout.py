@@ -198,6 +198,17 @@ def test_blocks_may_be_compiled_and_recomputed_where_backward_is_whole(schedule:
         plan(schedule=schedule, compiles=True, recomputation=mode)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_notice_that_selective_recomputes_nothing(
+    schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = plan(schedule=schedule, recomputation="selective")
+    notices = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(notices) == layout.splits_backward
+    assert all("[activation_checkpoint] mode" in notice.getMessage() for notice in notices)
+    assert all(schedule in notice.getMessage() for notice in notices)
+
+
 @pytest.mark.parametrize("name", get_args(FromFile))
 def test_torchtitan_s_names_of_a_schedule_from_a_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / "own.csv"

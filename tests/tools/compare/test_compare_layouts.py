@@ -403,7 +403,8 @@ def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> Non
     assert crash["verdict"] == "FAILED"
     assert "exit code 3" in crash["problem"]
     assert "optimizer.lr" in crash["problem"]
-    assert verdict(planted, DECAY)["steps"]["loss"]["beyond"]
+    for figure in ("loss", "max_loss"):
+        assert verdict(planted, DECAY)["steps"][figure]["beyond"]
     assert crash["problem"] in planted.out
 
 

@@ -15,8 +15,11 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_matrix import cp
+from torchtitan.config.sources import to_toml
+from torchtitan.job import load_config
+from torchtitan.metrics.ledger import LEDGER, Ledger
 from torchtitan.tools.compare import command
-from torchtitan.tools.compare.compare_runs import Comparison, compare_runs
+from torchtitan.tools.compare.compare_runs import Comparison, compare_runs, have_same_samples
 from torchtitan.tools.compare.layouts.gaps import tensor_difference
 
 
@@ -67,6 +70,54 @@ def test_max_loss_is_that_of_the_data_parallel_ranks(runs: dict[str, Path]) -> N
     assert found["cp"] == pytest.approx(found["alone"], rel=1e-5)
     assert min(a - b for a, b in zip(found["a"], found["alone"], strict=True)) >= 0
     assert max(a - b for a, b in zip(found["a"], found["alone"], strict=True)) > 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_comparable"),
+    [("a", "b", True), ("alone", "cp", True), ("alone", "a", False), ("cp", "a", False)],
+)
+def test_max_loss_is_compared_where_data_parallel_ranks_had_the_same_samples(
+    a: str, b: str, is_comparable: bool, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    right, wrong = runs[a], Path(shutil.copytree(runs[b], tmp_path / "wrong"))
+    assert have_same_samples(right, wrong) == is_comparable
+    assert not compare_runs(right, wrong, folder="checkpoint", tolerance=1e-4).differences
+    rows = jobs.read_rows(wrong)
+    rows[2]["max_loss"] *= 1.005
+    (wrong / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = compare_runs(right, wrong, folder="checkpoint", tolerance=1e-4).differences
+    assert [text.partition(":")[0] for text in found] == ["step 3, max_loss"] * is_comparable
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "is_same"),
+    [
+        (2, [], True),
+        (4, ["--parallelism.tensor_parallel_degree=2"], True),
+        (4, ["--parallelism.data_parallel_replicate_degree=2"], False),
+        (2, ["--training.local_batch_size=1"], False),
+        (1, [], False),
+    ],
+)
+def test_the_samples_of_data_parallel_ranks(
+    world: int, options: list[str], is_same: bool, tmp_path: Path
+) -> None:
+    """Of all starts."""
+
+    def write_starts(run: Path, *starts: tuple[int, int, list[str]]) -> Path:
+        run.mkdir()
+        for step, ranks, words in starts:
+            config = to_toml(load_config([*jobs.write_job(tmp_path), *words]))
+            Ledger(run).start(step, config=config, layout="", world_size=ranks)
+        return run
+
+    a = write_starts(tmp_path / "a", (0, 2, []))
+    b = write_starts(tmp_path / "b", (0, world, options))
+    later = write_starts(tmp_path / "later", (0, 2, []), (3, world, options))
+    assert have_same_samples(a, b) == have_same_samples(a, later) == is_same
+    assert have_same_samples(later, later) == is_same
+    (b / LEDGER).unlink()
+    assert not have_same_samples(a, b)
 
 
 @pytest.fixture
