@@ -49,12 +49,6 @@ FOLLOWED: dict[str, tuple[str, list[str]]] = {
     "plugin": ('[experimental]\ncustom_import = "own"', [OWN]),
     "other_config_file": ('[job]\nsave_config_file = "own.toml"', [""]),
     "snapshot": ("[profiling]\nenable_memory_snapshot = true", [""]),
-    "other_config_file": ('[job]\nsave_config_file = "a.toml"', [""]),
-    "upload_check": ('[checkpoint]\nenable = true\nupload_check = "read_back"', [""]),
-    "num_microbatches": (
-        "[training]\nlocal_batch_size = 8\n[parallelism]\npipeline_parallel_num_microbatches = 2",
-        ["[training]\nlocal_batch_size = 8\n[parallelism]\npipeline_parallel_microbatch_size = 4"],
-    ),
     "converted_model": ("[model]\nprint_after_conversion = true", [""]),
     "step_in_backward": ("[optimizer]\nearly_step_in_backward = true", [""]),
     "leaked_cycles": ("[training]\ngc_debug = true", ["[training]\ngc_freq = 5"]),
