@@ -228,6 +228,9 @@ def test_a_continued_run_is_recovered_by_its_own_command(
     ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
     [restarted] = ranks.run(begin, job, world=1)
     assert (restarted.step, restarted.position) == (6, 16)
+    # the weights from which a run began need not be taken out of its settings
+    [changed] = ranks.run(begin, [*job, elsewhere(tmp_path), "--optimizer.lr=0.02"], world=1)
+    assert changed.step == 6
 
 
 def test_what_was_left_out_once_is_not_left_out_of_what_was_trained_since(
@@ -387,6 +390,7 @@ def test_recover_from_elsewhere_holds_the_settings_too(
             ["folder of a step, of checkpoints or of a run", "nowhere holds none"],
         ),
         ([FINETUNE, elsewhere(Path("tests"))], ["tests holds none"]),
+        ([CONTINUE, elsewhere(Path("tests"))], ["initial_load_model_only", '"finetune"']),
     ],
 )
 def test_a_source_that_is_not_there(

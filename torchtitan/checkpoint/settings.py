@@ -157,12 +157,6 @@ class CheckpointConfig:
         path, excluded = self.initial_load_path, self.exclude_from_loading
         weights_alone = path is not None and self.initial_load_model_only
         ties = ("mode", "initial_load_path", "initial_load_model_only")
-        if self.mode == "continue" and weights_alone:
-            yield Violation(
-                ties,
-                "takes optimizer and data position too, but initial_load_model_only is true; set "
-                'it false, or write mode = "finetune" to load only the weights',
-            )
         if excluded and self.mode == "recover" and path is not None and not weights_alone:
             yield Violation(
                 ("exclude_from_loading", *ties),

@@ -205,6 +205,12 @@ def choose_start(
 def _start_from_elsewhere(
     settings: CheckpointConfig, *, compared: Callable[[Path], Comparison], open_initial: OpenInitial
 ) -> Start:
+    if settings.mode == "continue" and settings.initial_load_model_only:
+        raise CheckpointError(
+            'checkpoint.mode = "continue" takes optimizer and data position too, but '
+            "checkpoint.initial_load_model_only is true and this run has no checkpoint of its own; "
+            'set it false, or write mode = "finetune" to load only the weights'
+        )
     requested: LoadMode = "finetune" if settings.initial_load_model_only else settings.mode
     source = open_initial(requested)
     is_checkpoint = isinstance(source, Checkpoint)

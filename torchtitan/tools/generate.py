@@ -209,7 +209,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="system message of a chat")
     add("--special", action="store_true", help="names of special tokens in a prompt are tokens")
     add("--max_new_tokens", type=int, default=200, metavar="N", help="most tokens per text (200)")
-    add("--temperature", type=float, default=1.0, metavar="T", help="0: the most likely token")
+    text = "of the draws (1); 0: the most likely token"
+    add("--temperature", type=float, default=1.0, metavar="T", help=text)
     add("--top_k", type=int, metavar="K", help="draw from the K most likely tokens")
     add("--seed", type=int, default=0, metavar="S", help="of the draws, the same for each prompt")
     add("--batch_size", type=int, default=8, metavar="N", help="prompts per batch")
