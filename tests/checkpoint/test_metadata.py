@@ -9,6 +9,7 @@ import random
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -443,3 +444,20 @@ def test_damaged_metadata_are_named_whatever_pickle_makes_of_them(folder: Path) 
         (folder / ".metadata").write_bytes(correct[:length])
         with pytest.raises(CheckpointError, match=r"model/\.metadata"):
             read_metadata(folder)
+
+
+class PicklerOfOtherPython(pickle.Pickler):
+    """Python 3.11.0 to 3.11.3 pickle the member of an enumeration as an attribute of it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_members_of_enumerations_are_read_whatever_python_wrote_them(folder: Path) -> None:
+    expected = read_metadata(folder)
+    with (folder / ".metadata").open("wb") as file:
+        PicklerOfOtherPython(file).dump(expected)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_metadata(folder) == expected

@@ -179,6 +179,7 @@ _CLASSES = (
 _NAMES = (
     *((cls.__module__, cls.__qualname__) for cls in _CLASSES),
     ("torch.serialization", "_get_layout"),
+    ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 pickle enum members with it
     *product(
         ("pathlib", "pathlib._local"),  # path of the folder when it was saved
         ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),

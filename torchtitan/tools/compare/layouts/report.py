@@ -32,7 +32,7 @@ class Verdict:
     layout: str
     world_size: int
     folder: Path
-    """Of the run."""
+    """The run's folder."""
     seconds: float
     is_reference: bool = False
     problem: str = ""
