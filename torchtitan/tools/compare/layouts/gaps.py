@@ -101,7 +101,7 @@ def compare_rows(
     *,
     tolerances: Mapping[str, float] = TOLERANCES,
 ) -> dict[str, Gap]:
-    """Compare the figures in `tolerances` at every step. A figure that one run lacks differs by inf.
+    """Compare the figures in `tolerances` at every step. One that a run lacks differs by inf.
 
     The figure that is first beyond its tolerance comes first.
     """
