@@ -1,35 +1,46 @@
-"""All figures of one GPU in one call: speed, MFU, memory, and the operations of a step.
+"""All figures of one GPU in one call: whether it computes right, speed, MFU, memory, operations.
 
-    1B, 3B  a step of Llama 3.2 beside a bare loop, transformers and its Trainer: 8192 tokens in
-            bfloat16, compiled; 3B with all blocks recomputed (the command `train --apart`)
-    others  jobs of 1B, started as any job is: with each policy of recomputation, in float8, with
-            32k tokens, and with the profiler
+    kernels    errors of each kernel against float64 (kernels.py)
+    CPU        largest difference of losses and gradient norms from the same job on the CPU
+    resume     the same between a run and a repetition, and a resumed run: both must be 0
+    jobs       jobs of Llama 3.2 1B, started as any job is: with each policy of recomputation, in
+               float8, with experts, with 32k tokens, and with the profiler
+    1B, 3B     a step of Llama 3.2 beside a bare loop, transformers and its Trainer: 8192 tokens in
+               bfloat16, compiled; 3B with all blocks recomputed (the command `train --apart`)
 
 Each runs in a process of its own, one after the other. One that fails is reported with its error,
-and the rest continue. MFU is relative to the vendor's peak (torchtitan/base/device.py). --toy uses
-sizes that run on a CPU, to test this command; its figures mean nothing. --calibrate FILE measures
-the planner's constants instead (calibrate.py).
+and the rest continue. --out is written after each of them; called again with that file, the command
+measures what it lacks or what failed. MFU is relative to the vendor's peak
+(torchtitan/base/device.py). --toy uses sizes that run on a CPU, to test this command; its figures
+mean nothing. --calibrate FILE measures the planner's constants instead (calibrate.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from scripts.benchmarks.calibrate import write_constants
-from scripts.benchmarks.pairs import Comparison, Report
+from scripts.benchmarks.kernels import is_good
+from scripts.benchmarks.pairs import Comparison, Report, write_json
 from torchtitan.base.device import device_name, local_device
+from torchtitan.base.errors import ConfigError
 from torchtitan.metrics.rows import Row, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -39,26 +50,30 @@ KEPT = "--activation_checkpoint.mode=none"
 BUDGET = "--activation_checkpoint.mode=memory_budget"
 COMPILED = "--compile.enable"
 FLOAT8 = "--model.converters=float8"
+EXPERTS = ("--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--model.num_layers=4")
 COMPARISONS: Mapping[str, tuple[str, ...]] = {
     "1B": ("--flavor", "1B", "--compile"),
     "3B": ("--flavor", "3B", "--compile", "--recompute", "full"),
 }
 JOBS: Mapping[str, tuple[str, ...]] = {
     "bfloat16": (COMPILED, KEPT),
-    "float8": (COMPILED, KEPT, FLOAT8),
+    "trace": (COMPILED, KEPT, "--profiling.enable_profiling=true"),
     "not compiled": (KEPT,),
+    "float8": (COMPILED, KEPT, FLOAT8),
+    "experts": (*EXPERTS, KEPT),
     "full": (COMPILED, "--activation_checkpoint.mode=full"),
     "every 2nd block": (COMPILED, SELECTIVE, f"{OPTION}2"),
     "by operator": (SELECTIVE, f"{OPTION}op"),
     "budget 0.5": (COMPILED, BUDGET, "--activation_checkpoint.memory_budget=0.5"),
     "32k tokens": (SELECTIVE, f"{OPTION}op", "--training.seq_len=32768"),
-    "trace": (COMPILED, KEPT, "--profiling.enable_profiling=true"),
+    "3B by operator": ("--model.flavor=3B", SELECTIVE, f"{OPTION}op"),
 }
 REAL_JOB = (
     "--model.flavor=1B",
     "--model.tokenizer_path=bpe_2048",
     "--training.seq_len=8192",
     "--training.local_batch_size=1",
+    "--training.mixed_precision_param=bfloat16",
     "--training.steps=30",
     "--metrics.log_freq=5",
     "--profiling.profile_freq=10",
@@ -68,19 +83,56 @@ TOY_JOB = (
     "--model.tokenizer_path=byte",
     "--training.seq_len=32",
     "--training.local_batch_size=2",
+    "--training.mixed_precision_param=bfloat16",
     "--training.steps=5",
     "--metrics.log_freq=1",
     "--profiling.profile_freq=5",
 )
 REAL_STEP = ("--seq_len", "8192", "--batch", "1", "--steps", "5", "--dtype", "bfloat16")
 TOY_STEP = ("--seq_len", "32", "--batch", "2", "--steps", "2", "--others", "bare loop")
+SMALL_JOB = (
+    "--model.flavor=debugmodel",
+    "--model.tokenizer_path=byte",
+    "--training.seq_len=256",
+    "--training.local_batch_size=2",
+    "--training.steps=6",
+    "--metrics.log_freq=1",
+)
+TOY_SIZES = ("--model.flavor=tiny", "--training.seq_len=32")
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "llama3": (),
+    "mistral": ("--model.name=mistral",),
+    "qwen3_moe": ("--model.name=qwen3_moe",),
+    "deepseek_v3": ("--model.name=deepseek_v3",),
+}
+REPEATED: Mapping[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16": ("--training.mixed_precision_param=bfloat16",),
+    "compiled": ("--training.mixed_precision_param=bfloat16", COMPILED),
+    "experts": ("--model.name=qwen3_moe", "--training.mixed_precision_param=bfloat16"),
+    "FSDP, offloaded": ("--training.enable_cpu_offload=true",),
+}
+"""Offloading is what shards the model on one rank too."""
+EXACT = (
+    "--debug.deterministic=true",
+    "--checkpoint.enable=true",
+    "--checkpoint.interval=3",
+    "--checkpoint.mode=recover",
+)
+FEW = {"OMP_NUM_THREADS": "4"}
+"""Threads of a job on the CPU, since several run at a time."""
+NAMES = ("kernels", "CPU", "resume", *JOBS, *COMPARISONS)
+"""What is measured, in the order of its worth."""
 NOT_COUNTED = 2
 """Rows of the first steps, which compile and allocate memory."""
+
+Figures = dict[str, Any]
+Start = Callable[..., None]
+"""Runs a Python command until the deadline."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    names = [*COMPARISONS, *JOBS]
     parser.add_argument("--toy", action="store_true", help="sizes that run on a CPU")
     parser.add_argument(
         "--calibrate", type=Path, metavar="FILE", help="write the planner's constants to FILE"
@@ -88,10 +140,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=names,
-        default=names,
+        choices=NAMES,
+        default=NAMES,
         metavar="NAME",
-        help=f"measure only these of {', '.join(names)}",
+        help=f"measure only these of {', '.join(NAMES)}",
+    )
+    parser.add_argument(
+        "--budget_s",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="end then, also within a measurement; --out keeps those that ended",
     )
 
 
@@ -103,38 +162,79 @@ def measure(args: argparse.Namespace) -> Report:
         found = asdict(write_constants(args.calibrate, device=device, is_toy=args.toy))
         notes = [f"{name}: {value}" for name, value in found.items()]
         return Report(about=about, comparisons=[], notes=notes, more=found)
-    comparisons: list[Comparison] = []
-    notes = []
-    more: dict[str, Any] = {"train": {}, "jobs": {}, "top_operations": []}
+    about["sizes"] = "toy" if args.toy else "real"
+    measured = _measured_before(args.out, about=about)
+    deadline = time.monotonic() + args.budget_s
     for name in args.only:
+        if "failed" not in measured.get(name, {"failed": ""}):
+            continue
+        if time.monotonic() >= deadline:
+            break
         with tempfile.TemporaryDirectory() as folder:
             try:
-                if name in COMPARISONS:
-                    found = _compare(name, args, folder=Path(folder))
-                    more["train"][name] = found
-                    comparisons += _comparisons_in(found, name=name)
-                    notes += [f"{name}: {note}" for note in found["notes"]]
-                else:
-                    figures = _run_job(name, folder=Path(folder), is_toy=args.toy)
-                    more["jobs"][name] = figures
-                    notes.append(f"{name}: {_describe(figures)}")
-                if name == "trace":
-                    trace = max(Path(folder).glob("profile_traces/step-*/rank_0.json"))
-                    more["top_operations"] = top = top_operations(trace)
-                    parts = "; ".join(f"{each[:60]} {part:.1%}" for each, part in top)
-                    notes.append(f"{name}, longest operations: {parts}")
+                found = _measure(name, args, folder=Path(folder), deadline=deadline)
             except subprocess.CalledProcessError as failed:
                 error = failed.stderr.strip()[-600:]
-                notes.append(f"{name}: failed with code {failed.returncode}: {error}")
-    about["sizes"] = "toy" if args.toy else "real"
-    return Report(about=about, comparisons=comparisons, notes=notes, more=more)
+                found = {"failed": f"code {failed.returncode}: {error}"}
+            except subprocess.TimeoutExpired:
+                found = {"failed": "did not end within --budget_s"}
+        measured[name] = found
+        report = _report(about, measured)
+        if args.out is not None:
+            write_json(report, args.out)
+        sys.stderr.write(f"{name}: {_describe(found)}\n")
+    return _report(about, measured)
+
+
+def _measured_before(file: Path | None, *, about: Mapping[str, str]) -> dict[str, Figures]:
+    """Return what an earlier call measured on the same device and torch."""
+    if file is None or not file.exists():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if any(found.get(key) != value for key, value in about.items()):
+        raise ConfigError(f"--out {file} holds figures of another device, torch or sizes")
+    measured: dict[str, Figures] = found["measured"]
+    return measured
+
+
+def _measure(name: str, args: argparse.Namespace, *, folder: Path, deadline: float) -> Figures:
+    start = partial(_start, deadline=deadline)
+    if name == "kernels":
+        out = folder / "errors.json"
+        start("-m", "scripts.benchmarks.kernels", "--out", str(out))
+        return {"errors": json.loads(out.read_text(encoding="utf-8"))}
+    if name == "CPU":
+        return {"gaps": _compare_with_cpu(start, folder=folder, is_toy=args.toy)}
+    if name == "resume":
+        return {"gaps": _repeat_and_resume(start, folder=folder, is_toy=args.toy)}
+    if name in COMPARISONS:
+        return _compare(start, name, args, folder=folder)
+    job = (*(TOY_JOB if args.toy else REAL_JOB), *fit(JOBS[name], is_toy=args.toy))
+    figures: Figures = summarize(_rows_of(start, *job, folder=folder))
+    if name == "trace":
+        trace = max(folder.glob("profile_traces/step-*/rank_0.json"))
+        figures["top_operations"] = top_operations(trace)
+    return figures
+
+
+def _report(about: Mapping[str, str], measured: Mapping[str, Figures]) -> Report:
+    comparisons = [
+        each for name in COMPARISONS for each in _comparisons_in(measured.get(name, {}), name=name)
+    ]
+    notes = [f"{name}: {_describe(found)}" for name, found in measured.items()]
+    return Report(about=about, comparisons=comparisons, notes=notes, more={"measured": measured})
 
 
 def fit(words: Sequence[str], *, is_toy: bool) -> list[str]:
     """Return the options for a toy without those that make it large or slow."""
     if not is_toy:
         return list(words)
-    small = ["tiny" if word in COMPARISONS else word.replace("32768", "64") for word in words]
+    small = [
+        "--model.flavor=tiny" if word.startswith("--model.flavor=") else word
+        for word in words
+        if not word.startswith("--model.num_layers=")
+    ]
+    small = ["tiny" if word in COMPARISONS else word.replace("32768", "64") for word in small]
     if FLOAT8 in words:
         small.append("--quantize.linear.float8.emulate")
     if COMPILED in words and BUDGET not in words:  # the budget is inductor's
@@ -142,9 +242,9 @@ def fit(words: Sequence[str], *, is_toy: bool) -> list[str]:
     return [word for word in small if word != "--compile"]
 
 
-def _compare(name: str, args: argparse.Namespace, *, folder: Path) -> dict[str, Any]:
+def _compare(start: Start, name: str, args: argparse.Namespace, *, folder: Path) -> Figures:
     out = folder / "figures.json"
-    _start(
+    start(
         str(ROOT / "scripts" / "benchmark.py"),
         "train",
         "--apart",
@@ -152,28 +252,67 @@ def _compare(name: str, args: argparse.Namespace, *, folder: Path) -> dict[str, 
         *(TOY_STEP if args.toy else REAL_STEP),
         *("--pairs", str(args.pairs), "--out", str(out)),
     )
-    figures: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    figures: Figures = json.loads(out.read_text(encoding="utf-8"))
     return figures
 
 
-def _comparisons_in(figures: Mapping[str, Any], *, name: str) -> list[Comparison]:
+def _comparisons_in(figures: Figures, *, name: str) -> list[Comparison]:
     keys = ("target", "ours_s", "other_s", "amount", "unit")
     return [
         Comparison(f"{name}: {row['name']}", *(row[key] for key in keys))
-        for row in figures["comparisons"]
+        for row in figures.get("comparisons", ())
     ]
 
 
-def _run_job(name: str, *, folder: Path, is_toy: bool) -> dict[str, float]:
-    _start(
-        *("-m", "torchtitan.train"),
-        f"--job.dump_folder={folder}",
-        "--training.dataset=synthetic",
-        "--training.mixed_precision_param=bfloat16",
-        *(TOY_JOB if is_toy else REAL_JOB),
-        *fit(JOBS[name], is_toy=is_toy),
+def _rows_of(start: Start, *job: str, folder: Path, **environment: str) -> list[Row]:
+    """Run a job and return its rows."""
+    words = (f"--job.dump_folder={folder}", "--training.dataset=synthetic", *job)
+    start("-m", "torchtitan.train", *words, **environment)
+    return read_rows(folder / "metrics.jsonl")
+
+
+def _compare_with_cpu(start: Start, *, folder: Path, is_toy: bool) -> dict[str, float]:
+    """Return the largest gap between this device and the CPU for some families, in float32."""
+
+    def gap(name: str) -> float:
+        job = [*SMALL_JOB, *(TOY_SIZES if is_toy else ()), *FAMILIES[name]]
+        here = _rows_of(start, *job, folder=folder / name / "here")
+        there = _rows_of(start, *job, folder=folder / name / "cpu", CUDA_VISIBLE_DEVICES="", **FEW)
+        return largest_gap(here, there)
+
+    with ThreadPoolExecutor(len(FAMILIES)) as pool:  # nothing is timed
+        return dict(zip(FAMILIES, pool.map(gap, FAMILIES), strict=True))
+
+
+def _repeat_and_resume(start: Start, *, folder: Path, is_toy: bool) -> dict[str, float]:
+    """Return the largest gaps between a run, the same again, and one resumed at half its steps."""
+
+    def gaps(name: str) -> dict[str, float]:
+        job = [*SMALL_JOB, *(TOY_SIZES if is_toy else ()), *REPEATED[name], *EXACT]
+        if is_toy and COMPILED in job:
+            job.append("--compile.backend=aot_eager")
+        once = _rows_of(start, *job, folder=folder / name / "once")
+        again = _rows_of(start, *job, folder=folder / name / "again")
+        shutil.rmtree(folder / name / "again" / "checkpoint" / f"step-{len(again)}")
+        resumed = _rows_of(start, *job, folder=folder / name / "again")
+        half = len(once) // 2
+        return {
+            f"{name}, again": largest_gap(once, again),
+            f"{name}, resumed": largest_gap(once[half:], resumed[-half:]),
+        }
+
+    with ThreadPoolExecutor(len(REPEATED)) as pool:
+        found = list(pool.map(gaps, REPEATED))
+    return {name: gap for each in found for name, gap in each.items()}
+
+
+def largest_gap(one: Sequence[Row], other: Sequence[Row]) -> float:
+    """Return the largest relative difference of losses and gradient norms, step by step."""
+    return max(
+        abs(a[key] - b[key]) / abs(b[key])
+        for a, b in zip(one, other, strict=True)
+        for key in ("loss", "grad_norm")
     )
-    return summarize(read_rows(folder / "metrics.jsonl"))
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, float]:
@@ -187,11 +326,27 @@ def summarize(rows: Sequence[Row]) -> dict[str, float]:
     return medians | {"memory_peak_gib": max(row["memory_peak_gib"] for row in rows)}
 
 
-def _describe(figures: Mapping[str, float]) -> str:
+def _describe(figures: Figures) -> str:
+    """Return one measurement in a line."""
+    if "failed" in figures:
+        return f"failed with {figures['failed']}"
+    if "comparisons" in figures:
+        return "; ".join(figures["notes"])
+    if "errors" in figures:
+        bad = [
+            f"{name} {row['error']:.1e}"
+            for name, row in figures["errors"].items()
+            if not is_good(row)
+        ]
+        return f"{len(figures['errors'])} checked, above their bounds: {', '.join(bad) or 'none'}"
+    if "gaps" in figures:
+        return ", ".join(f"{name} {gap:.1e}" for name, gap in figures["gaps"].items())
     mfu = f"MFU {figures['mfu']:.1f} %, " if "mfu" in figures else ""
+    parts = [f"{name[:60]} {part:.1%}" for name, part in figures.get("top_operations", ())]
     return (
         f"{figures['tokens_per_second']:,.0f} tokens/s, step {figures['step_time_s']:.4f} s, "
         f"{mfu}peak memory {figures['memory_peak_gib']:.2f} GiB"
+        + (f", longest operations: {'; '.join(parts)}" if parts else "")
     )
 
 
@@ -232,7 +387,13 @@ def _own_times(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
     return spent
 
 
-def _start(*arguments: str) -> None:
+def _start(*arguments: str, deadline: float, **environment: str) -> None:
     subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=None if deadline == float("inf") else max(1.0, deadline - time.monotonic()),
+        env=os.environ | environment,
     )

@@ -16,7 +16,6 @@ from tests.distributed.rank_pool import RankPool
 from tests.parallel.test_context_attention import Watch
 from torchtitan.base.errors import ConfigError
 from torchtitan.optim.loss import (
-    FEWEST_TOKENS,
     IGNORE_INDEX,
     build_loss,
     chunk_size,
@@ -283,15 +282,17 @@ def test_gradients_of_input_and_weight_may_be_asked_for_apart(recompute: bool) -
         (8192, 128256, 4096, 512),
         (65536, 128256, 8192, 4096),
         (131072, 128256, 4096, 4096),  # as large as the weight
-        (131072, 128256, 64, FEWEST_TOKENS),
-        (1024, 128256, 4096, FEWEST_TOKENS),
+        (131072, 128256, 64, 512),  # the fewest
+        (1024, 128256, 4096, 512),
         (300, 128256, 4096, 300),
         (8192, 2048, 256, 8192),  # few logits
-        (16384, 2048, 256, FEWEST_TOKENS),
+        (16384, 2048, 256, 512),
     ],
 )
 def test_size_of_a_chunk(num_tokens: int, vocab_size: int, width: int, size: int) -> None:
     assert chunk_size(num_tokens, vocab_size, width=width) == size
+    on_gpu = min(num_tokens, max(size, 2048))
+    assert chunk_size(num_tokens, vocab_size, width=width, device_type="cuda") == on_gpu
     assert chunk_size(num_tokens, vocab_size, width=width, num_chunks=1) == num_tokens
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from scripts import benchmark
-from scripts.benchmarks import calibrate, gpu, loss, pipeline, turns
+from scripts.benchmarks import calibrate, gpu, kernels, loss, pipeline, turns
 from scripts.benchmarks.loops import build_theirs
 from scripts.benchmarks.pairs import Comparison, DisagreementError, alternate, check_close
 from tests.models.reference import EXPERTS, TINY, random_decoder
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
+from torchtitan.models.moe import multiply_grouped
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
 from torchtitan.tools.plan.devices import DEVICES, Share, find_device
 
@@ -151,21 +153,73 @@ def test_the_model_of_transformers_has_the_same_weights(family: str, sizes: Deco
 def test_gpu_compares_and_reads_a_trace(tmp_path: Path) -> None:
     figures = measure(tmp_path, "gpu", "--toy", "--only", "1B", "trace")
     assert len(names(figures)) == 2
-    assert figures["jobs"]["trace"]["tokens_per_second"] > 0
-    parts = [part for _, part in figures["top_operations"]]
+    trace = figures["measured"]["trace"]
+    assert trace["tokens_per_second"] > 0
+    parts = [part for _, part in trace["top_operations"]]
     assert 1 > parts[0] >= parts[1] >= parts[2] > 0
 
 
 @pytest.mark.long
-def test_gpu_reports_a_job_that_fails_and_continues(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_gpu_compares_a_job_with_the_cpu_itself_and_its_resumption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = {name: (f"--training.seq_len={given}",) for name, given in (("a", "x"), ("b", "-1"))}
-    monkeypatch.setattr(gpu, "JOBS", jobs)
-    assert benchmark.main(["gpu", "--toy", "--only", "a", "b"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("--training.seq_len") == 2
-    assert shown.count("code 2") == 2
+    """On a CPU every gap is 0."""
+    monkeypatch.setattr(gpu, "FAMILIES", {"llama3": ()})
+    monkeypatch.setattr(gpu, "REPEATED", {"plain": ()})
+    figures = measure(tmp_path, "gpu", "--toy", "--only", "CPU", "resume")["measured"]
+    assert figures["CPU"] == {"gaps": {"llama3": 0.0}}
+    assert figures["resume"] == {"gaps": {"plain, again": 0.0, "plain, resumed": 0.0}}
+
+
+def test_gaps_are_those_of_the_worst_step_and_figure() -> None:
+    rows = [{"loss": 4.0, "grad_norm": 2.0}, {"loss": 4.0, "grad_norm": 2.0}]
+    assert gpu.largest_gap([rows[0], {"loss": 5.0, "grad_norm": 2.1}], rows) == 0.25
+
+
+def test_gpu_reports_a_failure_and_measures_later_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is written after each measurement, and a device's figures stay its own."""
+    out, tried, failing = tmp_path / "gpu.json", [], {"bfloat16"}
+    figures = {"tokens_per_second": 6.0, "step_time_s": 1.0, "memory_peak_gib": 3.0}
+
+    def measured(name: str, *_: Any, **__: Any) -> dict[str, float]:
+        tried.append(name)
+        if name in failing:
+            raise subprocess.CalledProcessError(2, [], stderr="the reason")
+        return figures
+
+    monkeypatch.setattr(gpu, "_measure", measured)
+    command = ["gpu", "--toy", "--out", str(out), "--only", "bfloat16", "not compiled"]
+    assert benchmark.main(command) == 0
+    assert "bfloat16: failed with code 2: the reason" in capsys.readouterr().out
+    assert json.loads(out.read_text())["measured"]["not compiled"] == figures
+    failing.clear()
+    assert benchmark.main(command) == 0
+    assert tried == ["bfloat16", "not compiled", "bfloat16"]
+    out.write_text(out.read_text().replace('"toy"', '"real"'))
+    assert benchmark.main(command) == 2
+
+
+def test_gpu_ends_within_its_budget(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    only = ["--only", "bfloat16", "trace"]
+    assert benchmark.main(["gpu", "--toy", "--out", str(out), "--budget_s", "0.01", *only]) == 0
+    assert "failed" in json.loads(out.read_text())["measured"]["bfloat16"]
+
+
+def test_kernels_are_as_exact_as_their_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels.measure_errors()
+    assert all(map(kernels.is_good, found.values())), found
+    assert len(found) == 2 * len(kernels.checks()) + 1
+
+    def without_the_last(x: torch.Tensor, counts: torch.Tensor, weights: Any) -> torch.Tensor:
+        return multiply_grouped(x, counts - (counts == counts.max()).int(), weights)
+
+    experts = {"experts": kernels.checks()["experts"]}
+    monkeypatch.setattr(kernels, "checks", lambda: experts)
+    monkeypatch.setattr(kernels, "multiply_grouped", without_the_last)
+    assert not all(map(kernels.is_good, kernels.measure_errors().values()))
 
 
 def test_gpu_measures_constants_that_the_planner_reads(tmp_path: Path) -> None:
@@ -192,9 +246,10 @@ def test_copies_are_measured_in_both_directions(monkeypatch: pytest.MonkeyPatch)
 def test_gpu_jobs_have_valid_settings() -> None:
     for name, words in gpu.JOBS.items():
         config = load_config([*gpu.REAL_JOB, "--training.dataset=synthetic", *words])
-        assert config.model.flavor == "1B", name
+        assert config.training.seq_len >= 8192, name
         small = gpu.fit(words, is_toy=True)
         toy = load_config([*gpu.TOY_JOB, "--training.dataset=synthetic", *small])
+        assert (toy.model.flavor, toy.model.num_layers) == ("tiny", None), name
         assert toy.quantize.linear.float8.emulate == bool(toy.model.converters), name
     for words in gpu.COMPARISONS.values():
         args = benchmark.build_parser().parse_args(["train", "--apart", *words, *gpu.REAL_STEP])

@@ -248,7 +248,7 @@ def varlen_attention(
     documents: Documents,
     window: int | None = None,
 ) -> Tensor:
-    """Attend within each document by flash attention's variable-length kernel; not run yet.
+    """Attend within each document by flash attention's variable-length kernel.
 
     Args:
         q_BHSD: Queries.
@@ -328,8 +328,7 @@ def fused_attention(
 
     On CUDA the flash kernel supports only 16 bits, and the memory-efficient kernel, which supports
     float32, has no grouped query heads. PyTorch would silently use a third kernel, with
-    S x S scores. So grouped heads in float32 are repeated. Read in PyTorch's sources, not seen on a
-    GPU.
+    S x S scores. So grouped heads in float32 are repeated.
 
     Args:
         q_BHSD: Queries.

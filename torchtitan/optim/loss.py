@@ -18,8 +18,7 @@ With tensor parallelism each rank has the logits of its own part of the vocabula
 only three numbers per token from the other ranks: the largest logit, the sum of exponentials and
 the label's logit. So the logits are never gathered, which would cost V numbers instead.
 
-Shapes: B samples, S tokens, N = B S, M tokens of a chunk, C width, V vocabulary or this rank's part
-of it.
+Shapes: B samples, S tokens, N = B S, M tokens of a chunk, C width, V vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ IGNORE_INDEX = -100
 
 FEW_LOGITS = 2**24
 """Up to this number of logits, 64 MiB, are computed at once."""
-FEWEST_TOKENS = 512
-"""Least number of tokens per chunk: with fewer rows a product is bound by reading the weight."""
+FEWEST_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Least number of tokens per chunk. With fewer, products are bound by the weight's memory."""
 PRODUCT = 2**22
 """Elements of a gradient that are added at a time, if the addition is not part of the product."""
 
@@ -72,7 +71,8 @@ def build_loss(
 
     def loss(x_BSC: Tensor, weight_VC: Tensor, labels_BS: Tensor) -> Tensor:
         x_NC, labels_N = x_BSC.flatten(0, 1), labels_BS.flatten()
-        size = chunk_size(len(x_NC), len(weight_VC), width=x_NC.shape[1], num_chunks=num_chunks)
+        kind, width = x_NC.device.type, x_NC.shape[1]
+        size = chunk_size(len(x_NC), len(weight_VC), kind, width=width, num_chunks=num_chunks)
         head = _Head(group, size) if token_losses is None else _OwnHead(None, size, token_losses)
         if recompute:
             summed, *_ = head(x_NC, weight_VC, labels_N, (False, False))
@@ -90,7 +90,9 @@ def build_loss(
     return loss
 
 
-def chunk_size(num_tokens: int, vocab_size: int, *, width: int, num_chunks: int = 0) -> int:
+def chunk_size(
+    num_tokens: int, vocab_size: int, device_type: str = "cpu", *, width: int, num_chunks: int = 0
+) -> int:
     """Return the number of tokens per chunk.
 
     By default it is a 16th of the tokens, but at most `width`, so that the logits of a chunk are no
@@ -99,6 +101,7 @@ def chunk_size(num_tokens: int, vocab_size: int, *, width: int, num_chunks: int 
     Args:
         num_tokens: Number of tokens.
         vocab_size: Size of this rank's part of the vocabulary.
+        device_type: "cuda" or "cpu".
         width: Width of the head's input.
         num_chunks: Number of chunks, if it is given.
     """
@@ -106,7 +109,7 @@ def chunk_size(num_tokens: int, vocab_size: int, *, width: int, num_chunks: int 
         return ceil(num_tokens / num_chunks)
     if num_tokens * vocab_size <= FEW_LOGITS:
         return num_tokens
-    return min(num_tokens, max(FEWEST_TOKENS, min(ceil(num_tokens / 16), width)))
+    return min(num_tokens, max(FEWEST_TOKENS[device_type], min(ceil(num_tokens / 16), width)))
 
 
 @dataclass(frozen=True)
@@ -216,9 +219,12 @@ def find_loss(name: str) -> TokenLosses | None:
 
 
 def _add_product(total_VC: Tensor, left_VM: Tensor, right_MC: Tensor) -> None:
-    """Add a product to float32 sums. A product in 16 bits is computed and added in small parts."""
+    """Add a product to float32 sums: one of 16 bits by one kernel of NVIDIA's GPUs, or in parts."""
     if right_MC.dtype == total_VC.dtype:
         total_VC.addmm_(left_VM, right_MC)
+        return
+    if total_VC.is_cuda and torch.version.hip is None:
+        torch.addmm(total_VC, left_VM, right_MC, out_dtype=torch.float32, out=total_VC)
         return
     rows = max(1, PRODUCT // total_VC.shape[1])
     product_RC = right_MC.new_empty(min(rows, len(total_VC)), total_VC.shape[1])

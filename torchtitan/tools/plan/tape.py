@@ -126,11 +126,6 @@ class Tape(DispatchMode):
         """Return a copy of the record so far, without later deaths."""
         return Record(list(self.record.entries), list(self.record.pieces))
 
-    @property
-    def place(self) -> tuple[str, Kind, Pool]:
-        """The running module, and purpose and stream of new storages."""
-        return self._modules[-1], self.kind, self.pool
-
     def mark(self, phase: Phase | None, block: int | None) -> None:
         """Start a piece."""
         piece = Piece(len(self.record.entries), phase, block)
@@ -280,6 +275,12 @@ class Tape(DispatchMode):
         else:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         self._append(Entry("product", int(flops), (name, self._modules[-1], shapes)))
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Record a product of two matrices that adds to a third."""
+        shapes = " ".join("x".join(map(str, factor.shape)) for factor in (left, right))
+        flops = 2 * left.numel() * right.shape[1]
+        self._append(Entry("product", flops, (name, self._modules[-1], shapes)))
 
     def _bear(
         self, storage: torch.UntypedStorage, size: int, where: tuple[str, ...], kind: Kind

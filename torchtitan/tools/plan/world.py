@@ -44,7 +44,7 @@ from torchtitan.models.interface import Compute, GroupedExperts
 from torchtitan.models.moe import multiply_grouped, multiply_per_expert
 from torchtitan.optim import clip, loss
 from torchtitan.parallel.expert import Exchange
-from torchtitan.tools.plan.tape import WORLD, Entry, Tape
+from torchtitan.tools.plan.tape import WORLD, Tape
 
 FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default)
 """Operators with a kernel on a GPU only. With one on a CPU too, dispatch takes a GPU's path: these
@@ -87,7 +87,7 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
     """Replace functions that a fake world cannot run, and notify `tape` of hidden allocations.
 
     Args:
-        are_fake: Tensors have no contents, so repeated products need not be computed.
+        are_fake: Tensors have no contents, so nothing need be added to them.
     """
     resize = torch.UntypedStorage.resize_
     allocate, gather = DefaultReduceScatter.allocate, fsdp_group.foreach_all_gather
@@ -138,7 +138,8 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
             (FSDPParam, "reset_sharded_param", _keep),
             (clip, "CHUNK", 1 << 62),
-            (loss, "_add_product", _copied(loss._add_product, tape, are_fake=are_fake)),
+            (loss, "FEWEST_TOKENS", {"cpu": loss.FEWEST_TOKENS["cuda"]}),
+            (loss, "_add_product", _added_at_once(loss._add_product, tape, are_fake=are_fake)),
         ):
             stack.enter_context(_replaced(owner, name, value))
         yield
@@ -169,29 +170,24 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _copied(work: Callable[..., None], tape: Tape, *, are_fake: bool) -> Callable[..., None]:
-    """Return a function that runs `work` once per set of shapes, and copies its entries after that.
+def _added_at_once(
+    add: Callable[..., None], tape: Tape, *, are_fake: bool
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return a function that records the one kernel that a GPU has for `add`, `loss._add_product`.
 
-    `work` changes a tensor in place and leaves no other storage.
+    It takes factors of 16 bits and float32 sums, which no operator of a CPU does.
     """
-    if not are_fake:
-        return work
-    seen: dict[object, list[Entry]] = {}
 
-    def worked(*tensors: Tensor) -> None:
-        entries = tape.record.entries
-        start = len(entries)
-        key = (tape.place, *((x.shape, x.stride(), x.dtype) for x in tensors))
-        if key not in seen:
-            work(*tensors)
-            seen[key] = [e._replace(born=e.born - start) for e in entries[start:]]
+    def added(total_VC: Tensor, left_VM: Tensor, right_MC: Tensor) -> None:
+        if left_VM.dtype == total_VC.dtype:
+            add(total_VC, left_VM, right_MC)
             return
-        entries += [
-            e._replace(born=e.born + start) if e.what == "death" else e._replace(born=-1)
-            for e in seen[key]
-        ]
+        tape.add_product("aten::addmm", left_VM, right_MC)
+        if not are_fake:
+            with tape.within(is_paused=True):
+                add(total_VC, left_VM, right_MC)
 
-    return worked
+    return added
 
 
 def load_evenly(model: nn.Module, *, dtype: torch.dtype) -> None:
