@@ -131,6 +131,10 @@ FAULTS: list[tuple[object, tuple[str, ...]]] = [
     ({"messages": {}}, ("messages", "{}")),
     ({"messages": ASK, "tools": "f"}, ("tools", "'f'")),
     ({"messages": ASK, "tools": '{"name": "f"}'}, ("tools", "{'name': 'f'}")),
+    (
+        {"conversations": [turn("human", "a"), {"from": "gpt", "text": "b"}]},
+        ("turn 2", "'value'", "'text'"),
+    ),
     ({"conversations": "a"}, ("conversations", "'a'")),
     ({"conversations": []}, ("messages", "[]")),
     ({"conversations": [turn("human", "a"), turn("bot", "b")]}, ("from", "turn 2", "'bot'")),

@@ -107,6 +107,9 @@ def _sharegpt(row: Row, where: str) -> Conversation:
                 f"{where}: from of turn {number} must be one of {', '.join(SPEAKERS)}, got "
                 f"{speaker!r:.60}"
             )
+        if not {"value", "content", "tool_calls"} & turn.keys():
+            got = ", ".join(map(repr, turn))
+            raise DataError(f"{where}: turn {number} must have its text as 'value', got keys {got}")
         said: Message = {"content": turn.get("value")}
         if speaker == "function_call":
             said = {"tool_calls": _calls(said["content"], where=f"{where}: turn {number}")}
