@@ -68,12 +68,8 @@ def describe_export(
     warn_of_own_module(spec, name=model.name)
     initial, tokenizer_path = checkpoint.initial_load_path, model.tokenizer_path
     tokenizer = build_tokenizer(tokenizer_path)
-    carried = find_carried(
-        Path(initial) if initial is not None and checkpoint.initial_load_in_hf else None,
-        format=spec.hf,
-        seq_len=training.seq_len,
-        eos_id=tokenizer.eos_id,
-    )
+    base = Path(initial) if initial is not None and checkpoint.initial_load_in_hf else None
+    carried = find_carried(base, format=spec.hf, seq_len=training.seq_len, eos_id=tokenizer.eos_id)
     files = files_to_copy(tokenizer_path, chat_template=training.chat_template)
     generation = describe_generation(
         training, tokenizer=tokenizer, tokenizer_path=tokenizer_path, carried=carried
