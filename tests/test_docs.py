@@ -141,7 +141,12 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in anchors(file), f"{page.name} links to {target}"
 
 
-MAX_LINES_OF_THE_TOUR = 3100
+MAX_LINES_OF_THE_TOUR = 3900
+
+
+def lines_of_docstring(file: Path) -> int:
+    """Count the lines of the paragraphs that a module opens with."""
+    return ast.parse(file.read_text()).body[0].end_lineno or 0
 
 
 def lines_to_read(file: Path, names: list[str]) -> int:
@@ -161,7 +166,7 @@ def lines_to_read(file: Path, names: list[str]) -> int:
     return sum(found[name] for name in names)
 
 
-def test_the_tour_is_an_afternoon() -> None:
+def test_the_tour_is_as_long_as_it_says() -> None:
     page = ROOT / "docs" / "tour.md"
     rows = re.findall(r"^\| \d+ \| \[.*?\]\((.*?)\) \| (.*?) \|", page.read_text(), re.MULTILINE)
     assert len(rows) > 20
@@ -169,4 +174,6 @@ def test_the_tour_is_an_afternoon() -> None:
         lines_to_read((page.parent / path).resolve(), re.findall(r"`(\w+)`", names))
         for path, names in rows
     )
+    named = {path for path, names in rows if "`" in names}
+    total += sum(lines_of_docstring(page.parent / path) for path in named)
     assert total <= MAX_LINES_OF_THE_TOUR, f"the tour is {total} lines long"

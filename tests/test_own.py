@@ -13,6 +13,7 @@ from torchtitan.base.custom import is_import_path, trust
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.imports import load_object
 from torchtitan.base.stored_json import StoredJSON
+from torchtitan.build import describe_export
 from torchtitan.callbacks import build_callbacks
 from torchtitan.config.help import docstring_of
 from torchtitan.config.schema import keys
@@ -26,6 +27,7 @@ from torchtitan.resume_rules import (
     trajectory_differences,
     warn_of_other_code,
 )
+from torchtitan.tools.config import main as check
 
 MODULE = """
 from dataclasses import dataclass, replace
@@ -125,6 +127,37 @@ def test_its_keys_are_as_strict_as_ours(options: list[str], said: str, folder: P
     with pytest.raises(ConfigError) as error:
         load_config(own("my_model", *options))
     assert said in str(error.value)
+
+
+LLAMA = """
+from dataclasses import replace
+from torchtitan.models import llama3
+
+class Mine(llama3.Llama3):
+    pass
+
+SPEC = replace(llama3.SPEC, build=Mine)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "is_told"),
+    [(LLAMA, True), (LLAMA.replace("build=Mine", "name='other'"), False), (MODULE, False)],
+    ids=["own module", "built-in module", "no format"],
+)
+def test_an_export_tells_that_a_custom_module_is_not_checked(
+    code: str, is_told: bool, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "my_model.py").write_text(code)
+    words = own("my_model", "--model.tokenizer_path=byte")
+    describe_export(load_config(words), dtype=None)
+    told = [message for message in caplog.messages if "NO_HF_FILES" in message]
+    assert len(told) == is_told
+    assert all("my_model:SPEC writes LlamaForCausalLM" in message for message in told)
+    caplog.clear()
+    export = ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
+    assert check([*words, *export]) == (2 if code == MODULE else 0)
+    assert any("NO_HF_FILES" in message for message in caplog.messages) == is_told
 
 
 def test_a_resume_under_changed_code_says_so(

@@ -639,7 +639,7 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
         dtype=dtype,
         name=Path(config.job.dump_folder).resolve().name,
         description="" if description == JobConfig().description else description,
-        tokenizer_path=config.model.tokenizer_path,
+        model=config.model,
         training=config.training,
         optimizer=config.optimizer,
         lora=config.lora,

@@ -1,9 +1,9 @@
-"""The settings of a job: a frozen dataclass per TOML section, each in the room that reads it.
+"""The settings of a job: a frozen dataclass per TOML section.
 
-Names and meanings follow torchtitan 0.2 where possible. The docstring under a field is
-its documentation, which `--help` prints. Rules between keys stand where they can: on the field
-(`Requires`), in the section's `violations`, and here only between sections of several rooms. What
-needs the number of ranks or the model's sizes is checked by `layout.py`.
+Each is in the settings.py of the folder that reads it. Names follow torchtitan 0.2 where possible.
+The docstring under a field is its documentation, which `--help` prints. Rules between keys are on
+the field (`Requires`), in the section's `violations`, and here only between sections of several
+folders. What needs the number of ranks or the model's sizes is checked by `layout.py`.
 
 A job may name custom code by import path. A custom model brings its sizes as keys of [model], and
 any custom module may bring sections: a dictionary `SECTIONS` from names to dataclasses.

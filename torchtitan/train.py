@@ -1,8 +1,8 @@
 """The trainer's command: settings -> process group -> run -> exit code.
 
 Exit codes: 0 done; 2 a setting, file or checkpoint must be fixed, or the device is out of memory;
-3 the loss or gradient norm is not finite; 4 stopped early by a signal or the deadline (saved if
-checkpoints are enabled); 128 + n a second signal n; other codes are bugs, with a traceback.
+3 the loss or gradient norm is not finite; 4 stopped early by a signal, the deadline or a callback
+(saved if checkpoints are on), or a rank waited too long; 128 + n a second signal n; 1 a traceback.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def main(argv: Sequence[str], *, undo: ExitStack) -> int:
         except KeyboardInterrupt as error:  # from custom code; signals do not raise it here
             _report(refused_exit(error))
             return UserError.exit_code
-        except (Exception, CheckpointException) as error:  # a BaseException
+        except (Exception, CheckpointException) as error:  # DCP's is no Exception
             note_in_file(traceback.format_exc())
             write_collectives()
             from torchtitan.base.out_of_memory import describe_out_of_memory, find_out_of_memory

@@ -6,8 +6,8 @@ It receives finished parts (`build.py`) and builds nothing. One optimizer step:
     summed loss divided by that count -> global gradient norm -> clip -> update, unless the norm
     is not finite
 
-Ranks add sums, never means, so that every split of the batch trains the same model. `mesh/sync.py`
-exchanges failed saves, requests to stop and norms that are not finite.
+Ranks add sums, never means, so every split of the batch trains the same model. `mesh/sync.py`
+exchanges failed saves and callbacks and requests to stop, and reads a step's norm in the next step.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class StepFigures:
     """Results of a step, on the device."""
 
     loss_sum: Tensor
-    """Summed loss of this rank's valid tokens."""
+    """Summed loss of this rank's valid tokens; 0 on a rank without the last stage."""
     num_valid: Tensor
     """This rank's valid tokens."""
     grad_norm: Tensor
@@ -140,6 +140,7 @@ class Trainer:
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite; weights are unchanged.
             CheckpointError: A checkpoint could not be saved.
+            StoppedError: Stopped by a signal while it waited for data, with nothing to save.
         """
         run, ledger = self.run, self.run.ledger
         try:

@@ -32,7 +32,13 @@ def test_it_prints_what_loads_again(jobs: Jobs, capsys: pytest.CaptureFixture[st
     config = load_config(["--job.config_file", "job.toml"])
     assert (config.training.steps, config.training.seq_len) == (7, 64)
     assert printed.out.startswith(to_toml(config))
-    assert re.search(r"^# .* [0-9,]+ parameters\n\Z", printed.out, re.MULTILINE)
+    sizes = printed.out.removeprefix(to_toml(config)).strip().splitlines()
+    assert len(sizes) > 1
+    assert all(line.startswith("# ") and len(line) <= 100 for line in sizes)
+    shown = " ".join(line.removeprefix("# ") for line in sizes)
+    assert shown.startswith("llama3 debugmodel: dim 256, num_layers 6, num_heads 16, ")
+    assert "tie_embeddings false" in shown
+    assert re.search(r", rope_scaling llama3: [0-9,]+ parameters\Z", shown)
 
 
 def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_code(

@@ -40,7 +40,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS, find_model, to_settings
 from torchtitan.models.settings import ModelConfig, RopeScalingConfig
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.spec import NO_HF_FILES, ModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LLAMA = MODELS["llama3"]
@@ -614,6 +614,15 @@ def test_a_checkpoint_of_other_parameters_writes_no_folder(
     with pytest.raises(CheckpointError, match=part):
         exported(model, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_family_without_a_format_is_told_so_before_its_sizes(tmp_path: Path) -> None:
+    config = replace(VARIANTS["grouped"], window=32)
+    settings = HFExport(names=Names(NO_HF_FILES, config))
+    with pytest.raises(CheckpointError) as error:
+        hf_export.check_names(tmp_path, [], settings=settings)
+    assert "no Hugging Face format (hf)" in str(error.value)
+    assert "window" not in str(error.value)
 
 
 def test_a_name_of_experts_that_is_missing_is_found() -> None:

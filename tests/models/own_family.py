@@ -26,6 +26,15 @@ def write_family(folder: Path) -> Path:
     return file
 
 
+def write_layers_without_positions(folder: Path) -> Path:
+    """Write the page's family with layers without positions as a file."""
+    blocks = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    [code] = [block for block in blocks if "class NopeBlock" in block]
+    file = folder / "nope_of_the_page.py"
+    file.write_text(code)
+    return file
+
+
 def load_family(file: Path) -> Any:
     found = importlib.util.spec_from_file_location(file.stem, file)
     assert found is not None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.own_family import in_models, load_family, write_family
+from tests.models.own_family import (
+    in_models,
+    load_family,
+    write_family,
+    write_layers_without_positions,
+)
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.layout import find_layout
@@ -23,9 +29,11 @@ from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import Constant, initialize
 from torchtitan.models.interface import Counts, TiedOutput, count
+from torchtitan.models.rope import build_rope
 from torchtitan.models.spec import NO_HF_FILES, HFFormat, ModelSpec, check_contract
 from torchtitan.parallel.tensor import find_unplanned
 
+ROTATION: Any = {"head_dim": 4, "theta": 10_000.0, "scaling": None}
 JOB = ["--model.name=parallel", "--model.flavor=tiny", "--training.seq_len=32"]
 LLAMA3 = MODELS["llama3"]
 
@@ -52,6 +60,27 @@ def test_a_family_of_its_own_is_counted_as_it_is(family: Any) -> None:
     assert counter.get_total_flops() == tokens.numel() * found.flops_per_token(48)
     layout = find_layout(load_config(JOB), world_size=1)
     assert layout.counts == found
+
+
+def test_layers_without_positions_of_the_page(tmp_path: Path) -> None:
+    """Without RoPE elsewhere nothing depends on positions; compiled and with a cache alike."""
+    module = load_family(write_layers_without_positions(tmp_path))
+    config = module.SPEC.flavors["tiny"]
+    model = module.SPEC.build(config)
+    initialize(model, seed=0)
+    assert [layer.attention.window for layer in model.layers.values()] == [16, None] * 4
+    tokens, positions = torch.arange(80).reshape(2, 40) % 64, torch.arange(40)
+    logits = model(tokens, positions)
+    assert not torch.allclose(model(tokens, 3 * positions), logits)
+    compiled = torch.compile(module.NopeBlock(config), backend="aot_eager")
+    x, turn = torch.randn(2, 8, config.dim), build_rope(torch.arange(8), **ROTATION)
+    torch.testing.assert_close(compiled(x, turn, None), compiled._orig_mod(x, turn, None))
+    model.layers.update({name: module.NopeBlock(config) for name in model.layers})
+    initialize(model, seed=0)
+    assert torch.equal(model(tokens, 3 * positions), model(tokens, positions))
+    with in_models(module.SPEC):
+        split = ["--parallelism.tensor_parallel_degree=2", "--model.name=nope", "--model.window=8"]
+        assert find_layout(load_config([*JOB[1:], *split]), world_size=2).architecture.window == 8
 
 
 def test_a_decoder_with_another_feed_forward_is_counted_as_it_is() -> None:

@@ -164,7 +164,8 @@ class CheckpointManager:
         """Save the state as `step-N`, in the background if `async_mode` allows it.
 
         Args:
-            last: Whether training ends here. The last save is always waited for, and then exported.
+            last: Whether this is the last step of training.steps; then the save is waited for and
+                exported. A run that is stopped passes False.
             validation_loss: Loss of the current weights, if it was measured.
 
         Returns:

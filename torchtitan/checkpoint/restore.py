@@ -146,9 +146,8 @@ def _log_start(start: Start, *, loaded: Collection[str], step: int) -> None:
         logger.info("Resumed from %s", start.source.path)
         return
     verb = "Continued" if start.mode == "continue" else "Finetuning"
-    logger.info(
-        "%s at step %d from %s, loaded: %s", verb, step, start.source.path, ", ".join(loaded)
-    )
+    parts = ", ".join(name for name in loaded if name != "lr_scheduler")  # only compared
+    logger.info("%s at step %d from %s, loaded: %s", verb, step, start.source.path, parts)
     if start.differences:
         logger.info("Settings that are new:\n  %s", "\n  ".join(start.differences))
 

@@ -104,9 +104,9 @@ class CheckpointConfig:
     halves: channels (i, i + D/2), as in Hugging Face files. auto: the order that the folder states,
     else that of torchtitan 0.2: Llama interleaved, Qwen3 halves."""
     exclude_from_loading: tuple[Text, ...] = ()
-    """Parts that keep their initial values: components (model, optimizer, lr_scheduler, dataloader,
-    train_state), parameters with their optimizer state (shell patterns of names, e.g. "output.*"),
-    or only their optimizer state ("optimizer.output.*")."""
+    """Parts that keep their initial values: components (model, optimizer, dataloader, train_state),
+    parameters with their optimizer state (shell patterns of names, e.g. "output.*") or only that
+    state ("optimizer.output.*"). lr_scheduler is never loaded: its rate is then not compared."""
     grow_vocab: Annotated[bool, ELSEWHERE] = False
     """Load embedding and output head from weights with a smaller vocabulary. New rows start
     near the mean of the stored ones."""

@@ -44,7 +44,7 @@ class WeightSource(Protocol):
         """File or folder of the weights."""
 
     def shapes(self) -> Mapping[str, Shape | None]:
-        """Return the shapes of all tensors, by torchtitan's names. Collective."""
+        """Return the shapes of all tensors, by our names. Collective."""
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill the parameters of this rank in place, except those that its `ParameterFilter`

@@ -3,11 +3,13 @@
 `checkpoint.mode` names the purpose of loading a checkpoint:
 
 recover    resume the same run: load everything; settings that shape the training may not differ
-continue   keep weights, optimizer and data position, with other settings
+continue   keep weights, optimizer, step and data position, with other settings
 finetune   load only the weights and start at step 0
 
 A checkpoint in the run's own folder takes precedence over `initial_load_path`, and one that this
-very job saved is always recovered: running the command of a killed job again resumes it.
+very job saved is always recovered: running the command of a killed job again resumes it. In the
+own folder recover acts as continue if a finished run is asked only for more steps, or if
+`exclude_from_loading` is given.
 """
 
 from __future__ import annotations

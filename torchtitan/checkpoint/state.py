@@ -2,7 +2,7 @@
 
 model          parameters by name
 optimizer      optimizer state of each parameter as `<parameter>.<state>`, e.g. `.exp_avg`
-lr_scheduler   settings of the schedule; the rate is a function of the step
+lr_scheduler   settings of the schedule, only compared: the rate is a function of the step
 dataloader     number of the next sample, a fingerprint of the data, a stream's state
 train_state    step, tokens seen, the random generators of each rank, other tensors to resume
 

@@ -175,7 +175,7 @@ def export(
 def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
     """Raise CheckpointError if Hugging Face's format cannot describe the checkpoint's model."""
     names, weights = settings.names, [name for name in stored if not settings.is_adapter(name)]
-    problem = find_inexpressible(names.architecture, names.format) or names.find_mismatch(weights)
+    problem = names.find_mismatch(weights) or find_inexpressible(names.architecture, names.format)
     if problem is not None:
         raise CheckpointError(f"{checkpoint} cannot be exported to Hugging Face: {problem}")
 

@@ -1,7 +1,7 @@
 """From degrees to device meshes.
 
 The ranks of a job form a five-dimensional box: pp, dp_replicate, dp_shard, cp and tp, outermost
-first, so that the ranks that talk most (tp) are neighbours. Parts of the trainer look at the same
+first, so that the ranks that talk most (tp) are neighbors. Parts of the trainer look at the same
 box in their own way: parameters are sharded over dp_shard and cp together (`fsdp`), samples are
 dealt out over both kinds of dp together. Experts are dealt out to `ep` neighbors among the ranks of
 dp_shard, cp and tp, and sharded over the remaining ones (`efsdp`). Each view is a plain
@@ -43,12 +43,12 @@ class ParallelDims:
 
     @property
     def fsdp(self) -> int:
-        """Number of ranks over which a parameter is sharded."""
+        """Number of ranks over which FSDP shards a parameter."""
         return self.dp_shard * self.cp
 
     @property
     def efsdp(self) -> int:
-        """Number of ranks over which an expert is sharded."""
+        """Number of ranks over which FSDP shards an expert."""
         return self.fsdp * self.tp // self.ep
 
     @property

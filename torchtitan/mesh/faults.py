@@ -1,17 +1,16 @@
 """Faults: non-finite losses, ranks that hang, and the exit codes of a failed rank.
 
-The loss and gradient norm of a step enter one reduced number (`optim.clip.global_norm`), so all
-ranks see in the same step that it is not finite, and no optimizer changes a weight. Only then do
-the ranks exchange whose loss is not finite.
+The loss and gradient norm of a step enter one reduced number (`optim.clip.global_norm`). All ranks
+see, at the same point of the loop (`mesh/sync.py`), that it is not finite; no optimizer changes a
+weight. Only then do the ranks exchange whose loss is not finite.
 
 A rank that hangs is detected by the timeout of the other ranks' collectives:
-`comm.train_timeout_seconds` in a step, `checkpoint.save_timeout_seconds` in a save, whose duration
-depends on the storage. Shortly before the timeout a C thread of `faulthandler`, which needs no
-interpreter, writes the stacks of all threads to this rank's log.
+`comm.train_timeout_seconds` in a step, `checkpoint.save_timeout_seconds` in a save. Shortly before
+it a C thread of `faulthandler`, which needs no interpreter, writes all threads' stacks to the log.
 
 torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of this rank in memory.
 NCCL writes its collectives to a file when one times out. Each rank that ends with a fault writes
-those of gloo, without sends and receives. `python -m torchtitan hang` reads the files of all ranks.
+gloo's; gloo's sends and receives are not recorded. `python -m torchtitan hang` reads all files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TensorBoard and Weights & Biases: sinks that show the figures of runs side by side.
 
-Both receive the same figures under torchtitan's tags.
+Both receive the same figures under torchtitan 0.2's tags.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TAGS: Mapping[str, str] = {
     "validation_perplexity": "validation_metrics/perplexity",
     "validation_time_s": "validation_metrics/time(s)",
 }
-"""torchtitan's tags, so that runs of both can be plotted together. Other figures keep their
+"""torchtitan 0.2's tags, so that runs of both can be plotted together. Other figures keep their
 names."""
 
 
@@ -59,7 +59,7 @@ class TensorBoardSink:
             self._writer.add_text("settings", "".join(lines), global_step=resume_step)
 
     def write(self, row: Row) -> None:
-        """Write the row under torchtitan's tags.
+        """Write the row under torchtitan 0.2's tags.
 
         Raises:
             DataError: An earlier row could not be written; a thread writes in the background.
@@ -108,7 +108,7 @@ class WandbSink:
         logger.info("W&B files: %s", self._run.dir)
 
     def write(self, row: Row) -> None:
-        """Send the row under torchtitan's tags."""
+        """Send the row under torchtitan 0.2's tags."""
         self._run.log(tagged(row), step=int(row["step"]))
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class WandbSink:
 
 
 def tagged(row: Row) -> dict[str, float]:
-    """Return the figures of a row under torchtitan's tags, without step, lists and None."""
+    """Return the figures of a row under torchtitan 0.2's tags, without step, lists and None."""
     figures = {
         TAGS.get(name, name): value
         for name, value in row.items()

@@ -1,6 +1,6 @@
 """The decoder-only transformer, as one plain module that calls nothing parallel.
 
-Parameter names are torchtitan's, so that checkpoints interchange. Every parallel layout is applied
+Parameter names are torchtitan 0.2's: checkpoints interchange. Every parallel layout is applied
 to this module from outside. For this purpose it holds no buffers (nothing to move, cast or
 re-create after meta construction), and a block maps `(x, rope, ...)` to `x`, so that activation
 checkpointing, compilation and sharding can wrap it. A pipeline stage is this module with the other

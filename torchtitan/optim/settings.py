@@ -1,4 +1,4 @@
-"""The settings of the update: the sections [optimizer], [lr_scheduler] and [router]."""
+"""The settings of the update: [optimizer], [lr_scheduler], [router] and [spikes]."""
 
 from __future__ import annotations
 

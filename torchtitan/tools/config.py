@@ -12,16 +12,24 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import textwrap
 from collections.abc import Sequence
 from math import gcd, lcm
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
+from torchtitan.config.schema import literal
 from torchtitan.config.sources import to_toml
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.models.settings import ModelConfig
+
+if TYPE_CHECKING:
+    from torchtitan.parallel.layout import Layout
 
 logger = logging.getLogger(__name__)
+WIDTH = 100
 HELP = (
     "python -m torchtitan config [--world_size N] [--section.key VALUE ...] checks a job and "
     "prints it; --world_size is its number of ranks (default: the fewest that the degrees "
@@ -41,15 +49,35 @@ def main(argv: Sequence[str]) -> int:
         mistakes.report()
         assert job is not None
         with job.wording():
-            config, num_parameters = check_job(job.config, world_size=world_size)
+            config, layout = check_job(job.config, world_size=world_size)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(f"{to_toml(config)}\n# the model has {num_parameters:,} parameters\n")
+    sys.stdout.write(f"{to_toml(config)}\n{describe_sizes(config.model, layout)}\n")
     return 0
 
 
-def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
+def describe_sizes(model: ModelConfig, layout: Layout) -> str:
+    """Return comments with the sizes of the model, those of its flavor included."""
+    architecture = layout.architecture
+    sizes = {k: literal(v) for k, v in architecture.given(of_family=False).items()}
+    if (scaling := architecture.rope_scaling) is not None:
+        sizes["rope_scaling"] = scaling.type
+    items = [f"{key} {value}".replace(" ", "\xa0") for key, value in sizes.items()]
+    text = f"{model.name} {model.flavor}: {', '.join(items)}: "
+    text += f"{layout.counts.num_parameters:,}\xa0parameters"
+    lines = textwrap.wrap(
+        text,
+        width=WIDTH,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\xa0", " ")
+
+
+def check_job(config: Config, *, world_size: int | None) -> tuple[Config, Layout]:
     """Check what the trainer checks at its start, except files and devices.
 
     Args:
@@ -58,7 +86,7 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
             number passes the same checks.
 
     Returns:
-        The settings with the resolved model, and its number of parameters.
+        The settings with the resolved model, and the layout.
 
     Raises:
         UserError: Lists all conflicting settings, or the tokenizer is damaged.
@@ -67,7 +95,7 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     from torchtitan.base.device import device_type
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
     from torchtitan.finetune.lora import warn_of_random_base
-    from torchtitan.hf.model import warn_beyond_positions
+    from torchtitan.hf.model import warn_beyond_positions, warn_of_own_module
     from torchtitan.hf.names import CONFIG
     from torchtitan.layout import find_layout
     from torchtitan.models.positions import warn_beyond_rope
@@ -85,6 +113,8 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     folder = Path(checkpoint.initial_load_path or "")
     if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
         warn_beyond_positions(folder, scaling=scaling, lengths=config.sequence_lengths)
+    if checkpoint.last_save_in_hf:
+        warn_of_own_module(layout.spec, name=config.model.name)
     if checkpoint.initial_load_path is None:
         warn_of_random_base(config.lora)
     try:
@@ -92,7 +122,7 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, int]:
     except ConfigError as error:
         for mistake in error.mistakes:
             logger.warning("The job cannot start on this machine: %s", mistake)
-    return config, layout.counts.num_parameters
+    return config, layout
 
 
 def fewest_ranks(settings: ParallelismConfig) -> int:

@@ -349,7 +349,7 @@ def build_attention(
     """Return causal attention of this rank's queries to the keys and values of all ranks.
 
     Args:
-        method: The form of attention. "alltoall" is torchtitan's name of the ring.
+        method: The form of attention. "alltoall" is torchtitan 0.2's name of the ring.
         ranks: The ranks of the cp axis.
         keep_output: Keep the output of a ring or an all-gather if the block is recomputed, so that
             its messages are not repeated.

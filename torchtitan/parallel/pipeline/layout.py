@@ -65,7 +65,7 @@ class PipelineLayout:
 
     @property
     def losses_in_flight(self) -> int:
-        """Largest number of losses whose gradients of the last stage's weights are outstanding."""
+        """Most microbatches of the last stage between their forward and their weight gradient."""
         last, waiting, most = len(self.modules) - 1, 0, 0
         for action in (action for row in self.table for action in row if action.stage == last):
             if action.kind == "forward":
