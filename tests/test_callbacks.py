@@ -151,7 +151,7 @@ def test_the_first_error_is_kept_and_told_with_its_lines() -> None:
     with pytest.raises(ConfigError) as error:
         hooks.end(None)
     said = str(error.value)
-    assert "callbacks: a callback failed" in said
+    assert "[training] callbacks" in said
     assert "raise ZeroDivisionError(call[0])" in said
     assert said.endswith("ZeroDivisionError: on_start\n(on rank 0)")
 

@@ -119,7 +119,7 @@ def test_an_earlier_name_and_its_values(
     loaded = baked(jobs, theirs, *words)
     assert loaded.config.cake.oven.fan is True
     assert loaded.foreign_file is None  # it is no file of another program
-    with pytest.raises(ConfigError, match=r'wind = "strong": must be true'):
+    with pytest.raises(ConfigError, match=r'\[cake\] wind = "strong"'):
         baked(jobs, theirs, "[cake]\nwind = 'strong'")
 
 
@@ -156,7 +156,7 @@ def test_what_has_no_effect_is_told_of_and_needs_nothing_else(jobs: Jobs, theirs
     [notice] = baked(jobs, theirs, text).notices
     assert notice.startswith("job.toml: [cake.oven] fan = true: has no effect")
     [notice] = baked(jobs, theirs, "[cake]\ncandles = 3").notices
-    assert "cake.oven.fan is off" in notice
+    assert "cake.oven.fan" in notice
 
 
 def test_settings_from_python_get_the_types_of_their_keys() -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.own_family import load_family, write_family
 from tests.models.reference import VARIANTS, random_decoder, reference_of
+from tests.naming import naming
 from tests.tools.evaluate.helpers import write_model
 from torchtitan.api import open_generator
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
@@ -168,13 +169,13 @@ def test_a_config_that_makes_no_model_is_refused(
 def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "tied")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickles and never read"):
+    with pytest.raises(CheckpointError, match=naming(folder, "model.safetensors", ".bin")):
         opened(folder)
 
 
 def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds a LoRA adapter without the model"):
+    with pytest.raises(CheckpointError, match=naming(tmp_path, "lora.export_format")):
         opened(tmp_path)
 
 
@@ -189,5 +190,5 @@ def test_a_model_without_a_cache_generates_no_text(tmp_path: Path) -> None:
         chat_template=None,
         stop_ids=frozenset(),
     )
-    with pytest.raises(ConfigError, match=r"parallel cannot generate .* no argument `cache`"):
+    with pytest.raises(ConfigError, match=naming("parallel", "`cache`")):
         build_generator(found, device=torch.device("cpu"))

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, normalizers
 
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import TINY, random_decoder
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.chat import find_template
@@ -131,5 +132,5 @@ def test_other_mistakes(tmp_path: Path) -> None:
     generator = random_generator(str(write_tokenizer(tmp_path)))
     with pytest.raises(ConfigError, match="--chat_template"):
         answer(generator, [[{"role": "user", "content": "Hi"}]])
-    with pytest.raises(DataError, match="prompt 2 must hold complete characters"):
+    with pytest.raises(DataError, match=naming("prompt 2", "character 0")):
         complete(generator, ["a", "\udcff"])

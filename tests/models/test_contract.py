@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.own_family import in_models, load_family, write_family
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.layout import find_layout
@@ -176,7 +177,7 @@ def test_a_plain_module_is_told_what_it_must_be() -> None:
 def test_a_tensor_of_hugging_face_is_one_parameter(theirs: str) -> None:
     names = {**LLAMA3.hf.names, "output.weight": theirs}
     spec = replace(LLAMA3, hf=replace(LLAMA3.hf, names=names))
-    with pytest.raises(AssertionError, match=rf"HFFormat .* got .*{re.escape(theirs)}"):
+    with pytest.raises(AssertionError, match=re.escape(repr(theirs))):
         check_contract(LLAMA3.build_meta(LLAMA3.flavors["tiny"]), spec=spec)
 
 
@@ -190,7 +191,7 @@ def test_attention_of_its_own_goes_with_no_context_parallelism(family: Any) -> N
     find_layout(job, world_size=2)
     with (
         in_models(replace(family.SPEC, name="mixer", build=build)),
-        pytest.raises(ConfigError, match=r"context_parallel_degree: must be 1 .*layers\.1"),
+        pytest.raises(ConfigError, match=naming("context_parallel_degree", "layers.1")),
     ):
         find_layout(
             load_config([*JOB, "--parallelism.context_parallel_degree=2", "--model.name=mixer"]),
@@ -254,11 +255,7 @@ def test_a_parameter_has_a_dimension() -> None:
     """One without would train on one rank, and could not be sharded on two."""
     for build, is_right in ((Gated, True), (Scalar, False)):
         spec = replace(LLAMA3, name="gated", build=build, hf=NO_HF_FILES)
-        with (
-            nullcontext()
-            if is_right
-            else pytest.raises(AssertionError, match=r"layers\.0\.gate one")
-        ):
+        with nullcontext() if is_right else pytest.raises(AssertionError, match=r"layers\.0\.gate"):
             check_contract(spec.build_meta(LLAMA3.flavors["tiny"]), spec=spec)
 
 
