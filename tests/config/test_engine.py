@@ -11,6 +11,7 @@ import pytest
 from annotated_types import Ge
 
 from tests.config.jobs import Jobs, mistakes_of
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.help import describe
@@ -166,10 +167,7 @@ def test_settings_from_python_get_the_types_of_their_keys() -> None:
     assert found.cake.fillings == ("jam",)
     assert isinstance(found.cake.oven.steam, float)
     wrong = replace(kitchen, cake=replace(kitchen.cake, minutes="9", fillings=3))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=naming("minutes", "fillings")):
         with_types(wrong)
-    said = str(error.value)
-    assert "minutes" in said
-    assert "fillings" in said
     with pytest.raises(ConfigError, match="cake"):
         with_types(replace(kitchen, cake=None))  # type: ignore[arg-type]

@@ -139,24 +139,24 @@ def test_pickles_that_lie_beside_are_never_run(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "values"),
     [
-        (lambda state: state.pop("norm.weight"), "1 missing: 'norm.weight'"),
-        (lambda state: state.update(extra=torch.ones(1)), "1 unexpected: 'extra'"),
-        (lambda state: state.update({"norm.weight": torch.ones(1)}), "'norm.weight' has shape [1]"),
-        (lambda state: state.update({"norm.weight": "text"}), "'norm.weight' is raw bytes"),
+        (lambda state: state.pop("norm.weight"), ["'norm.weight'"]),
+        (lambda state: state.update(extra=torch.ones(1)), ["'extra'"]),
+        (lambda state: state.update({"norm.weight": torch.ones(1)}), ["'norm.weight'", "[1]"]),
+        (lambda state: state.update({"norm.weight": "text"}), ["'norm.weight'"]),
     ],
 )
 def test_what_does_not_fit_is_named(
-    change: Callable[[dict[str, Any]], Any], said: str, ranks: RankPool, tmp_path: Path
+    change: Callable[[dict[str, Any]], Any], values: list[str], ranks: RankPool, tmp_path: Path
 ) -> None:
     state = everything()
     change(state)
     source = write(tmp_path / "step-7", state)
     for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):
-        assert said in message
+        assert naming(1, *values).match(message)
     pattern = '--checkpoint.exclude_from_loading=["norm.weight", "extra*"]'
-    if "raw bytes" not in said:
+    if not isinstance(state.get("norm.weight"), str):
         state["extras"] = torch.ones(1)  # both patterns stand for something
         state.setdefault("norm.weight", torch.ones(1))
         source = write(tmp_path / "again", state)

@@ -149,11 +149,11 @@ def test_a_conversation_that_is_too_long_is_told(generator: Generator) -> None:
 
 
 MISTAKES = [
-    ("/rest", "did you mean '/reset'?"),
-    ("/", "one of /reset, /system, /help, /quit, got '/'"),
-    ("/etc/passwd is what?", "put a space before it"),
-    ("a<|im_end|>b", "must not contain special tokens"),
-    ("\udcff", "must hold complete characters"),
+    ("/rest", "'/reset'"),
+    ("/", "'/'"),
+    ("/etc/passwd is what?", "'/etc/passwd'"),
+    ("a<|im_end|>b", "'<|im_end|>'"),
+    ("\udcff", "character 0"),
 ]
 
 
@@ -170,9 +170,8 @@ def test_a_mistake_is_told_and_the_chat_goes_on(generator, line, said) -> None:
 
 @pytest.mark.parametrize(("line", "said"), MISTAKES)
 def test_a_mistake_ends_what_nobody_can_mend(generator, line, said) -> None:
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=naming(said)):
         Fed(line, "Who?").run(Chat(generator, **SETTINGS))
-    assert said in str(error.value)
 
 
 def test_a_slash_after_a_space_is_said(generator: Generator) -> None:

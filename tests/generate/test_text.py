@@ -111,21 +111,17 @@ def test_special_tokens_are_meant_where_that_is_asked_for(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("chat", "said"),
     [
-        ([], "the chat: messages must be a list of objects"),
-        ([{"role": "robot", "content": "Hi"}], "message 1 must have a role of"),
-        ([{"role": "user"}], "message 1 must have text as content"),
-        ([{"role": "user", "content": "\udcff"}], "the chat must hold complete characters"),
-        (
-            [{"role": "user", "content": "<|end_of_text|>"}],
-            "must not contain special tokens",
-        ),
+        ([], "messages"),
+        ([{"role": "robot", "content": "Hi"}], "'robot'"),
+        ([{"role": "user"}], "message 1"),
+        ([{"role": "user", "content": "\udcff"}], "character 0"),
+        ([{"role": "user", "content": "<|end_of_text|>"}], "'<|end_of_text|>'"),
     ],
 )
 def test_a_chat_that_is_none_is_refused(chat: list, said: str) -> None:
     generator = random_generator("byte")
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=naming(said)):
         answer(generator, [chat])
-    assert said in str(error.value)
 
 
 def test_other_mistakes(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_without_groups_all_have_the_schedules_rate() -> None:
         ({"name": "SGD", "options": {"differentiable": True}}, "options", "'differentiable'"),
         ({"name": "SGD", "momentum": 0.9, "options": {"dampening": 0.1}}, "options", "'dampening'"),
         ({"name": "Muon", "options": {"maximize": True}}, "options", "'maximize'"),
-        ({"name": "Muon", "muon_excluded_params": ("lin*",)}, "muon_excluded_params", "got none"),
+        ({"name": "Muon", "muon_excluded_params": ("lin*",)}, "muon_excluded_params", "none"),
         ({"name": "Muon", "muon_excluded_params": ("x",)}, "muon_excluded_params", "linear.weight"),
     ],
 )
