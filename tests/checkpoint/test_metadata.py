@@ -129,7 +129,7 @@ ATTACKS = {
     "posix.system": in_an_entry,
     "builtins.eval": in_the_planner_data,
     "builtins.exec": in_the_path,
-    "builtins.getattr": by_an_import,
+    "builtins.__import__": by_an_import,
     "torch.serialization.load": by_torch,
 }
 

@@ -188,7 +188,7 @@ def test_data_that_are_none(
 BAD_SAMPLES = {
     "[1, 2]": "17",
     "'abc'": "17",
-    "[0.5] * 17": "float",
+    "[0.5] * 17": "torch.float32",
     "[1000] * 17": "1000",
     "[-1] * 17": "-1",
     "{'tokens': [1] * 16}": "'labels'",
