@@ -41,7 +41,7 @@ def test_the_file_may_lie_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "values"),
     [
         ([[], [], ["--training.steps=7"]], ["rank 2", "rank 0", "training.steps", 7]),
         ([["--training.steps=7"], [], []], ["ranks 1, 2", "rank 0", "training.steps", 7]),
