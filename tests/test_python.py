@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.distributed.jobs import read_rows, write_job
+from tests.naming import naming
 from tests.test_two_runs import process_state
 from torchtitan import (
     Config,
@@ -292,7 +293,7 @@ def test_a_run_that_cannot_start_says_why(
 def test_a_failure_is_raised_and_noted(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="step 2"):
         train(job(tmp_path, **{"optimizer.lr": 1e30}))
-    assert "step 2 must have a finite loss" in (tmp_path / "run/logs/rank_0.log").read_text()
+    assert "NonFiniteError: step 2" in (tmp_path / "run/logs/rank_0.log").read_text()
     assert not dist.is_initialized()
 
 
@@ -478,7 +479,7 @@ def test_a_chat_is_answered(trained: Path) -> None:
     assert chat(generator, messages, max_new_tokens=9, top_k=40, seed=4) != wanted
     with pytest.raises(UserError, match="chats=True"):
         chat(load_generator(trained), messages)
-    with pytest.raises(UserError, match="message 1 must have a role"):
+    with pytest.raises(UserError, match=naming("message 1", "'robot'")):
         chat(generator, [{"role": "robot", "content": "Hi"}])
 
 
@@ -497,7 +498,7 @@ def test_it_starts_from_a_folder_of_hugging_face(trained: Path, tmp_path: Path) 
 
 
 def test_types_of_weights_are_few(trained: Path) -> None:
-    with pytest.raises(UserError, match="dtype must be one of float32"):
+    with pytest.raises(UserError, match=naming("dtype", "float32", torch.int8)):
         load_model(trained, dtype=torch.int8)
 
 

@@ -289,6 +289,4 @@ def test_a_fault_ends_the_process_though_a_save_hangs(tmp_path: Path) -> None:
 def test_a_failed_save_does_not_hide_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", PATCHED, "nan", *write_job(tmp_path)])
     assert done.returncode == 3
-    assert "step 3 must have a finite loss\nThe save in flight failed: the disk is gone" in (
-        done.stderr
-    )
+    assert re.search(r"step 3 .*\n.*the disk is gone", done.stderr)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.config.sources import to_toml
 from torchtitan.data.tokenizer import build_tokenizer
@@ -68,16 +69,16 @@ def test_a_size_of_a_flavor_may_be_taken_away() -> None:
 @pytest.mark.parametrize(
     ("options", "key", "remedy"),
     [
-        (["dim=200", "num_heads=6", "num_kv_heads=6"], "model.dim", "got 200 and 6"),
-        (["dim=48"], "model.head_dim", "got 3"),
-        (["head_dim=7"], "model.head_dim", "got 7"),
-        (["num_heads=6", "dim=192"], "model.num_kv_heads", "got 16 and 6"),
-        (["window=5"], "model.window", "no size of llama3"),
+        (["dim=200", "num_heads=6", "num_kv_heads=6"], "model.dim", "200 and 6"),
+        (["dim=48"], "model.head_dim", "3"),
+        (["head_dim=7"], "model.head_dim", "7"),
+        (["num_heads=6", "dim=192"], "model.num_kv_heads", "16 and 6"),
+        (["window=5"], "model.window", "llama3"),
         (["flavor=hf"], "model.flavor", "dim, num_layers, num_heads"),
         (["flavor=hf", "dim=32", "vocab_size=8"], "model.flavor", "num_layers"),
-        (["flavor=smal"], "model.flavor", "did you mean 'small'"),
+        (["flavor=smal"], "model.flavor", "'small'"),
         (["name=hf", "flavor=tiny"], "model.name", 'flavor = "hf"'),
-        (["name=lama3"], "model.name", "did you mean 'llama3'"),
+        (["name=lama3"], "model.name", "'llama3'"),
     ],
 )
 def test_sizes_that_make_no_model_are_refused(options: list[str], key: str, remedy: str) -> None:
@@ -194,7 +195,7 @@ def test_llama_3_1_reaches_what_its_folder_states(
 
 def test_without_a_tokenizer_in_the_folder_none_is_assumed(tmp_path: Path) -> None:
     config = resolve_model(load_config(job_from(folder_of(tmp_path / "theirs"))))
-    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+    with pytest.raises(UserError, match=naming("[model] tokenizer_path", tmp_path / "theirs")):
         build_tokenizer(config.model.tokenizer_path)
 
 
@@ -219,11 +220,11 @@ def test_what_a_job_gives_itself_is_kept(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_family_than_named_is_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "theirs")
-    with pytest.raises(UserError, match=r"architectures must be .*LlamaForCausalLM"):
+    with pytest.raises(UserError, match=naming("LlamaForCausalLM", "Qwen2ForCausalLM")):
         resolve_model(load_config(job_from(folder, "--model.name=llama3")))
-    with pytest.raises(UserError, match=r"architectures must be one of .*GPT2LMHeadModel"):
+    with pytest.raises(UserError, match=naming("MistralForCausalLM", "GPT2LMHeadModel")):
         resolve_model(load_config(job_from(folder_of(folder, architectures=["GPT2LMHeadModel"]))))
-    with pytest.raises(UserError, match=r"config\.json"):
+    with pytest.raises(UserError, match=naming("initial_load_path", tmp_path / "nowhere")):
         resolve_model(load_config(job_from(tmp_path / "nowhere")))
 
 
@@ -239,10 +240,9 @@ def test_a_folder_that_is_not_there_is_named_with_how_to_get_it(
     job = ["--checkpoint.enable", option, "--checkpoint.initial_load_in_hf"]
     assert check_config(job) == 2
     said = capsys.readouterr().err
-    assert option.split("=")[0] in said
-    assert f"there is no folder {path}; " in said
+    assert naming(option.split("=")[0], path).match(said)
     assert (f"hf download {path} --local-dir DIR" in said) == is_on_hub
-    assert ("config.json and safetensors" in said) != is_on_hub
+    assert ("config.json" in said) != is_on_hub
 
 
 def test_a_run_has_no_more_need_of_the_folder(tmp_path: Path) -> None:

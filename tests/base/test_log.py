@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import (
     init_logging,
@@ -55,7 +56,7 @@ def test_malformed_ranks_name_rule_value_and_remedy(spec: str) -> None:
     with pytest.raises(ConfigError) as raised:
         shown_ranks(spec, world_size=16)
     message = str(raised.value)
-    assert "between 0 and 15" in message
+    assert naming(0, 15).match(message)
     assert repr(spec) in message
     assert "LOG_RANK=0" in message
 
@@ -163,7 +164,7 @@ def test_use_color(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"job\.dump_folder .*got .*file"):
+    with pytest.raises(ConfigError, match=naming("job.dump_folder", tmp_path / "file")):
         _start(0, folder=tmp_path / "file")
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import lock
 
@@ -54,12 +55,9 @@ def test_a_folder_has_one_holder_until_that_one_is_killed(
     monkeypatch.setattr(lock, "SECONDS_TO_END", 0.2)
     folder = tmp_path / "runs" / "one"
     with holder(folder) as process:
-        with pytest.raises(CheckpointError, match=r"job\.dump_folder") as caught:
+        its = f"process {process.pid} on host {platform.node()}"
+        with pytest.raises(CheckpointError, match=naming("job.dump_folder", folder, its)):
             lock.hold(folder)
-        said = str(caught.value)
-        assert f"writing to {folder}: " in said
-        assert f"process {process.pid} on host {platform.node()}; wait for its end" in said
-        assert "choose another --job.dump_folder" in said
         lock.hold(tmp_path / "runs" / "two")
         process.kill()
         process.wait()
@@ -83,7 +81,7 @@ def test_a_file_system_without_locks_is_warned_of(
     monkeypatch.setattr(fcntl, "lockf", refuse)
     lock.hold(tmp_path)
     [said] = [record.getMessage() for record in caplog.records]
-    assert f"{tmp_path} cannot be locked (No locks available)" in said
+    assert naming(tmp_path, "No locks available").match(said)
 
 
 def test_a_second_run_is_refused_on_all_ranks_before_it_writes(
@@ -94,7 +92,7 @@ def test_a_second_run_is_refused_on_all_ranks_before_it_writes(
     draft.mkdir(parents=True)
     with holder(tmp_path / "run"):
         for message in ranks.run(jobs.refusal, job, world=2):
-            assert f"is writing to {tmp_path / 'run'}: process " in message
+            assert naming("job.dump_folder", tmp_path / "run").match(message)
         assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "checkpoint"]
         assert draft.is_dir()
     assert ranks.run(jobs.refusal, job, world=2) == ["no error"] * 2

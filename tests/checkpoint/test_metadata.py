@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
+from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.load import read_tensors
 from torchtitan.checkpoint.reader import find_misses, read_metadata
@@ -124,16 +125,20 @@ def by_torch(metadata: Metadata) -> None:
     metadata.planner_data = Call(torch.load, "payload.pt")
 
 
-ATTACKS = [in_an_entry, in_the_planner_data, in_the_path, by_an_import, by_torch]
+ATTACKS = {
+    "posix.system": in_an_entry,
+    "builtins.eval": in_the_planner_data,
+    "builtins.exec": in_the_path,
+    "builtins.__import__": by_an_import,
+    "torch.serialization.load": by_torch,
+}
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_crafted_metadata_are_refused_and_nothing_runs(
-    attack: Callable[[Metadata], None], folder: Path
-) -> None:
+@pytest.mark.parametrize("name", ATTACKS)
+def test_crafted_metadata_are_refused_and_nothing_runs(name: str, folder: Path) -> None:
     Path("payload.pt").write_bytes(pickle.dumps(Call(os.system, "touch run")))
-    rewrite(folder, attack)
-    with pytest.raises(CheckpointError, match=r"model/\.metadata is refused.* it names "):
+    rewrite(folder, ATTACKS[name])
+    with pytest.raises(CheckpointError, match=naming(folder / ".metadata", name)):
         read(folder)
     assert not Path("run").exists()
 
@@ -150,7 +155,7 @@ def test_names_within_names_are_refused(folder: Path) -> None:
     evil = evil.replace(b"\x29", bytes([len("torch.distributed.checkpoint.metadata")]))
     pickletools.dis(evil, out=open(os.devnull, "w"))  # noqa: SIM115 - it is a valid pickle
     (folder / ".metadata").write_bytes(evil)
-    with pytest.raises(CheckpointError, match=r"names torch.*metadata\.Metadata\.os, which no"):
+    with pytest.raises(CheckpointError, match=naming(f"{PLACE}.Metadata.os")):
         read(folder)
 
 
@@ -207,23 +212,23 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 # [None, None], then 40 times the pair of the value before with itself: to hash it takes an hour
 NESTED = b"NN\x86" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(40))
 BOMBS = {
-    "a memo of two thousand million": (b"Nr\xff\xff\xff\x7f.", "it has a NoneType"),
-    "a length of many gigabytes": (b"\x8d" + b"\xff" * 5 + b"\0\0\0a.", "instruction 141"),
-    "an array of a terabyte": (b"\x96" + b"\0" * 5 + b"\1\0\0.", "instruction 150"),
-    "a reference to an object of the process": (b"Pone\n.", "instruction 80"),
-    "lists in lists, a million": (b"]" * 1_000_000 + b"a" * 999_999 + b".", "it has a list"),
-    "a text that is not there": (b"X\xff\xff\xff\x7fa.", "cannot be read"),
-    "a key with 2^40 parts": (b"}" + NESTED + b"Ns.", "keys of a wrong type"),
-    "a set": (b"\x8f(K\x01\x90.", "instruction 143"),
-    "an extension": (b"\x82\x01.", "instruction 130"),
+    "a memo of two thousand million": (b"Nr\xff\xff\xff\x7f.", "NoneType"),
+    "a length of many gigabytes": (b"\x8d" + b"\xff" * 5 + b"\0\0\0a.", 141),
+    "an array of a terabyte": (b"\x96" + b"\0" * 5 + b"\1\0\0.", 150),
+    "a reference to an object of the process": (b"Pone\n.", 80),
+    "lists in lists, a million": (b"]" * 1_000_000 + b"a" * 999_999 + b".", "list"),
+    "a text that is not there": (b"X\xff\xff\xff\x7fa.", ".metadata"),
+    "a key with 2^40 parts": (b"}" + NESTED + b"Ns.", "dict"),
+    "a set": (b"\x8f(K\x01\x90.", 143),
+    "an extension": (b"\x82\x01.", 130),
 }
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_work_and_memory_are_bounded_by_the_file(bomb: str, folder: Path) -> None:
-    program, said = BOMBS[bomb]
+    program, value = BOMBS[bomb]
     (folder / ".metadata").write_bytes(b"\x80\x04" + program)
-    with memory_limit(1 << 30), pytest.raises(CheckpointError, match=said):
+    with memory_limit(1 << 30), pytest.raises(CheckpointError, match=naming(folder, value)):
         read_metadata(folder)
 
 
@@ -240,7 +245,10 @@ def test_a_size_is_of_a_few_whole_numbers(dims: Any, folder: Path) -> None:
         metadata.state_dict_metadata["a"].size = Call(torch.Size, dims)
 
     rewrite(folder, change)
-    with memory_limit(1 << 30), pytest.raises(CheckpointError, match="a size that is not"):
+    with (
+        memory_limit(1 << 30),
+        pytest.raises(CheckpointError, match=naming(folder / ".metadata", 64)),
+    ):
         read_metadata(folder)
 
 
@@ -253,7 +261,7 @@ def test_pieces_that_many_tensors_share_are_not_counted_for_each(folder: Path) -
         metadata.state_dict_metadata |= {f"a{i}": entry for i in range(1000)}
 
     rewrite(folder, share)
-    with pytest.raises(CheckpointError, match="more pieces than"):
+    with pytest.raises(CheckpointError, match=naming(folder / ".metadata")):
         read_metadata(folder)
 
 
@@ -291,31 +299,34 @@ BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "values"),
     [
-        (with_pieces(([0], [3])), r"'a' has 3 of 4 elements \(75\.0%\)"),
-        (with_pieces(([0], [1]), ([3], [1])), r"'a' has 2 of 4 elements \(50\.0%\)"),
-        (with_pieces(), r"'a' has 0 of 4 elements \(0\.0%\)"),
-        (with_pieces(([0], [3]), ([2], [2])), "'a' has pieces that overlap"),
-        (with_pieces(([0], [2]), ([1], [2])), "'a' has pieces that overlap"),
-        (with_pieces(([0], [4]), ([0], [4])), "more pieces than"),
-        (with_pieces(*BRICKS[:3], shape=(2, 4)), r"'a' has 5 of 8 elements"),
-        (with_pieces(*BRICKS[:3], ([1, 0], [1, 3]), shape=(2, 4)), "'a' has pieces that overlap"),
-        (with_pieces(([2], [4])), r"'a' has a piece of \[4\] at \[2\], outside of its shape \[4\]"),
-        (with_pieces(([0, 0], [4, 1])), "outside of its shape"),
-        (place_elsewhere, "a piece without a file"),
-        *((placed(relative_path=file), "'a' is in") for file in ("../x", "/etc/x", "..", "x/y")),
-        (placed(relative_path=7), "a location that is not"),
-        (placed(transform_descriptors=["zip"]), "'a' was transformed"),
-        (lambda metadata: {"a": 1}, "a dict, not a Metadata"),
+        (with_pieces(([0], [3])), ["'a'", 3, 4, "75.0%"]),
+        (with_pieces(([0], [1]), ([3], [1])), ["'a'", 2, 4, "50.0%"]),
+        (with_pieces(), ["'a'", 0, 4, "0.0%"]),
+        (with_pieces(([0], [3]), ([2], [2])), ["'a'"]),
+        (with_pieces(([0], [2]), ([1], [2])), ["'a'"]),
+        (with_pieces(([0], [4]), ([0], [4])), [".metadata"]),
+        (with_pieces(*BRICKS[:3], shape=(2, 4)), ["'a'", 5, 8]),
+        (with_pieces(*BRICKS[:3], ([1, 0], [1, 3]), shape=(2, 4)), ["'a'"]),
+        (with_pieces(([2], [4])), [".metadata", "'a'", "[4]", "[2]"]),
+        (with_pieces(([0, 0], [4, 1])), [".metadata", "'a'", "[4, 1]", "[0, 0]", "[4]"]),
+        (place_elsewhere, [".metadata", "'a'"]),
+        *(
+            (placed(relative_path=file), ["'a'", f"'{file}'"])
+            for file in ("../x", "/etc/x", "..", "x/y")
+        ),
+        (placed(relative_path=7), [".metadata"]),
+        (placed(transform_descriptors=["zip"]), [".metadata", "'a'"]),
+        (lambda metadata: {"a": 1}, [".metadata", "dict", "Metadata"]),
     ],
 )
 def test_a_tensor_is_stored_whole_in_the_folder_or_refused(
-    change: Any, said: str, folder: Path
+    change: Any, values: list[object], folder: Path
 ) -> None:
     """What no piece covers would keep its initial value, and nobody would see."""
     rewrite(folder, change)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=naming(folder, *values)):
         read(folder)
 
 
@@ -354,26 +365,28 @@ def test_keys_of_one_hash_are_refused(folder: Path) -> None:
         metadata.storage_data |= {MetadataIndex("c", at): place for at in offsets}
 
     rewrite(folder, collide)
-    with pytest.raises(CheckpointError, match=r"\.metadata is refused.* more than 8 .* hash"):
+    with pytest.raises(CheckpointError, match=naming(folder / ".metadata", 8)):
         read_metadata(folder)
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("there", "values"),
     [
-        (torch.ones(4, dtype=torch.float64), r"'a' is torch.float64 \[4\]; .metadata"),
-        (torch.ones(5), r"'a' is torch.float32 \[5\]"),
-        (torch.ones(4).to_sparse(), "'a' is not a plain tensor"),
-        ([1.0] * 4, "'a' is not a plain tensor"),
+        (torch.ones(4, dtype=torch.float64), [torch.float64, "[4]"]),
+        (torch.ones(5), ["torch.float32", "[5]"]),
+        (torch.ones(4).to_sparse(), []),
+        ([1.0] * 4, []),
     ],
 )
-def test_what_a_file_holds_is_what_the_metadata_say(there: Any, said: str, folder: Path) -> None:
+def test_what_a_file_holds_is_what_the_metadata_say(
+    there: Any, values: list[object], folder: Path
+) -> None:
     """DCP casts in silence."""
     payload = folder / "__0_0.distcp"
     torch.save(there, payload)
 
     rewrite(folder, placed(offset=0, length=payload.stat().st_size))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=naming(payload, "'a'", "[4]", *values)):
         read(folder)
 
 
@@ -387,7 +400,7 @@ def save_own_part(folder: Path) -> None:
 def test_a_folder_of_one_rank_of_several_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_own_part, tmp_path / "model", world=2)
     into = {"a": torch.zeros(5, 3), "b": torch.zeros(2)}
-    with pytest.raises(CheckpointError, match=r"1 tensor .*\n.*'a' has 9 of 15 elements"):
+    with pytest.raises(CheckpointError, match=naming(tmp_path / "model", "'a'", 9, 15)):
         read_tensors(tmp_path, "model", into=into, group=None)
     read_tensors(tmp_path, "model", into={"b": into["b"]}, group=None)  # what is whole is read
     assert torch.equal(into["b"], torch.ones(2))
@@ -416,7 +429,7 @@ def test_raw_bytes_are_never_loaded(folder: Path) -> None:
 
     rewrite(folder, make_bytes)
     (folder / "__0_0.distcp").write_bytes(pickle.dumps(Call(os.system, "touch run")))
-    with pytest.raises(CheckpointError, match="'a' is raw bytes, which are never loaded"):
+    with pytest.raises(CheckpointError, match=naming(folder, "'a'")):
         read(folder)
     assert not Path("run").exists()
 
@@ -429,9 +442,8 @@ def test_a_crafted_payload_is_refused_and_nothing_runs(protocol: str, folder: Pa
     )
 
     rewrite(folder, placed(offset=0, length=payload.stat().st_size))
-    with pytest.raises(CheckpointError, match=r"cannot be read, nothing .* was run") as caught:
+    with pytest.raises(CheckpointError, match=naming(payload)) as caught:
         read(folder)
-    assert "__0_0.distcp" in str(caught.value)
     assert "\n" not in str(caught.value)  # nor torch's advice to load it without weights_only
     assert not Path("run").exists()
     torch.load(payload, weights_only=False)  # the attack is real

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.naming import naming
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint import objects
 from torchtitan.checkpoint.remote import RemoteCheckpoints
@@ -154,7 +155,7 @@ def test_an_upload_that_did_not_end_is_ended(world: int, own_disks: bool, runs: 
     store.remove(["step-4/manifest.json", "step-4/model/__0_0.distcp"])
     assert find_stored(store) == [2]
     state, lines = runs.run(steps=6, world=world, own_disks=own_disks)
-    assert any("step-4 was not uploaded by the run" in line for line in lines)
+    assert any(f"{URL}/step-4" in line for line in lines)
     [line] = [line for line in lines if line.startswith(f"Uploaded {URL}/step-4")]
     assert ": 1 of " in line
     assert find_stored(store) == [2, 4, 6]
@@ -181,7 +182,7 @@ def test_a_damaged_step_is_passed_over_and_set_aside(runs: Runs, tmp_path: Path)
     store.write("step-4/model/__0_0.distcp", content[:-1] + b"x")
     shutil.rmtree(tmp_path / "run")
     _, lines = runs.run("interval=3", steps=3)
-    assert any("step-4 is damaged and is not used" in line for line in lines)
+    assert any("step-4" in line and "damaged" in line for line in lines)
     assert find_stored(store) == [2, 3]
     assert store.size("step-4/manifest.json.aside")
     runs.run("interval=3", steps=3)
@@ -202,7 +203,7 @@ def test_a_run_starts_from_another_in_a_store(runs: Runs, ranks: RankPool, tmp_p
 def test_two_runs_do_not_share_a_store(runs: Runs, ranks: RankPool) -> None:
     job = runs.job(4, f"folder={URL}")
     [(message, _)] = ranks.run(with_environ, runs.environ, False, taken_over, job, world=1)
-    assert "took it over: process 7" in message
+    assert naming("process 7", "elsewhere").match(message)
 
 
 def taken_over(job: list[str]) -> str:
@@ -225,7 +226,7 @@ def test_no_manifest_before_all_files(ranks: RankPool, tmp_path: Path) -> None:
     [(order, message)] = ranks.run(order_of_writes, job, world=1)
     assert order[-1] == "step-2/manifest.json"
     assert len(order) == 10 + 1
-    assert "could not write" in message
+    assert "503" in message
 
 
 def order_of_writes(job: list[str]) -> tuple[list[str], str]:
@@ -283,7 +284,7 @@ def commit_as_files_come(folder: Path) -> list[list[int]]:
             if content == b"abc":
                 remote._commit("step-1", manifest)
             else:
-                with pytest.raises(CheckpointError, match=r"step-1.*a is missing or has another"):
+                with pytest.raises(CheckpointError, match=naming("step-1", "a")):
                     remote._commit("step-1", manifest)
             found.append(find_stored(store))
     return found

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.naming import naming
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import ParameterFilter
@@ -47,7 +48,7 @@ def test_a_path_without_a_step_is_refused(path: str, load_step: int, tmp_path: P
     (tmp_path / "run" / "checkpoint").mkdir(parents=True)
     (tmp_path / "run" / "file").touch()
     path, how = tmp_path / path, {"subfolder": "checkpoint", "verifies": True, "group": None}
-    with pytest.raises(CheckpointError, match=str(path)):
+    with pytest.raises(CheckpointError, match=naming(path)):
         resolve_step(path, load_step=load_step, **how)
 
 
@@ -60,5 +61,5 @@ def test_settings_that_were_stored_with_load_only_still_load() -> None:
         if value == "false":
             assert Job.stored(stored).config == Job.stored(toml).config
         else:
-            with pytest.raises(ConfigError, match=r"load_only.*another job\.dump_folder"):
+            with pytest.raises(ConfigError, match=naming("load_only", "job.dump_folder")):
                 Job.stored(stored)

@@ -11,6 +11,7 @@ import pytest
 from annotated_types import Ge
 
 from tests.config.jobs import Jobs, mistakes_of
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.help import describe
@@ -119,7 +120,7 @@ def test_an_earlier_name_and_its_values(
     loaded = baked(jobs, theirs, *words)
     assert loaded.config.cake.oven.fan is True
     assert loaded.foreign_file is None  # it is no file of another program
-    with pytest.raises(ConfigError, match=r'wind = "strong": must be true'):
+    with pytest.raises(ConfigError, match=r'\[cake\] wind = "strong"'):
         baked(jobs, theirs, "[cake]\nwind = 'strong'")
 
 
@@ -156,7 +157,7 @@ def test_what_has_no_effect_is_told_of_and_needs_nothing_else(jobs: Jobs, theirs
     [notice] = baked(jobs, theirs, text).notices
     assert notice.startswith("job.toml: [cake.oven] fan = true: has no effect")
     [notice] = baked(jobs, theirs, "[cake]\ncandles = 3").notices
-    assert "cake.oven.fan is off" in notice
+    assert "cake.oven.fan" in notice
 
 
 def test_settings_from_python_get_the_types_of_their_keys() -> None:
@@ -166,10 +167,7 @@ def test_settings_from_python_get_the_types_of_their_keys() -> None:
     assert found.cake.fillings == ("jam",)
     assert isinstance(found.cake.oven.steam, float)
     wrong = replace(kitchen, cake=replace(kitchen.cake, minutes="9", fillings=3))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=naming("minutes", "fillings")):
         with_types(wrong)
-    said = str(error.value)
-    assert "minutes" in said
-    assert "fillings" in said
     with pytest.raises(ConfigError, match="cake"):
         with_types(replace(kitchen, cake=None))  # type: ignore[arg-type]

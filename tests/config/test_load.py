@@ -61,7 +61,7 @@ def test_the_model_is_the_folders_where_the_job_asks_for_it(
     assert len(caplog.messages) == num_notices
     for message in caplog.messages:
         assert message.startswith("job.toml: [model] ")
-        assert "command line: --model.flavor" in message
+        assert "--model.flavor" in message
 
 
 def test_the_folders_model_is_asked_for_from_python_too(jobs: Jobs) -> None:

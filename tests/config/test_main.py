@@ -198,7 +198,7 @@ def test_adapters_without_a_base_are_warned_of(
     ):
         caplog.clear()
         assert checked(*options, capsys=capsys)[0] == 0
-        assert ("name the base by checkpoint.initial_load_path" in caplog.text) == warns
+        assert ("checkpoint.initial_load_path" in caplog.text) == warns
 
 
 def test_there_are_job_files() -> None:

@@ -19,11 +19,11 @@ def test_a_rule_points_at_what_was_written(jobs: Jobs) -> None:
 
 def test_a_rule_is_silent_while_one_of_its_keys_is_wrong(jobs: Jobs) -> None:
     [mistake] = jobs.mistakes('[training]\ndataset = "file"\ndataset_path = "x"')
-    assert "did you mean 'files'?" in mistake
+    assert "'files'" in mistake
     [mistake] = jobs.mistakes('[training]\ndataset = "c4"\ndataset_path = "x"')
-    assert "is not downloaded" in mistake
+    assert mistake.startswith('job.toml: [training] dataset = "c4"')
     [mistake] = jobs.mistakes('[training]\ndataset_path = "x"', "--training.dataset")
-    assert "needs a value" in mistake
+    assert mistake.startswith("command line: --training.dataset:")
 
 
 def test_other_rules_still_speak_beside_a_wrong_value(jobs: Jobs) -> None:

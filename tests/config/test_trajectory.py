@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.config.jobs import Jobs, loaded
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import keys, sections
 from torchtitan.config.sources import to_toml
@@ -145,10 +146,9 @@ def test_what_earlier_versions_stored_keeps_its_meaning(jobs: Jobs, family: str)
     now = jobs.load(job)
     stored = to_toml(now).replace('decay_end = "after_last_step"\n', "")
     flavor, decay = trajectory_differences(Job.stored(stored), Job(config=now))
-    assert flavor.startswith('model.flavor: stored "small", now "debugmodel" ')
-    assert 'flavor = "small")' in flavor
-    assert decay.startswith('lr_scheduler.decay_end: stored "last_step", now "after_last_step" ')
-    assert 'decay_end = "last_step")' in decay
+    assert naming("model.flavor", '"debugmodel"', 'flavor = "small"').match(flavor)
+    values = ('"after_last_step"', 'decay_end = "last_step"')
+    assert naming("lr_scheduler.decay_end", *values).match(decay)
     old = ["--model.flavor=small", "--lr_scheduler.decay_end=last_step"]
     assert trajectory_differences(Job.stored(stored), Job(config=jobs.load(job, *old))) == []
 
@@ -160,9 +160,9 @@ def test_stored_settings_are_not_held_to_rules_that_are_newer() -> None:
 
 
 def test_stored_settings_that_cannot_be_read_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="stored settings, line 1: not valid TOML"):
+    with pytest.raises(ConfigError, match=naming("line 1", "= =")):
         Job.stored("= =")
-    with pytest.raises(ConfigError, match=r"stored settings: \[training\] stepz = 1"):
+    with pytest.raises(ConfigError, match=r"\[training\] stepz = 1"):
         Job.stored("[training]\nstepz = 1")
 
 

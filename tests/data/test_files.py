@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data import readers
 from torchtitan.data.corpus import FileCorpus
@@ -63,7 +64,7 @@ def test_suffixes_that_are_refused(tmp_path: Path, name: str, suffix: str) -> No
     (tmp_path / name).write_text("text,of,a,table\n1,2,3,4\n")
     (tmp_path / "good.txt").write_text("text")
     for pattern in (name, "*"):
-        with pytest.raises(DataError, match=f"{tmp_path / name} .*'{suffix}'"):
+        with pytest.raises(DataError, match=naming(tmp_path / name, f"'{suffix}'")):
             find_files(str(tmp_path / pattern))
 
 
@@ -101,7 +102,7 @@ def test_binary_files_under_names_of_text(tmp_path: Path, name: str) -> None:
         file.write_bytes(packers.get(file.suffix, bytes)(data))
         files = find_files(str(tmp_path / "0.txt")) + find_files(str(file))
         pieces = FileCorpus(tuple(files), "text").pieces()
-        with pytest.raises(DataError, match=str(file)):
+        with pytest.raises(DataError, match=naming(file)):
             list(pieces)
 
 
@@ -115,10 +116,10 @@ def test_a_folder_is_all_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "1 of 5 files" in caplog.text
     assert find_files(str(tmp_path / "b/[1]")) == [tmp_path / "b/[1]/b.jsonl.gz"]
     (tmp_path / "b/t.xls").write_text("text")
-    with pytest.raises(DataError, match=r"b/t\.xls has the unsupported suffix"):
+    with pytest.raises(DataError, match=naming(tmp_path / "b/t.xls")):
         find_files(str(tmp_path))
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match=r"^dataset_path: no file matches"):
+    with pytest.raises(DataError, match=naming("dataset_path", tmp_path / "none")):
         find_files(str(tmp_path / "none"))
 
 

@@ -18,6 +18,7 @@ import pytest
 from filelock import FileLock
 
 from tests.data.helpers import write_texts
+from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data import prepare_files as prepare_files_module
 from torchtitan.data.corpus import FileCorpus
@@ -79,7 +80,7 @@ def test_what_was_done_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
     good = corpus.files[2].read_text()
     corpus.files[2].write_text(good + "{")
-    with pytest.raises(DataError, match=r"2\.jsonl line 4"):
+    with pytest.raises(DataError, match=naming(f"{corpus.files[2]} line 4")):
         prepare(corpus, prefix, 2)
     assert f"{prefix}.parts" in caplog.text
     assert not Path(f"{prefix}.bin").exists()
@@ -107,7 +108,7 @@ def test_the_mistakes_of_all_files_are_told(tmp_path: Path, num_workers: int) ->
 def test_a_first_file_that_is_wrong_leaves_nothing(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "texts")
     corpus.files[0].write_text("{")
-    with pytest.raises(DataError, match=r"0\.jsonl line 1"):
+    with pytest.raises(DataError, match=naming(f"{corpus.files[0]} line 1")):
         prepare(corpus, tmp_path / "store", 1)
     assert [*tmp_path.iterdir()] == [tmp_path / "texts"]
 
@@ -162,7 +163,7 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time_writes_a_store(tmp_path: Path) -> None:
     corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
-    with FileLock(f"{prefix}.parts/lock"), pytest.raises(DataError, match=str(prefix)):
+    with FileLock(f"{prefix}.parts/lock"), pytest.raises(DataError, match=naming(prefix)):
         prepare(corpus, prefix, 1)
     prepare(corpus, prefix, 1)
     assert not Path(f"{prefix}.parts").exists()

@@ -141,7 +141,7 @@ DAMAGE = [
     (cut("s.idx", 0), "s.idx"),
     (cut("s.idx", 33), "s.idx"),
     (cut("s.idx", 100), "s.idx .*100"),
-    (cut("s.bin", 14), "s.bin .*16 bytes.*14"),
+    (cut("s.bin", 14), "s.bin .*16.*14"),
     (cut("s.bin", 0), "s "),
     (put(0, b"MMIDIDY"), "s.idx"),
     (put(9, b"\x02"), "s.idx"),

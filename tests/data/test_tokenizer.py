@@ -17,6 +17,7 @@ import tiktoken
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data import prepare, readers
 from torchtitan.data.cache import cached_store
@@ -97,7 +98,7 @@ def test_llama3_special_tokens(tmp_path: Path) -> None:
 
 
 DAMAGE = [
-    (lambda data: data[: len(data) // 2], "line"),
+    (lambda data: data[: len(data) // 2], r"line \d+"),
     (lambda data: b"\n".join(data.splitlines()[:100]), "256"),
     (lambda data: data.replace(b"\n", b" 7\n", 1), "line 1"),
     (lambda data: b"{}\n", "line 1"),
@@ -138,7 +139,7 @@ def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
 
 def test_vocabulary_must_fit_the_model() -> None:
     check_vocabulary(ByteTokenizer(), model_vocab_size=258)
-    with pytest.raises(ConfigError, match="258 ids, the model 257"):
+    with pytest.raises(ConfigError, match=naming("[model] tokenizer_path", 258, 257)):
         check_vocabulary(ByteTokenizer(), model_vocab_size=257)
 
 
@@ -273,7 +274,7 @@ def test_hugging_face_words_without_a_token_for_unknown_ones(hf_folder: Path) ->
     edited(model=model, added_tokens=[], pre_tokenizer={"type": "Whitespace"})(hf_folder)
     tokenizer = build_tokenizer(str(hf_folder))
     assert tokenizer.encode("e4 e4") == [1, 1]
-    with pytest.raises(DataError, match=str(hf_folder)):
+    with pytest.raises(DataError, match=naming(hf_folder)):
         tokenizer.encode("e5")
 
 
@@ -337,7 +338,7 @@ def test_hugging_face_damaged(hf_folder: Path, damage: Callable[[Path], object])
 
 def test_hugging_face_without_the_library(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install -e '\.\[hf\]'"):
+    with pytest.raises(DataError, match=naming(hf_folder / "tokenizer.json", ".[hf]")):
         build_tokenizer(str(hf_folder))
 
 

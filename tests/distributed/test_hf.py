@@ -17,6 +17,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.hf.test_deepseek import float8_folder
 from tests.hf.test_folders import imported
 from tests.models.reference import LATENT, new_decoder, random_decoder, reference_of
+from tests.naming import naming
 from torchtitan.checkpoint.checksums import verify
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
@@ -224,7 +225,7 @@ def test_ranks_share_the_files_of_an_export(ranks: RankPool, tmp_path: Path) -> 
         data.write_bytes(data.read_bytes()[:1000])
     messages = ranks.run(hf_jobs.refused_export, step, tmp_path / "out", world=2)
     assert len(set(messages)) == 1
-    assert "__1_0.distcp cannot be read" in messages[0]
+    assert "__1_0.distcp" in messages[0]
     assert (tmp_path / "out" / "config.json").is_file()
 
 
@@ -263,11 +264,11 @@ def test_refusals_reach_every_rank_before_anything_is_built(
         assert 'model.flavor = "hf"' in message
     nowhere = job_from(tmp_path, tmp_path / "nowhere")
     for message in ranks.run(jobs.refusal, nowhere, world=2):
-        assert f"initial_load_path: there is no folder {tmp_path / 'nowhere'}; name" in message
+        assert naming("initial_load_path", tmp_path / "nowhere").match(message)
     file = sorted(source.glob("*.safetensors"))[3]
     file.write_bytes(file.read_bytes()[:-8])
     for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):
-        assert f"{file} cannot be read" in message
+        assert str(file) in message
 
 
 def test_what_is_left_out_keeps_its_initial_weights(ranks: RankPool, tmp_path: Path) -> None:

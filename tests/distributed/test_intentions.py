@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.naming import naming
 from torchtitan.checkpoint.checksums import write_sealed_json
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.checkpoint.storage import find_steps, read_manifest
@@ -125,7 +126,7 @@ def test_the_batch_that_ranks_make_is_compared(
     job = [*jobs.write_job(tmp_path, cache=cache), "--training.global_batch_size=-1"]
     ranks.run(jobs.train, [*job, "--training.steps=1"], world=2)
     for message in ranks.run(jobs.refusal, job, world=4):
-        assert "training.global_batch_size: stored 4, now 8 (2 on each of 4 ranks)\n" in message
+        assert naming("training.global_batch_size", 4, 8, 2).match(message)
     half = [*job, "--training.local_batch_size=1"]
     assert ranks.run(jobs.refusal, half, world=4) == ["no error"] * 4
 
@@ -145,8 +146,7 @@ def test_results_without_a_checkpoint_are_protected(ranks: RankPool, tmp_path: P
     ranks.run(jobs.train, job, world=1)
     for more in ([], ["--checkpoint.enable=true"]):
         [message] = ranks.run(jobs.refusal, [*job, "--optimizer.lr=0.5", *more], world=1)
-        assert "optimizer.lr: stored 0.0008, now 0.5" in message
-        assert "no checkpoint: restore these settings" in message
+        assert naming("optimizer.lr", 0.0008, 0.5).match(message)
         assert "continue" not in message
 
 
@@ -187,9 +187,8 @@ def test_continue_takes_all_and_plans_the_rate_anew(
     assert torch.equal(now.rng, whole.rng)
     [lines] = ranks.run(jobs.logged, new, world=1)
     # 5 of 5 warmup steps to 0.0008; 20 linear steps from 0.01 to 0 after the last, 4 of them done
-    assert "Learning rate at step 5: 0.0008 -> 0.008" in lines
-    [changes] = [line for line in lines if line.startswith("Settings that are new")]
-    assert "optimizer.lr: stored 0.0008, now 0.01" in changes
+    assert any(map(naming("step 5", 0.0008, 0.008).match, lines))
+    assert any(map(naming("optimizer.lr", 0.0008, 0.01).match, lines))
     rates = ranks.run(first_rates, [*new, "--training.steps=5"], world=1)
     assert set(rates[0]) == {0.008}
 
@@ -210,7 +209,7 @@ def test_a_checkpoint_of_an_earlier_version_keeps_its_rates_or_says_so(
         del state[key]
     schedule.write_text(json.dumps(state))
     [message] = ranks.run(jobs.refusal, job, world=1)
-    assert 'write it: decay_end = "last_step")' in message
+    assert 'decay_end = "last_step"' in message
     old = [*job, "--lr_scheduler.decay_end=last_step"]
     assert ranks.run(jobs.refusal, old, world=1) == ["no error"]
     [lines] = ranks.run(jobs.logged, [*job, CONTINUE], world=1)
@@ -262,7 +261,7 @@ def test_the_same_data_in_another_place_are_the_same(ranks: RankPool, tmp_path: 
     [begun] = ranks.run(begin, [*job, at(tmp_path / "moved" / "a.txt")], world=1)
     assert begun.step == 2
     [message] = ranks.run(jobs.refusal, [*job, at(tmp_path / "other.txt")], world=1)
-    assert "must resume on the data it was started on" in message
+    assert naming("data", "job.dump_folder").match(message)
 
 
 def at(path: Path) -> str:
@@ -349,7 +348,7 @@ def test_a_complete_draft_is_finished_in_the_own_folder_alone(
     (folder / "step-4").rename(folder / ".step-4.tmp")
     other = jobs.write_job(tmp_path, name="tuned", cache=saved.parent / "cache")
     [message] = ranks.run(jobs.refusal, [*other, FINETUNE, elsewhere(tmp_path / "run")], world=1)
-    assert "holds none" in message
+    assert str(tmp_path / "run") in message
     assert (folder / ".step-4.tmp").is_dir()
     assert [b.step for b in ranks.run(begin, job, world=1)] == [4]
     assert find_steps(folder) == [4]
@@ -376,7 +375,7 @@ def test_recover_from_elsewhere_holds_the_settings_too(
     cache = saved.parent / "cache"
     job = [*jobs.write_job(tmp_path, name="fork", cache=cache), elsewhere(saved), EVERYTHING]
     [message] = ranks.run(jobs.refusal, [*job, "--optimizer.lr=0.5"], world=1)
-    assert "optimizer.lr: stored 0.0008, now 0.5" in message
+    assert naming("optimizer.lr", 0.0008, 0.5).match(message)
     [forked] = ranks.run(begin, job, world=1)
     assert (forked.step, forked.position) == (4, 32)
 
@@ -405,7 +404,7 @@ def test_the_export_is_no_full_checkpoint_and_says_so(
 ) -> None:
     job = [*jobs.write_job(tmp_path), elsewhere(saved / "checkpoint" / "export"), EVERYTHING]
     [message] = ranks.run(jobs.refusal, job, world=1)
-    assert "lacks optimizer, lr_scheduler, dataloader, train_state" in message
+    assert "optimizer, lr_scheduler, dataloader, train_state" in message
     assert "initial_load_model_only = true" in message
 
 
@@ -438,22 +437,22 @@ def test_damage_is_passed_over_unless_asked_for(
     assert [b.step for b in ranks.run(begin, job, world=1)] == [4]
     named = [elsewhere(damaged), f"--job.dump_folder={tmp_path / 'other'}"]
     [message] = ranks.run(jobs.refusal, [*job, *named], world=1)
-    assert "step-6 is damaged" in message
+    assert naming(damaged, file.relative_to(damaged)).match(message)
     unverified = "--checkpoint.verify_on_load=false"
     assert [b.step for b in ranks.run(begin, [*job, unverified], world=1)] == [6]
 
 
 @pytest.mark.parametrize(
-    ("file", "key", "value", "said"),
+    ("file", "key", "value"),
     [
-        ("manifest.json", "layout", {"dp_shard": "x"}, "layout must have the degrees cp, "),
-        ("manifest.json", "layout", {"warp": 2}, "got {'warp': 2}"),
-        ("train_state/state.json", "step", "x", "'step' must be of type int, got 'x'"),
-        ("dataloader/state.json", "position", None, "'position' must be of type int, got 'None'"),
+        ("manifest.json", "layout", {"dp_shard": "x"}),
+        ("manifest.json", "layout", {"warp": 2}),
+        ("train_state/state.json", "step", "x"),
+        ("dataloader/state.json", "position", None),
     ],
 )
 def test_values_of_another_kind_are_refused_by_name(
-    file: str, key: str, value: object, said: str, saved: Path, ranks: RankPool, tmp_path: Path
+    file: str, key: str, value: object, saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     job = copy_of(saved, tmp_path)
     path = tmp_path / "run" / "checkpoint" / "step-4" / file
@@ -461,8 +460,7 @@ def test_values_of_another_kind_are_refused_by_name(
     content.pop("checksum", None)
     write_sealed_json(path, content)
     [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.verify_on_load=false"], world=1)
-    assert said in message
-    assert "use another checkpoint" in message
+    assert naming(path, key, value).match(message)
 
 
 @pytest.mark.parametrize("verify", ["true", "false"])
@@ -476,8 +474,7 @@ def test_a_step_under_the_name_of_another_is_refused(
     elsewhere_too = elsewhere(folder / "step-40"), f"--job.dump_folder={tmp_path / 'other'}"
     for options in ((), (FINETUNE, *elsewhere_too)):
         for message in ranks.run(jobs.refusal, [*job, *options], world=2):
-            assert "step-40 must hold step 40" in message
-            assert "rename it to step-4" in message
+            assert naming("step-40", "step-4").match(message)
     (folder / "step-40").rename(tmp_path / "best")  # a name that says no step
     named = [*job, elsewhere(tmp_path / "best")]
     assert ranks.run(jobs.refusal, named, world=1) == ["no error"]

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jinja2 import TemplateError, UndefinedError
+from jinja2.sandbox import SecurityError
 from transformers import AutoTokenizer
 
 from tests.finetune.chats import CHAT, CHATML, MARKED, TEMPLATES, write_tokenizer
+from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.finetune.chat import ChatTemplate, Conversation, Rendered, find_template
@@ -148,7 +151,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert found(folder).render(Conversation(CHAT, None, "here")) == "beside <|end|>"
     (tmp_path / "mine.jinja").write_text("mine")
     assert found(folder, str(tmp_path / "mine.jinja")).source == "mine"
-    with pytest.raises(DataError, match=r"cannot read .*none\.jinja: No such file"):
+    with pytest.raises(DataError, match=naming("chat_template", tmp_path / "none.jinja")):
         found(folder, str(tmp_path / "none.jinja"))
     bare = write_tokenizer(tmp_path / "bare")
     assert find_template(
@@ -157,18 +160,18 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"),
+    ("source", "value"),
     [
-        ("a\n{% for x in %}", r"^chat_template: x.jinja must be valid Jinja, line 2: "),
-        ("{% generation %}a", r"line 1: Unexpected end of template"),
-        ("{{ 1 | nofilter }}", r"line 1: No filter named 'nofilter'"),
+        ("a\n{% for x in %}", "line 2"),
+        ("{% generation %}a", "'generation'"),
+        ("{{ 1 | nofilter }}", "'nofilter'"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "x.jinja"),
         ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "x.jinja"),
-        ("a" * 2_000_000, "at most 1048576 characters"),
+        ("a" * 2_000_000, 1 << 20),
     ],
 )
-def test_what_is_no_template(source: str, complaint: str) -> None:
-    with pytest.raises(DataError, match=complaint):
+def test_what_is_no_template(source: str, value: object) -> None:
+    with pytest.raises(DataError, match=naming("chat_template", "x.jinja", value)):
         template_of(source)
 
 
@@ -184,33 +187,31 @@ def test_many_at_once_are_each_as_one_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"),
+    ("source", "cause"),
     [
-        ("{{ bos_tokn }}", "'bos_tokn' is undefined"),
-        ("{{ nothing.at.all }}", "'nothing' is undefined"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ ''.__class__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
-        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
-        ("{{ messages.append(1) }}", "is not safely callable|unsafe"),
-        ("{{ raise_exception.__globals__ }}", "'__globals__' of 'function' object is unsafe"),
-        ("{{ '{0.__class__}'.format(1) }}", "access to attribute '__class__' of 'int' object"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
-        (
-            "{{ [messages] | tojson(default='{0.__class__}'.format) }}",
-            "unexpected keyword argument",
-        ),
-        ("{% include '/etc/passwd' %}", "no loader for this environment"),
-        ("{% extends '/etc/passwd' %}", "no loader for this environment"),
-        ("{% import '/etc/passwd' as a %}", "no loader for this environment"),
-        ("{{ '\\ud800' }}", "surrogates not allowed"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion depth"),
-        ("{{ 'a' + 1 }}", "can only concatenate str"),
+        ("{{ bos_tokn }}", UndefinedError),
+        ("{{ nothing.at.all }}", UndefinedError),
+        ("{{ raise_exception('roles must alternate') }}", TemplateError),
+        ("{{ ''.__class__ }}", SecurityError),
+        ("{{ ''.__class__.__mro__ }}", SecurityError),
+        ("{{ messages.append(1) }}", SecurityError),
+        ("{{ raise_exception.__globals__ }}", SecurityError),
+        ("{{ '{0.__class__}'.format(1) }}", SecurityError),
+        ("{% for i in range(10**9) %}x{% endfor %}", OverflowError),
+        ("{{ [messages] | tojson(default='{0.__class__}'.format) }}", TypeError),
+        ("{% include '/etc/passwd' %}", TypeError),  # there is no loader of files
+        ("{% extends '/etc/passwd' %}", TypeError),
+        ("{% import '/etc/passwd' as a %}", TypeError),
+        ("{{ '\\ud800' }}", UnicodeEncodeError),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", RecursionError),
+        ("{{ 'a' + 1 }}", TypeError),
     ],
 )
-def test_templates_that_fail(source: str, complaint: str) -> None:
+def test_templates_that_fail(source: str, cause: type[Exception]) -> None:
     chat = list(CHAT)
-    with pytest.raises(DataError, match=rf"f.jsonl line 7: .*x.jinja fails: .*({complaint})"):
+    with pytest.raises(DataError, match=naming("f.jsonl line 7", "x.jinja")) as error:
         divided(template_of(source), chat, "f.jsonl line 7")
+    assert type(error.value.__cause__) is cause
     assert chat == CHAT
 
 
@@ -233,7 +234,7 @@ def test_an_answer_that_changes_later_is_refused() -> None:
     prompts = CHATML.replace("assistant\\n' }}", "assistant\\n<think>' }}")
     for source in (drops, prompts):
         with pytest.raises(
-            DataError, match=r"f line 1: .* message 2.* x\.jinja .*{% generation %}"
+            DataError, match=naming("f line 1", "message 2", "x.jinja", "{% generation %}")
         ):
             divided(template_of(source), CHAT, "f line 1")
     # one answer, the last: nothing changes after it
@@ -241,7 +242,7 @@ def test_an_answer_that_changes_later_is_refused() -> None:
 
 
 def test_a_template_that_fails_on_the_messages_before_an_answer() -> None:
-    with pytest.raises(DataError, match=r"f line 1: .* x\.jinja .* 0 messages.* no element 0"):
+    with pytest.raises(DataError, match=naming("f line 1", "x.jinja", 0)):
         divided(template_of(CHATML), CHAT[1:], "f line 1")
 
 
@@ -273,10 +274,7 @@ def test_answers_that_are_not_learnt(source: str) -> None:
 def test_whose_a_marked_part_is_must_be_clear() -> None:
     one = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
     assert len(learnt_of(one, CHAT)) == 1
-    with pytest.raises(
-        DataError,
-        match=r"f line 1: .* tags 1 part for 2 answers; put",
-    ):
+    with pytest.raises(DataError, match=naming("f line 1", "x.jinja", 2)):
         learnt_of(one, [*CHAT[:3], {**CHAT[3], "weight": 0}])
 
 

@@ -17,6 +17,7 @@ from tests.distributed import jobs
 from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, family_name, random_decoder, reference_of
+from tests.naming import naming
 from torchtitan.api import open_generator
 from torchtitan.base.errors import CheckpointError
 from torchtitan.finetune.lora import apply_lora, is_adapter
@@ -156,17 +157,17 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
         "--lora.alpha=4.0",
     ]
     [said] = ranks.run(jobs.refusal, other, world=1)
-    assert "by lora.alpha = 16, got 4; write lora.alpha = 16" in said
+    assert naming("lora.alpha = 16", 4).match(said)
     new = [*other, '--checkpoint.exclude_from_loading=["*.lora_?"]']
     assert ranks.run(jobs.refusal, new, world=1) == ["no error"]
     [said] = ranks.run(jobs.refusal, [*again, "--lora.rank=3"], world=1)
-    assert "lora.rank: stored 2, now 3" in said
+    assert naming("lora.rank", 2, 3).match(said)
     fresh = [
         *jobs.write_job(tmp_path, name="fresh"),
         f"--checkpoint.initial_load_path={checkpoint}",
     ]
     [said] = ranks.run(jobs.refusal, [*fresh, "--lora.rank=3"], world=1)
-    assert "of another shape: 'layers.0.attention.wk.lora_a' has shape [2, 32], not [3, 32]" in said
+    assert naming("'layers.0.attention.wk.lora_a'", "[2, 32]", "[3, 32]").match(said)
     [said] = ranks.run(jobs.refusal, fresh, world=1)
     assert "28 unexpected: 'layers.0.attention.wk.lora_a'" in said
 
@@ -189,7 +190,7 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     assert not torch.equal(theirs.v_proj.weight, wv)
     names = [path.name for path in (tmp_path / "merged").iterdir()]
     assert not any(name.startswith("adapter") for name in names)
-    with pytest.raises(CheckpointError, match="no LoRA adapter: remove --lora"):
+    with pytest.raises(CheckpointError, match="--lora"):
         to_hf(tmp_path / "run", tmp_path / "none", lora="adapter")
     export = tmp_path / "tuned" / "checkpoint" / "export" / "step-1"
     made = (export / "adapter_config.json").stat().st_mtime_ns

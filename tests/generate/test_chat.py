@@ -11,6 +11,7 @@ import pytest
 
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.generate.test_text import random_generator
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.generate.chat import COMMANDS, Chat, talk
 from torchtitan.generate.generator import Generator
@@ -140,8 +141,7 @@ def test_a_conversation_that_is_too_long_is_told(generator: Generator) -> None:
     fed = Fed("Who?", "Who is there, and why? " * 4, "/reset", "Who?")
     fed.run(chat)
     assert len(fed.told) == 2
-    assert "more than the 60" in fed.told[0]
-    assert "/reset" in fed.told[0]
+    assert naming(60, "/reset").match(fed.told[0])
     chat = Chat(generator, **SETTINGS)
     fed = Fed("Who is there, and why? " * 4)
     fed.run(chat)  # nothing is known of its length
@@ -149,11 +149,11 @@ def test_a_conversation_that_is_too_long_is_told(generator: Generator) -> None:
 
 
 MISTAKES = [
-    ("/rest", "did you mean '/reset'?"),
-    ("/", "one of /reset, /system, /help, /quit, got '/'"),
-    ("/etc/passwd is what?", "put a space before it"),
-    ("a<|im_end|>b", "must not contain special tokens"),
-    ("\udcff", "must hold complete characters"),
+    ("/rest", "'/reset'"),
+    ("/", "'/'"),
+    ("/etc/passwd is what?", "'/etc/passwd'"),
+    ("a<|im_end|>b", "'<|im_end|>'"),
+    ("\udcff", "character 0"),
 ]
 
 
@@ -170,9 +170,8 @@ def test_a_mistake_is_told_and_the_chat_goes_on(generator, line, said) -> None:
 
 @pytest.mark.parametrize(("line", "said"), MISTAKES)
 def test_a_mistake_ends_what_nobody_can_mend(generator, line, said) -> None:
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=naming(said)):
         Fed(line, "Who?").run(Chat(generator, **SETTINGS))
-    assert said in str(error.value)
 
 
 def test_a_slash_after_a_space_is_said(generator: Generator) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.own_family import load_family, write_family
 from tests.models.reference import VARIANTS, random_decoder, reference_of
+from tests.naming import naming
 from tests.tools.evaluate.helpers import write_model
 from torchtitan.api import open_generator
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
@@ -130,27 +131,21 @@ def test_text_ends_where_transformers_ends_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"num_key_value_heads": 3},
-            "num_kv_heads must divide num_heads, got 3 and 4",
-        ),
-        ({"num_key_value_heads": 0}, "num_key_value_heads must be from 1 to"),
-        ({"vocab_size": -1}, "vocab_size must be from 1 to"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be from 1 to 10000"),
-        ({"hidden_size": 10**30}, "hidden_size must be from 1 to 100000000"),
-        ({"rms_norm_eps": -1.0}, "'rms_norm_eps' must be a number above 0"),
-        ({"rope_theta": float("nan")}, "'rope_theta' must be a number above 0"),
-        ({"head_dim": 5}, "must be even, because"),
-        ({"head_dim": 6}, "of another shape"),
-        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' must be of type bool"),
-        ({"rms_norm_eps": "1e-5"}, "'rms_norm_eps' must be a number"),
-        ({"dtype": "int8"}, "must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"eos_token_id": ["a"]}, "eos_token_id must be an id or a list of ids"),
-        (
-            {"architectures": ["GemmaForCausalLM"]},
-            "architectures must be one of LlamaForCausalLM, Qwen2ForCausalLM",
-        ),
-        ({"use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        ({"num_key_value_heads": 3}, "num_kv_heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"num_hidden_layers": 10**9}, "10000"),
+        ({"hidden_size": 10**30}, "100000000"),
+        ({"rms_norm_eps": -1.0}, "'rms_norm_eps'"),
+        ({"rope_theta": float("nan")}, "'rope_theta'"),
+        ({"head_dim": 5}, "head_dim"),
+        ({"head_dim": 6}, "wq.weight"),
+        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings'"),
+        ({"rms_norm_eps": "1e-5"}, "'rms_norm_eps'"),
+        ({"dtype": "int8"}, "'int8'"),
+        ({"eos_token_id": ["a"]}, "eos_token_id"),
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
     ],
 )
 def test_a_config_that_makes_no_model_is_refused(
@@ -160,21 +155,20 @@ def test_a_config_that_makes_no_model_is_refused(
     (folder / "generation_config.json").unlink()
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=naming(said)):
         opened(folder)
-    assert said in str(error.value)
 
 
 def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "tied")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickles and never read"):
+    with pytest.raises(CheckpointError, match=naming(folder, "model.safetensors", ".bin")):
         opened(folder)
 
 
 def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds a LoRA adapter without the model"):
+    with pytest.raises(CheckpointError, match=naming(tmp_path, "lora.export_format")):
         opened(tmp_path)
 
 
@@ -189,5 +183,5 @@ def test_a_model_without_a_cache_generates_no_text(tmp_path: Path) -> None:
         chat_template=None,
         stop_ids=frozenset(),
     )
-    with pytest.raises(ConfigError, match=r"parallel cannot generate .* no argument `cache`"):
+    with pytest.raises(ConfigError, match=naming("parallel", "`cache`")):
         build_generator(found, device=torch.device("cpu"))

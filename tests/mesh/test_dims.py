@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.rank_pool import RankPool
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.dims import ParallelDims, build_mesh, resolve_dims
 from torchtitan.mesh.settings import ParallelismConfig
@@ -26,15 +27,15 @@ def test_context_parallel_ranks_share_samples_and_shard_parameters() -> None:
 
 def test_ranks_that_the_degrees_do_not_divide() -> None:
     settings = ParallelismConfig(pipeline_parallel_degree=2, tensor_parallel_degree=3)
-    with pytest.raises(
-        ConfigError, match=r"got 8 ranks for 6 .*pipeline_parallel_degree 2.*NGPU=6"
-    ):
+    key = "[parallelism] pipeline_parallel_degree"
+    with pytest.raises(ConfigError, match=naming(key, 8, 6, 2, 3, "NGPU=6")):
         resolve_dims(settings, world_size=8)
 
 
 def test_degrees_that_do_not_fill_the_ranks() -> None:
     settings = ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2)
-    with pytest.raises(ConfigError, match=r"got 4 .*for 8 ranks; start NGPU=4 .*= -1"):
+    key, remedy = "[parallelism] data_parallel_replicate_degree", "data_parallel_shard_degree = -1"
+    with pytest.raises(ConfigError, match=naming(key, 4, 8, "NGPU=4", remedy)):
         resolve_dims(settings, world_size=8)
 
 

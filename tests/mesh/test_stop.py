@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from tests.naming import naming
 from torchtitan.base.errors import StalledError
 from torchtitan.mesh import stop
 from torchtitan.mesh.stop import (
@@ -155,7 +156,7 @@ def test_data_that_do_not_come_in_time(handlers: None, one_rank: None) -> None:
     with watch_signals() as request:
         request.data_timeout_seconds = 0.1
         with (
-            pytest.raises(StalledError, match=r"rank 0 .* 0.08 s .*train_timeout_seconds"),
+            pytest.raises(StalledError, match=naming("rank 0", "0.08 s", "train_timeout_seconds")),
             request.waiting_for_data(),
         ):
             time.sleep(60)

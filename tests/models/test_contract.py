@@ -21,6 +21,7 @@ from tests.models.own_family import (
     write_family,
     write_layers_without_positions,
 )
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.layout import find_layout
@@ -205,7 +206,7 @@ def test_a_plain_module_is_told_what_it_must_be() -> None:
 def test_a_tensor_of_hugging_face_is_one_parameter(theirs: str) -> None:
     names = {**LLAMA3.hf.names, "output.weight": theirs}
     spec = replace(LLAMA3, hf=replace(LLAMA3.hf, names=names))
-    with pytest.raises(AssertionError, match=rf"HFFormat .* got .*{re.escape(theirs)}"):
+    with pytest.raises(AssertionError, match=re.escape(repr(theirs))):
         check_contract(LLAMA3.build_meta(LLAMA3.flavors["tiny"]), spec=spec)
 
 
@@ -219,7 +220,7 @@ def test_attention_of_its_own_goes_with_no_context_parallelism(family: Any) -> N
     find_layout(job, world_size=2)
     with (
         in_models(replace(family.SPEC, name="mixer", build=build)),
-        pytest.raises(ConfigError, match=r"context_parallel_degree: must be 1 .*layers\.1"),
+        pytest.raises(ConfigError, match=naming("context_parallel_degree", "layers.1")),
     ):
         find_layout(
             load_config([*JOB, "--parallelism.context_parallel_degree=2", "--model.name=mixer"]),
@@ -252,11 +253,9 @@ def test_an_export_that_would_lack_or_invent_a_parameter_is_refused_before_the_t
         (LLAMA3.hf.names, "layers.0.feed_forward.w3.weight"),
         (unknown, "layers.0.ffn_norm.weight"),
     ):
-        with in_models(without_w3(replace(LLAMA3.hf, names=names))):
-            with pytest.raises(ConfigError) as error:
-                find_layout(config, world_size=1)
-            assert "last_save_in_hf" in str(error.value)
-            assert part in str(error.value)
+        spec = without_w3(replace(LLAMA3.hf, names=names))
+        with in_models(spec), pytest.raises(ConfigError, match=naming("last_save_in_hf", part)):
+            find_layout(config, world_size=1)
     with in_models(without_w3(replace(LLAMA3.hf, names=fewer))):
         find_layout(config, world_size=1)
 
@@ -283,11 +282,7 @@ def test_a_parameter_has_a_dimension() -> None:
     """One without would train on one rank, and could not be sharded on two."""
     for build, is_right in ((Gated, True), (Scalar, False)):
         spec = replace(LLAMA3, name="gated", build=build, hf=NO_HF_FILES)
-        with (
-            nullcontext()
-            if is_right
-            else pytest.raises(AssertionError, match=r"layers\.0\.gate one")
-        ):
+        with nullcontext() if is_right else pytest.raises(AssertionError, match=r"layers\.0\.gate"):
             check_contract(spec.build_meta(LLAMA3.flavors["tiny"]), spec=spec)
 
 

@@ -82,7 +82,7 @@ def test_the_cache_changes_no_logit(prompt, variant):
     expected = model(tokens)[:, prompt - 1 :]  # those of a prompt before its last are not made
     atol = 1e-5 * float(expected.abs().max())
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=atol)
-    with pytest.raises(AssertionError, match="full"):
+    with pytest.raises(AssertionError):  # it took all until here
         model(tokens[:, :1], cache=cache)
 
 
@@ -91,8 +91,9 @@ def test_a_second_chunk_of_prompt_is_refused():
     model = random_decoder(TINY)
     cache = KVCache(model.config, max_lens=[20])
     model(some_tokens(1, 4), cache=cache)
-    with pytest.raises(AssertionError, match="one token"):
+    with pytest.raises(AssertionError):
         model(some_tokens(1, 4), cache=cache)
+    model(some_tokens(1, 1), cache=cache)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -157,7 +157,7 @@ def test_without_groups_all_have_the_schedules_rate() -> None:
         ({"name": "SGD", "options": {"differentiable": True}}, "options", "'differentiable'"),
         ({"name": "SGD", "momentum": 0.9, "options": {"dampening": 0.1}}, "options", "'dampening'"),
         ({"name": "Muon", "options": {"maximize": True}}, "options", "'maximize'"),
-        ({"name": "Muon", "muon_excluded_params": ("lin*",)}, "muon_excluded_params", "got none"),
+        ({"name": "Muon", "muon_excluded_params": ("lin*",)}, "muon_excluded_params", "none"),
         ({"name": "Muon", "muon_excluded_params": ("x",)}, "muon_excluded_params", "linear.weight"),
     ],
 )
@@ -178,7 +178,7 @@ def test_options_that_change_nothing_are_taken() -> None:
 def test_the_parameter_that_shares_a_patterns_letters_is_named_first() -> None:
     names = ("layers.0.attention.wk.weight", "tok_embeddings.weight", "layers.0.mlp.w1.weight")
     settings = OptimizerConfig(groups=(GroupConfig(params=("embed*",), lr=1.0),))
-    with pytest.raises(ConfigError, match="similar are tok_embeddings"):
+    with pytest.raises(ConfigError, match=r"tok_embeddings\.weight, layers"):
         check_optimizer(settings, trained=dict.fromkeys(names, torch.zeros(2, 2)))
 
 

@@ -66,11 +66,11 @@ class O(Lion):
             for p in group["params"]:
 """
 WRONG = {
-    "no optimizer": ("def O(params): return 3", {}, "name", "must be a torch.optim.Optimizer"),
+    "no optimizer": ("def O(params): return 3", {}, "name", "torch.optim.Optimizer"),
     "asks too much": ("def O(params, speed): pass", {}, "name", "'speed'"),
     "unknown option": ("def O(params, eps=1): pass", {"epz": 1}, "options", "'epz'"),
     "lr as an option": ("def O(params): pass", {"lr": 1}, "options", "'lr'"),
-    "raises": (STEP + " " * 16 + "p.sub_(p.grad.colour)", {}, "name", "has no attribute 'colour'"),
+    "raises": (STEP + " " * 16 + "p.sub_(p.grad.colour)", {}, "name", "'colour'"),
     "state that is no tensor": (
         STEP
         + " " * 16
@@ -79,7 +79,7 @@ WRONG = {
         + "p.sub_(group['lr'] * p.grad)",
         {},
         "name",
-        "1 for 'n'",
+        "'n'",
     ),
     "options without a name": ("def O(params, **more): pass", {"eps": 1}, "options", "'eps'"),
     "state that begins with ones": (

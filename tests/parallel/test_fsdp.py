@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.fake_group import fake_group
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
@@ -153,5 +154,5 @@ def test_what_is_said_of_weights_after_forward() -> None:
 def test_groups_that_fsdp2_cannot_build(asked: str, ranks: int, axis: str) -> None:
     settings = ParallelismConfig(fsdp_reshard_after_forward=asked)
     dims = ParallelDims(dp_shard=ranks, **({axis: 2} if axis else {}))
-    with pytest.raises(ConfigError, match=f"fsdp_reshard_after_forward.* got {asked}"):
+    with pytest.raises(ConfigError, match=naming("fsdp_reshard_after_forward", asked)):
         find_reshard(settings, dims=dims)

@@ -119,9 +119,9 @@ def test_nothing_is_written_over(script: ModuleType, trained, tmp_path, capsys) 
 def test_what_cannot_be_converted_is_one_message(script: ModuleType, tmp_path, capsys) -> None:
     nothing = str(tmp_path / "nothing")
     assert script.main(["to-hf", nothing, str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith("error: a checkpoint must be the folder")
+    assert nothing in capsys.readouterr().err
     assert script.main(["from-hf", nothing, str(tmp_path / "out")]) == 2
-    assert "config.json cannot be read" in capsys.readouterr().err
+    assert f"{nothing}/config.json" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

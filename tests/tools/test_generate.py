@@ -19,6 +19,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
+from tests.naming import naming
 from torchtitan.api import open_generator
 from torchtitan.checkpoint.checksums import write_sealed_json
 from torchtitan.data.tokenizer import build_tokenizer
@@ -139,7 +140,7 @@ def test_no_prompt_at_all_is_a_mistake(script, trained, capsys, tmp_path):
     file = ["--prompts_file", str(tmp_path / "empty.txt")]
     for options in ([], file, ["--chat", *file]):
         assert script.main(["--checkpoint", str(trained[0]), *options]) == 2
-        assert "give --prompt or --prompts_file" in capsys.readouterr().err
+        assert naming("--prompt", "--prompts_file").match(capsys.readouterr().err)
 
 
 def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys, tmp_path):
@@ -242,7 +243,7 @@ def test_a_chat_in_the_terminal_runs_on_one_rank(script, trained, capsys, monkey
     for name, value in {**values, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert script.main(["--checkpoint", str(trained[0]), "--chat"]) == 2
-    assert "runs on one rank, got 2; give --prompt" in capsys.readouterr().err
+    assert naming(2, "--prompt").match(capsys.readouterr().err)
 
 
 @pytest.fixture
@@ -265,12 +266,11 @@ def test_a_damaged_step_that_was_named_is_refused(script, damaged, capsys):
     assert script.main(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "step-4 is damaged: model/" in said.err
-    assert "its checksum differs; name another step" in said.err
+    assert naming("step-4", "model/__0_0.distcp").match(said.err)
     assert script.main([*arguments, "--skip_verify"]) == 0
 
 
 def test_the_newest_whole_step_is_taken_and_the_damaged_one_named(damaged, caplog):
     assert find_run_step(damaged, verify=True) == damaged / "step-3"
-    assert "step-4 is damaged and is not used" in caplog.text
+    assert "step-4" in caplog.text
     assert find_run_step(damaged, verify=False) == damaged / "step-4"

@@ -103,8 +103,8 @@ def test_mistakes(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture
     run = train(ranks, tmp_path, "mixed", "one device", "--checkpoint.keep_latest_k=2")
     for arguments, said in {
         ("verify", str(run), "--steps=9"): "--steps",
-        ("explain", str(run), "--step=1", "--out=x"): "--replay, got --out",
-        ("explain", str(run), "--step=9", "--replay"): "got 9",
+        ("explain", str(run), "--step=1", "--out=x"): "--replay",
+        ("explain", str(run), "--step=9", "--replay"): "9",
         ("explain", str(run), "--step=1", "--replay", "--model.wings=2"): "wings",
         ("verify", str(tmp_path)): "config.toml",
     }.items():

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.parallel.execution import Batch
@@ -105,24 +106,23 @@ def test_options_go_behind_the_words() -> None:
     ("text", "said"),
     [
         ("zero3", "zero3"),
-        ("fsdp2 --a.b 3", "got 3"),
-        ("fsdp", "got fsdp"),
-        ("hsdp4", "got hsdp4"),
-        ("tp2x2", "got tp2x2"),
-        ("tp0", "got tp0"),
-        ("fsdp2,hsdp2x2", "got hsdp2x2"),
-        ("single,tp2", "got single"),
+        ("fsdp2 --a.b 3", "3"),
+        ("fsdp", "fsdp"),
+        ("hsdp4", "hsdp4"),
+        ("tp2x2", "tp2x2"),
+        ("tp0", "tp0"),
+        ("fsdp2,hsdp2x2", "hsdp2x2"),
+        ("single,tp2", "single"),
         ("--debug.seed=1", "fsdpN"),
-        ("ep4", "got 4"),
-        ("ddp2,tp2,ep4", "got 4"),
+        ("ep4", "4"),
+        ("ddp2,tp2,ep4", "4"),
         ("fsdp2 '", "fsdp2 '"),
         ("fsdp2 --parallelism.tensor_parallel_degree=2", "tensor_parallel_degree=2"),
     ],
 )
 def test_a_layout_that_makes_no_sense_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=naming(said)):
         parse_layout(text)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_the_local_batch_shrinks_where_ranks_share_the_global_one(
 def test_ranks_that_do_not_divide_the_global_batch() -> None:
     with pytest.raises(ConfigError) as caught:
         fit_local_batch(8, global_batch_size=16, layout=parse_layout("fsdp3"))
-    assert all(part in str(caught.value) for part in ("global_batch_size", "got 16", "=18"))
+    assert all(part in str(caught.value) for part in ("global_batch_size", "16", "=18"))
 
 
 def rows(losses: list[float]) -> list[dict[str, float]]:
