@@ -37,6 +37,7 @@ PRELOADED = [
     "torch._inductor.compile_fx",
 ]
 """What ranks have imported when they start: they are forks of a server that has it."""
+STARTED_BY = "forkserver"
 
 
 class RankError(AssertionError):
@@ -110,7 +111,7 @@ def start_server() -> None:
 
 
 def _start(index: int) -> tuple[mp.process.BaseProcess, Connection]:
-    context = mp.get_context("forkserver")
+    context: Any = mp.get_context(STARTED_BY)
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), name=f"rank-{index}", daemon=False)
     process.start()

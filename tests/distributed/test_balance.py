@@ -16,7 +16,7 @@ from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_matrix import BALANCED as ROUTERS
-from tests.distributed.test_matrix import EXPERTS, ROUTED, WHAT, ep
+from tests.distributed.test_matrix import EXPERTS, HOW, ROUTED, WHAT, ep
 from tests.distributed.test_resume import exact
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.models.interface import HeadLoss
@@ -68,6 +68,13 @@ def test_what_only_fills_samples_up_is_not_counted(on_one_device: OneDevice) -> 
     assert [{sum(of_layer) for of_layer in row.values()} for row in counts] == [
         {2 * number} for number in num_text
     ]
+
+
+@pytest.mark.long
+def test_recomputed_choices_are_counted_once(on_one_device: OneDevice) -> None:
+    options = (*WHAT["balanced"].options(Path()), *HOW["recomputed"])
+    counts = router_figures(on_one_device(pj.train, *options).rows, "router/counts/")
+    assert {sum(of_layer) for row in counts for of_layer in row.values()} == {8 * 40 * 2}
 
 
 def lengths(job: list[str]) -> list[Tensor]:

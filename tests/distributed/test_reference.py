@@ -12,16 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import pipeline
+from tests.distributed.pipeline_jobs import TIED, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_matrix import frozen
 from torchtitan.base.patterns import matches
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
-from torchtitan.models.families import MODELS
+from torchtitan.models.families import find_model
 from torchtitan.models.init import initialize
 
+TIED_ZBV = (
+    *(*pipeline("ZBVZeroBubble"), *jobs.DDP, TIED),
+    *("--model.num_layers=4", "--training.local_batch_size=4"),
+)
 STEPS, HALF, PEAK_LR, WARMUP, TOTAL = 10, 5, 8e-4, 5, 20
 
 
@@ -29,7 +33,8 @@ def reference(
     job: list[str], first: Sequence[str] = (), then: Sequence[str] = ()
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of Llama; parameters `first` are frozen, and `then` others."""
-    model = MODELS["llama3"].build(MODELS["llama3"].flavors["tiny"])
+    spec, sizes = find_model(load_config(job).model)
+    model = spec.build(sizes)
     initialize(model, seed=0)
     return train_plainly(
         model.double(), job, logits=lambda out: out, freezes=lambda k: first if k <= HALF else then
@@ -85,8 +90,14 @@ def test_losses_and_norms(world: int, ranks: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("then", "world", "options"),
-    [((), 2, ()), (("output.*",), 1, ()), (("output.*",), 2, pipeline("1F1B"))],
-    ids=["all", "others", "others, pp 2"],
+    [
+        ((), 2, ()),
+        (("output.*",), 1, ()),
+        (("output.*",), 2, pipeline("1F1B")),
+        pytest.param((), 2, jobs.DDP, marks=pytest.mark.long),
+        pytest.param((), 4, TIED_ZBV, marks=pytest.mark.long),
+    ],
+    ids=["all", "others", "others, pp 2", "all, ddp 2", "all, tied, pp 2 ZBV x ddp 2"],
 )
 def test_other_parameters_are_trained_after_a_continue(
     then: tuple[str, ...], world: int, options: tuple[str, ...], ranks: RankPool, tmp_path: Path

@@ -35,8 +35,10 @@ SIZES = (
     *("--model.hidden_dim=40", "--model.vocab_size=268"),
 )
 TIED = (*SIZES, "--model.tie_embeddings=true")
+EVEN = ("--model.flavor=tiny8", "--model.num_layers=2")
 QWEN3 = (*SIZES, "--model.head_dim=6")
 TP2 = "--parallelism.tensor_parallel_degree=2"
+EP2 = "--parallelism.expert_parallel_degree=2"
 TP4 = "--parallelism.tensor_parallel_degree=4"
 COPIED_STREAM = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel=true"
@@ -47,6 +49,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp 4, stream copied, logits gathered": (4, (TP4, COPIED_STREAM, WHOLE_LOGITS)),
     "fsdp 2, tp 2, accumulating": (4, (TP2, "--training.local_batch_size=1")),
     "hsdp 2x2, tp 2": (8, (TP2, *jobs.HSDP)),
+    "ep 2": (2, (EP2,)),
+    "ep 2, fsdp 2": (4, (EP2,)),
 }
 
 
@@ -59,7 +63,8 @@ def gradients(job: list[str]) -> dict[str, Tensor]:
     divisor = num_valid // (run.mesh.dims.pp * run.mesh.dims.tp)
     run.execution.forward_backward(batches, divisor=divisor)
     run.loader.close()
-    return {name: jobs.full(p.grad) for name, p in run.model.named_parameters()}
+    found = {name: p.grad for name, p in run.model.named_parameters()}
+    return {name: jobs.full(grad) for name, grad in found.items() if grad is not None}
 
 
 def float64_gradients(job: list[str]) -> dict[str, Tensor]:
@@ -84,6 +89,11 @@ GRADIENTS = [
     ("tp 4, stream copied, logits gathered", "llama3", SIZES),
     ("fsdp 2, tp 2, accumulating", "qwen3", QWEN3),
     ("hsdp 2x2, tp 2", "llama3", SIZES),
+    # for the bugs of mutants.py
+    pytest.param("tp 2", "qwen3_moe", EVEN, marks=pytest.mark.long),
+    pytest.param("ep 2", "qwen3_moe", EVEN, marks=pytest.mark.long),
+    pytest.param("ep 2, fsdp 2", "qwen3_moe", EVEN, marks=pytest.mark.long),
+    pytest.param("tp 2", "deepseek_v3", EVEN, marks=pytest.mark.long),
 ]
 
 

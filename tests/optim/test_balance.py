@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -316,6 +317,23 @@ def test_before_the_first_step_the_global_loss_pulls_nowhere() -> None:
     )
 
 
+def counts_of_shared_sequence() -> list[list[int]]:
+    """Two tokens on each rank, and one choice of each."""
+    own = dist.get_rank()
+    balance = follow({"a": next(iter(layers(BIASED).values()))}, sequence_loss_weight=1.0)
+    balance._groups = [dist.group.WORLD]
+    ids = torch.tensor([[[own], [3]]])
+    counts: list[list[int]] = balance._counts_of_sequences(
+        ids, torch.ones_like(ids[..., 0]), num=4
+    ).tolist()
+    return counts
+
+
+@pytest.mark.long
+def test_ranks_that_share_a_sequence_count_it_together(ranks: RankPool) -> None:
+    assert ranks.run(counts_of_shared_sequence, world=2) == [[[1, 1, 0, 2]]] * 2
+
+
 # --- figures
 
 
@@ -333,7 +351,9 @@ def figures_of(counts: list[list[int]]) -> dict[str, Any]:
 
 
 def test_figures(ranks: RankPool) -> None:
-    [found] = ranks.run(figures_of, [[6, 0, 3, 3], [4, 4, 4]], world=1)
+    """Of the choices of both ranks."""
+    found, same = ranks.run(figures_of, [[6, 0, 3, 3], [4, 4, 4]], world=2)
+    assert found == same
     entropy = (math.log(4) + math.log(3)) / 2
     assert found == {
         "router/load_max_over_mean": 2.0,
@@ -341,10 +361,10 @@ def test_figures(ranks: RankPool) -> None:
         "router/entropy": pytest.approx(entropy),
         "router/load_max_over_mean/layers.0.moe": 2.0,
         "router/entropy/layers.0.moe": pytest.approx(math.log(4)),
-        "router/counts/layers.0.moe": [6, 0, 3, 3],
+        "router/counts/layers.0.moe": [12, 0, 6, 6],
         "router/load_max_over_mean/layers.1.moe": 1.0,
         "router/entropy/layers.1.moe": pytest.approx(math.log(3)),
-        "router/counts/layers.1.moe": [4, 4, 4],
+        "router/counts/layers.1.moe": [8, 8, 8],
     }
 
 
