@@ -460,7 +460,7 @@ def test_values_of_another_kind_are_refused_by_name(
     content.pop("checksum", None)
     write_sealed_json(path, content)
     [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.verify_on_load=false"], world=1)
-    assert naming(path, key, value).match(message)
+    assert naming(path.name, key, value).match(message)
 
 
 @pytest.mark.parametrize("verify", ["true", "false"])
