@@ -98,6 +98,8 @@ SMALL_JOB = (
     "--training.steps=6",
     "--metrics.log_freq=1",
 )
+FLOAT32 = "--training.mixed_precision_param=float32"
+"""Otherwise a job of either device computes in bfloat16 if it can."""
 TOY_SIZES = ("--model.flavor=tiny", "--training.seq_len=32")
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "llama3": (),
@@ -106,11 +108,11 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "deepseek_v3": ("--model.name=deepseek_v3",),
 }
 REPEATED: Mapping[str, tuple[str, ...]] = {
-    "float32": (),
+    "float32": (FLOAT32,),
     "bfloat16": ("--training.mixed_precision_param=bfloat16",),
     "compiled": ("--training.mixed_precision_param=bfloat16", COMPILED),
     "experts": ("--model.name=qwen3_moe", "--training.mixed_precision_param=bfloat16"),
-    "FSDP, offloaded": ("--training.enable_cpu_offload=true",),
+    "FSDP, offloaded": (FLOAT32, "--training.enable_cpu_offload=true"),
 }
 """Offloading is what shards the model on one rank too."""
 EXACT = (
@@ -275,7 +277,7 @@ def _compare_with_cpu(start: Start, *, folder: Path, is_toy: bool) -> dict[str, 
     """Return the largest gap between this device and the CPU for some families, in float32."""
 
     def gap(name: str) -> float:
-        job = [*SMALL_JOB, *(TOY_SIZES if is_toy else ()), *FAMILIES[name]]
+        job = [*SMALL_JOB, *(TOY_SIZES if is_toy else ()), *FAMILIES[name], FLOAT32]
         here = _rows_of(start, *job, folder=folder / name / "here")
         there = _rows_of(start, *job, folder=folder / name / "cpu", CUDA_VISIBLE_DEVICES="", **FEW)
         return largest_gap(here, there)

@@ -18,7 +18,6 @@ from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.hf.card import Card, without_home
 from torchtitan.hf.config import find_carried
 from torchtitan.hf.export import HFExport
-from torchtitan.hf.model import warn_of_own_module
 from torchtitan.hf.names import GENERATION_CONFIG, Names
 from torchtitan.hf.peft import AdapterExport
 from torchtitan.hf.tokenizer_files import (
@@ -27,7 +26,6 @@ from torchtitan.hf.tokenizer_files import (
     files_to_copy,
     tokenizer_file,
 )
-from torchtitan.models.settings import ModelConfig
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.settings import OptimizerConfig
@@ -42,7 +40,7 @@ def describe_export(
     dtype: torch.dtype | None,
     name: str,
     description: str,
-    model: ModelConfig,
+    tokenizer_path: str,
     training: TrainingConfig,
     optimizer: OptimizerConfig,
     lora: LoRAConfig,
@@ -56,7 +54,7 @@ def describe_export(
         dtype: Dtype of the weights. None keeps the stored one.
         name: Name of the run.
         description: Description of the run, "" for none.
-        model: The run's [model].
+        tokenizer_path: The run's model.tokenizer_path.
         training: The run's [training].
         optimizer: The run's [optimizer].
         lora: The run's [lora].
@@ -65,11 +63,13 @@ def describe_export(
     Raises:
         UserError: The tokenizer, or the folder that the run started from, is damaged or missing.
     """
-    warn_of_own_module(spec, name=model.name)
-    initial, tokenizer_path = checkpoint.initial_load_path, model.tokenizer_path
-    tokenizer = build_tokenizer(tokenizer_path)
-    base = Path(initial) if initial is not None and checkpoint.initial_load_in_hf else None
-    carried = find_carried(base, format=spec.hf, seq_len=training.seq_len, eos_id=tokenizer.eos_id)
+    initial, tokenizer = checkpoint.initial_load_path, build_tokenizer(tokenizer_path)
+    carried = find_carried(
+        Path(initial) if initial is not None and checkpoint.initial_load_in_hf else None,
+        format=spec.hf,
+        seq_len=training.seq_len,
+        eos_id=tokenizer.eos_id,
+    )
     files = files_to_copy(tokenizer_path, chat_template=training.chat_template)
     generation = describe_generation(
         training, tokenizer=tokenizer, tokenizer_path=tokenizer_path, carried=carried

@@ -209,7 +209,7 @@ class Output(nn.Linear, CastsWeights):
     """
 
     loss: HeadLoss
-    """Set by whoever computes a loss; for training `build_model_and_execution`."""
+    """Must be set before a loss is computed; `build_model_and_execution` does so for training."""
 
     def forward(self, x_BSC: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """Return the logits (B, S, V), or the summed loss, a scalar in float32."""
@@ -222,7 +222,7 @@ class TiedOutput(nn.Module):
     """An output head that has no weight and multiplies by the embedding's."""
 
     loss: HeadLoss
-    """Set by whoever computes a loss; for training `build_model_and_execution`."""
+    """Must be set before a loss is computed; `build_model_and_execution` does so for training."""
 
     def forward(self, x_BSC: Tensor, weight_VC: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """Return the logits (B, S, V), or the summed loss, a scalar in float32."""

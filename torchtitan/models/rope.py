@@ -1,8 +1,8 @@
 """Rotary position embedding: pairs of channels are rotated by angles that grow with the position.
 
-A pair is two neighbouring channels (2i, 2i + 1), the layout of Meta's weights and ours.
-Hugging Face pairs i with i + D/2 and permutes wq and wk to make up for it. Neighbours are a complex
-number in memory, and rotating it is one product: one operator in forward and two in backward, where
+A pair is two neighbouring channels (2i, 2i + 1), as in Meta's and torchtitan's weights. Hugging
+Face pairs i with i + D/2 and permutes wq and wk to make up for it. Neighbours are a complex number
+in memory, and rotating it is one product: one operator in forward and two in backward, where
 separate cosines and sines take seven and eight. Compiled blocks use real numbers, which inductor
 fuses.
 
