@@ -629,9 +629,10 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
     Raises:
         UserError: The job's tokenizer, or the folder that it started from, is damaged or missing.
     """
-    from torchtitan.hf import describe
+    from torchtitan.hf import describe, model
 
     spec, architecture = find_model(config.model)
+    model.warn_of_own_module(spec, name=config.model.name)
     description = config.job.description
     return describe.describe_export(
         spec,
@@ -639,7 +640,7 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
         dtype=dtype,
         name=Path(config.job.dump_folder).resolve().name,
         description="" if description == JobConfig().description else description,
-        model=config.model,
+        tokenizer_path=config.model.tokenizer_path,
         training=config.training,
         optimizer=config.optimizer,
         lora=config.lora,

@@ -164,8 +164,7 @@ class CheckpointManager:
         """Save the state as `step-N`, in the background if `async_mode` allows it.
 
         Args:
-            last: Whether this is the last step of training.steps; then the save is waited for and
-                exported. A run that is stopped passes False.
+            last: Wait for the save, and export it: training.steps are done. False if stopped early.
             validation_loss: Loss of the current weights, if it was measured.
 
         Returns:

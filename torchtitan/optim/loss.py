@@ -45,7 +45,6 @@ FEWEST_TOKENS = {"cpu": 512, "cuda": 2048}
 PRODUCT = 2**22
 """Elements of a gradient that are added at a time, if the addition is not part of the product."""
 
-
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
 """From logits (M, V) in float32 and labels (M) to the loss of each token (M)."""
 
