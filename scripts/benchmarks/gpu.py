@@ -1,7 +1,8 @@
 """All figures of one GPU in one call: whether it computes right, speed, MFU, memory, operations.
 
     kernels    errors of each kernel against float64 (kernels.py)
-    CPU        largest difference of losses and gradient norms from the same job on the CPU
+    CPU        largest differences of losses and gradient norms from the same jobs on the CPU, in
+               float32: families, documents, chats, adapters, recomputed, compiled, offloaded ...
     resume     the same between a run and a repetition, and a resumed run: both must be 0
     jobs       jobs of Llama 3.2 1B, started as any job is: with each policy of recomputation, in
                float8, with experts, with 32k tokens, and with the profiler
@@ -96,22 +97,63 @@ SMALL_JOB = (
     "--training.seq_len=256",
     "--training.local_batch_size=2",
     "--training.steps=6",
+    "--lr_scheduler.warmup_steps=1",
     "--metrics.log_freq=1",
 )
 FLOAT32 = "--training.mixed_precision_param=float32"
 """Otherwise a job of either device computes in bfloat16 if it can."""
 TOY_SIZES = ("--model.flavor=tiny", "--training.seq_len=32")
-FAMILIES: Mapping[str, tuple[str, ...]] = {
+DOCUMENTS = (
+    "--training.dataset=python_stdlib",
+    "--training.attn_mask_type=block_causal",
+    "--training.reset_positions=true",
+)
+CHATS = ("--training.dataset=synthetic_examples", "--training.packing=packed", *DOCUMENTS[1:])
+MOE = "--model.name=qwen3_moe"
+BALANCED = (
+    "--model.expert_bias=true",
+    "--router.bias_update_rate=0.01",
+    "--router.sequence_loss_weight=0.5",
+    "--router.global_loss_weight=0.5",
+    "--router.z_loss_weight=0.05",
+)
+WHAT: Mapping[str, tuple[str, ...]] = {
     "llama3": (),
     "mistral": ("--model.name=mistral",),
-    "qwen3_moe": ("--model.name=qwen3_moe",),
+    "qwen3_moe": (MOE,),
     "deepseek_v3": ("--model.name=deepseek_v3",),
+    "qwen2": ("--model.name=qwen2",),
+    "qwen3": ("--model.name=qwen3",),
+    "documents": DOCUMENTS,
+    "experts and documents": (MOE, *DOCUMENTS),
+    "chats": CHATS,
+    "balanced experts": (MOE, *BALANCED),
+    "adapter": ("--lora.rank=4",),
+    "Muon": ("--optimizer.name=Muon", "--optimizer.lr=0.02"),
 }
+HOW: Mapping[str, tuple[str, ...]] = {
+    "": (),
+    "compiled": (COMPILED,),
+    "by operator": (SELECTIVE, f"{OPTION}op"),
+    "full": ("--activation_checkpoint.mode=full",),
+    "offloaded": ("--training.enable_cpu_offload=true",),
+    "foreach": ("--optimizer.implementation=foreach",),
+    "accumulating": ("--training.local_batch_size=1", "--training.global_batch_size=2"),
+}
+COMPARED = (
+    *((what, "") for what in WHAT),
+    *(("llama3", how) for how in HOW if how),
+    *((what, "compiled") for what in ("mistral", "qwen3_moe", "deepseek_v3", "documents")),
+    ("qwen3_moe", "by operator"),
+)
+FEW_COMPARED = COMPARED[:4]
+"""Of toys."""
+AT_A_TIME = 8
 REPEATED: Mapping[str, tuple[str, ...]] = {
     "float32": (FLOAT32,),
     "bfloat16": ("--training.mixed_precision_param=bfloat16",),
     "compiled": ("--training.mixed_precision_param=bfloat16", COMPILED),
-    "experts": ("--model.name=qwen3_moe", "--training.mixed_precision_param=bfloat16"),
+    "experts": (MOE, "--training.mixed_precision_param=bfloat16"),
     "FSDP, offloaded": (FLOAT32, "--training.enable_cpu_offload=true"),
 }
 """Offloading is what shards the model on one rank too."""
@@ -274,16 +316,24 @@ def _rows_of(start: Start, *job: str, folder: Path, **environment: str) -> list[
 
 
 def _compare_with_cpu(start: Start, *, folder: Path, is_toy: bool) -> dict[str, float]:
-    """Return the largest gap between this device and the CPU for some families, in float32."""
+    """Return the largest gaps between jobs on this device and on the CPU, in float32."""
+    compared = FEW_COMPARED if is_toy else COMPARED
 
-    def gap(name: str) -> float:
-        job = [*SMALL_JOB, *(TOY_SIZES if is_toy else ()), *FAMILIES[name], FLOAT32]
-        here = _rows_of(start, *job, folder=folder / name / "here")
-        there = _rows_of(start, *job, folder=folder / name / "cpu", CUDA_VISIBLE_DEVICES="", **FEW)
-        return largest_gap(here, there)
+    def run(what: str, how: str, **environment: str) -> list[Row]:
+        job = [*SMALL_JOB, FLOAT32, *(TOY_SIZES if is_toy else ()), *WHAT[what], *HOW[how]]
+        place = "cpu" if environment else "here"
+        return _rows_of(start, *job, folder=folder / what / how / place, **environment)
 
-    with ThreadPoolExecutor(len(FAMILIES)) as pool:  # nothing is timed
-        return dict(zip(FAMILIES, pool.map(gap, FAMILIES), strict=True))
+    with ThreadPoolExecutor(AT_A_TIME) as pool:  # nothing is timed
+        there = {
+            what: pool.submit(run, what, "", CUDA_VISIBLE_DEVICES="", **FEW)
+            for what in dict(compared)
+        }
+        here = {pair: pool.submit(run, *pair) for pair in compared}
+        return {
+            " ".join(pair).strip(): largest_gap(here[pair].result(), there[pair[0]].result())
+            for pair in compared
+        }
 
 
 def _repeat_and_resume(start: Start, *, folder: Path, is_toy: bool) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,7 +26,7 @@ from scripts.benchmarks.loops import (
     shard,
 )
 from scripts.benchmarks.pairs import Spent, check_close, read_clocks, spent_since, timed
-from torchtitan.base.device import GIB, device_name, local_device, peak_flops
+from torchtitan.base.device import device_name, local_device, memory_peak_gib, peak_flops
 from torchtitan.build import build_loader, build_run, build_training_samples
 from torchtitan.checkpoint.state import Progress
 from torchtitan.job import load_config
@@ -171,7 +170,7 @@ def run_loops(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[
     device = local_device(launch.local_rank)
     batches = load_batches(settings, device=device, folder=folder)
     _import_peers(names)
-    start = peak_gib()
+    start = memory_peak_gib(device)
     loops = {
         name: build_other(
             name, settings, launch=launch, device=device, batches=batches, folder=folder
@@ -181,6 +180,7 @@ def run_loops(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[
     }
     spent: dict[str, list[Spent]] = {name: [] for name in names}
     rows: list[Row] = []
+    peaks: list[float] = []
 
     def take_turns() -> None:
         for name, loop in loops.items():
@@ -191,10 +191,11 @@ def run_loops(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[
         run = replace(run, sinks=[*run.sinks, record])
         _train(run, num_steps=num_steps, spent=spent[OURS], between=take_turns)
         rows = [row for row in record.rows if row["step"] < run.training.steps]
+        peaks = [row["memory_peak_gib"] for row in record.rows]  # each resets a GPU's peak
     else:
         for _ in range(settings["pairs"] + 1):
             take_turns()
-    peak = peak_gib()
+    peak = max([memory_peak_gib(device), *peaks])
     return {
         "spent": {name: times[1:] for name, times in spent.items()},
         "losses": {name: loop.losses() for name, loop in loops.items()},
@@ -251,10 +252,3 @@ def check_losses(name: str, losses: Sequence[float], *, rows: Sequence[Row], dty
     logged = [row["loss"] for row in rows]
     other = [losses[int(row["step"]) - 1] for row in rows]
     return check_close(f"losses with {name}", logged, other, tolerance=TOLERANCES[dtype])
-
-
-def peak_gib() -> float:
-    """Return the peak memory: allocated on a GPU, else the resident set of this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

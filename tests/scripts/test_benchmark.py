@@ -164,10 +164,10 @@ def test_gpu_compares_a_job_with_the_cpu_itself_and_its_resumption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU every gap is 0."""
-    monkeypatch.setattr(gpu, "FAMILIES", {"llama3": ()})
+    monkeypatch.setattr(gpu, "FEW_COMPARED", (("llama3", "foreach"),))
     monkeypatch.setattr(gpu, "REPEATED", {"plain": ()})
     figures = measure(tmp_path, "gpu", "--toy", "--only", "CPU", "resume")["measured"]
-    assert figures["CPU"] == {"gaps": {"llama3": 0.0}}
+    assert figures["CPU"] == {"gaps": {"llama3 foreach": 0.0}}
     assert figures["resume"] == {"gaps": {"plain, again": 0.0, "plain, resumed": 0.0}}
 
 
