@@ -72,7 +72,6 @@ SLOW: tuple[str, ...] = (
     "tests/metrics/test_terminal.py::test_bar_stays_below_whole_log_lines",
     "tests/metrics/test_terminal.py::test_lines_of_other_picked_ranks_do_not_run_into_the_bar",
     "tests/metrics/test_trace.py::test_a_profiled_run_trains_the_same",
-    "tests/models/test_decoder.py::test_a_block_compiles_whole_and_can_be_recomputed",
     "tests/models/test_init.py::test_no_stretch_of_one_parameter_appears_in_another",
     "tests/optim/test_optimizer.py::test_torchs_optimizers_update_shards_as_whole_parameters",
     "tests/optim/test_spikes.py::test_a_resumed_run_goes_by_the_same_figures",

@@ -41,29 +41,30 @@ def test_it_prints_what_loads_again(jobs: Jobs, capsys: pytest.CaptureFixture[st
     assert re.search(r", rope_scaling llama3: [0-9,]+ parameters\Z", shown)
 
 
+def test_a_name_of_torchtitan_is_accepted_and_told(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["--training.seed", "3"]) == 0
+    assert "seed = 3" in capsys.readouterr().out
+    assert caplog.messages == [
+        "command line: --training.seed is torchtitan's name; here it is --debug.seed"
+    ]
+
+
 def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_code(
     tmp_path: Path,
 ) -> None:
-    no_torch = "sys.modules['torch'] = None\n"  # importing it would now fail
-    run_it = "sys.argv.insert(1, 'config'); runpy.run_module('torchtitan', run_name='__main__')"
-
-    def run(*options: str, before: str = "") -> subprocess.CompletedProcess[str]:
-        script = f"import runpy, sys\n{before}{run_it}"
-        return subprocess.run(
-            [sys.executable, "-c", script, *options],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    good = run("--training.seed", "3")
-    assert good.returncode == 0
-    assert "seed = 3" in good.stdout
-    assert good.stderr == (
-        "command line: --training.seed is torchtitan's name; here it is --debug.seed\n"
+    script = (
+        "import runpy, sys\nsys.modules['torch'] = None\n"  # importing it would now fail
+        "sys.argv.insert(1, 'config'); runpy.run_module('torchtitan', run_name='__main__')"
     )
-    bad = run("--job.config_file", str(tmp_path / "none.toml"), before=no_torch)
+    bad = subprocess.run(
+        [sys.executable, "-c", script, "--job.config_file", str(tmp_path / "none.toml")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert bad.returncode == 2
     assert bad.stderr.startswith("command line: --job.config_file ")
     assert "Traceback" not in bad.stderr

@@ -13,22 +13,14 @@ PROMPT = [5, 200, 17, 17, 3]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
 def test_greedy_text_is_the_public_models_and_that_without_a_cache(variant):
     model = random_decoder(VARIANTS[variant])
-    sees_one = model.config.window == 1  # each token gives the next, and text soon repeats itself
     [ids] = generate(model, [PROMPT], max_new_tokens=40, temperature=0)
-    expected = reference_of(model).generate(
-        torch.tensor([PROMPT]),
-        max_new_tokens=40,
-        do_sample=False,
-        pad_token_id=0,
-        use_cache=not sees_one,  # the cache of transformers 5 gives other text there
-    )
-    assert PROMPT + ids == expected[0].tolist()
-    uncached = list(PROMPT)
-    for _ in range(40):
-        uncached.append(int(model(torch.tensor([uncached]))[0, -1].argmax()))
-    assert PROMPT + ids == uncached
+    text = torch.tensor([PROMPT + ids])  # each token is the likeliest after those before it
+    for logits in (reference_of(model)(text).logits, model(text)):
+        assert logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == ids
+    sees_one = model.config.window == 1  # each token gives the next, and text soon repeats itself
     assert len(set(ids)) > (3 if sees_one else 5)
 
 
@@ -51,8 +43,7 @@ def test_text_ends_at_a_stop_token_and_keeps_it():
     assert ended == ids[: first + 1]
 
 
-@pytest.mark.parametrize("variant", ["scaled", "normed heads, tied"])
-@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize(("variant", "temperature"), [("scaled", 0), ("normed heads, tied", 1.5)])
 def test_each_of_many_texts_is_the_one_that_its_prompt_gives_alone(variant, temperature):
     """Of other lengths, ending at other places, two of them alike."""
     model = random_decoder(VARIANTS[variant])
@@ -83,25 +74,7 @@ def test_logits_that_are_no_numbers_are_refused(temperature):
         generate(model, [PROMPT], max_new_tokens=2, temperature=temperature)
 
 
-@torch.no_grad()
-def test_many_greedy_texts_are_those_of_the_public_model():
-    model = random_decoder(VARIANTS["normed heads"])
-    reference = reference_of(model)
-    prompts = [PROMPT, [7], list(range(40))]
-    texts = generate(model, prompts, max_new_tokens=20, temperature=0)
-    for prompt, ids in zip(prompts, texts, strict=True):
-        tokens = torch.tensor([prompt])
-        expected = reference.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),  # else it takes the token 0 for padding
-            max_new_tokens=20,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        assert prompt + ids == expected[0].tolist()
-
-
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (2.0, None), (1.5, 6), (1.0, 1)])
+@pytest.mark.parametrize(("temperature", "top_k"), [(2.0, None), (1.5, 6)])
 def test_draws_follow_the_models_distribution(temperature, top_k):
     model = random_decoder(TINY)
     logits = model(torch.tensor([PROMPT]))[0, -1].detach().double() / temperature
@@ -118,8 +91,8 @@ def test_draws_follow_the_models_distribution(temperature, top_k):
     observed = torch.cat([counts[common], counts[~common].sum()[None]]).numpy()
     predicted = torch.cat([expected[common], expected[~common].sum()[None]]).numpy() * 600
     used = predicted > 0
-    if used.sum() > 1:
-        assert scipy.stats.chisquare(observed[used], predicted[used]).pvalue > 1e-3
+    assert used.sum() > 1
+    assert scipy.stats.chisquare(observed[used], predicted[used]).pvalue > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,6 @@ def train_slowed(job: list[str], slowed: str) -> tuple[list[str], dict[str, Any]
 @pytest.mark.parametrize(
     ("slowed", "layout"),
     [
-        ("data", ()),
         ("data", ("--parallelism.pipeline_parallel_degree=2",)),
         ("update", ("--parallelism.pipeline_parallel_degree=2",)),
         ("nothing", ()),

@@ -19,9 +19,9 @@ from torchtitan.metrics.trace import Profiler
 CPU = torch.device("cpu")
 ON = [
     "--profiling.enable_profiling",
-    "--profiling.profile_freq=3",
+    "--profiling.profile_freq=2",
     "--profiling.profiler_warmup=1",
-    "--profiling.profiler_active=2",
+    "--profiling.profiler_active=1",
 ]
 
 
@@ -71,7 +71,7 @@ def test_a_run_too_short_to_be_profiled_is_told(
 
 @pytest.mark.timeout(180)
 def test_a_profiled_run_trains_the_same(tmp_path: Path, ranks: RankPool) -> None:
-    short = ["--training.steps=6", "--checkpoint.enable=false"]
+    short = ["--training.steps=4", "--checkpoint.enable=false"]
     results = [
         ranks.run(
             jobs.train,
@@ -86,6 +86,6 @@ def test_a_profiled_run_trains_the_same(tmp_path: Path, ranks: RankPool) -> None
     assert not (tmp_path / "plain/profile_traces").exists()
     folder = tmp_path / "profiled/profile_traces"
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
-    assert names == [f"step-{step}/rank_{rank}.json" for step in (3, 6) for rank in (0, 1)]
+    assert names == [f"step-{step}/rank_{rank}.json" for step in (2, 4) for rank in (0, 1)]
     for name in names:
         assert any("AdamW" in event for event in trace_of(folder / name))

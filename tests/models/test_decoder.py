@@ -6,25 +6,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from tests.models.reference import TINY, VARIANTS, random_decoder, reference_of
 from torchtitan.models.attention import KVCache
-from torchtitan.models.decoder import Block, Decoder
-from torchtitan.models.rope import build_rope
+from torchtitan.models.decoder import Decoder
 
 
 def some_tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 263, (batch, length), generator=torch.Generator().manual_seed(2))
-
-
-def rope_of(config, length: int):
-    return build_rope(
-        torch.arange(length),
-        head_dim=config.head_width,
-        theta=config.rope_theta,
-        scaling=config.rope_scaling,
-    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -141,22 +130,3 @@ def test_bfloat16_stays_close_and_gives_bfloat16():
     logits = model.to(torch.bfloat16)(tokens)
     assert logits.dtype == torch.bfloat16
     assert (logits - expected).std() < 0.02 * expected.std()
-
-
-@pytest.mark.parametrize("wrapped", ["compiled", "recomputed"])
-def test_a_block_compiles_whole_and_can_be_recomputed(wrapped):
-    torch.manual_seed(0)
-    block, rope = Block(TINY), rope_of(TINY, 12)
-    x = torch.randn(2, 12, TINY.dim)
-
-    def run(function):
-        inputs = x.clone().requires_grad_()
-        block.zero_grad()
-        function(inputs, rope).square().sum().backward()
-        return [inputs.grad, *(parameter.grad.clone() for parameter in block.parameters())]
-
-    functions = {
-        "compiled": torch.compile(block, backend="aot_eager", fullgraph=True),
-        "recomputed": lambda h, r: checkpoint(block, h, r, use_reentrant=False),
-    }
-    torch.testing.assert_close(run(functions[wrapped]), run(block), rtol=1e-5, atol=1e-5)

@@ -7,35 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts import finetune_campaign
-from scripts.chat_rows import SHAPES, Labelled, make_rows
-from scripts.finetune_campaign import (
-    COMPARISONS,
-    Campaign,
-    Result,
-    batch_of,
-    compare_labels,
-    largest_of,
-    largest_relative,
-    main,
-    missing,
-    smallest_divisor,
-    to_markdown,
-)
+from scripts.chat_rows import SHAPES, make_rows
+from scripts.finetune_campaign import Campaign, Result, compare_labels, missing, to_markdown
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.finetune.chat import Conversation, is_trained
 from torchtitan.finetune.examples import parse_example
 from torchtitan.models.families import MODELS
-
-
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    said = capsys.readouterr().out
-    assert all(name in said for name in COMPARISONS)
 
 
 def test_rows_are_drawn_from_the_seed() -> None:
@@ -76,23 +56,6 @@ def test_labels_of_all_shapes(campaign: Campaign, monkeypatch: pytest.MonkeyPatc
         lambda row, tokenizer: right(row, tokenizer)._replace(ids=[]),
     )
     assert all(each.largest == 25 and each.is_wrong for each in compare_labels(campaign))
-
-
-def test_figures() -> None:
-    assert largest_relative([1.0, 2.0], [1.0, 2.5]) == pytest.approx(0.2)
-    assert largest_relative([1.0], [1.0, 2.0]) == largest_relative([], []) == math.inf
-    assert largest_of(torch.tensor([[1.0, 4.0, 9.0]]), torch.tensor([[1.0, 5.0]])) == 0.2
-    assert [smallest_divisor(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 3, 2, 3]
-    assert missing("torch") == ""
-    assert missing("torch", "no_such_package") == "needs no_such_package"
-
-
-def test_examples_are_padded_without_labels() -> None:
-    rows = [Labelled([5, 6, 7], [False, True, True]), Labelled([8, 9], [False, True])]
-    tokens, labels, attended = batch_of(rows, pad_id=2)
-    assert tokens.tolist() == [[5, 6, 7], [8, 9, 2]]
-    assert labels.tolist() == [[-100, 6, 7], [-100, 9, -100]]
-    assert attended.tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
 def test_what_is_wrong_is_told_from_what_is_missing() -> None:

@@ -249,8 +249,7 @@ def test_two_adams_are_as_far_apart_as_the_analysis_says() -> None:
     assert (ends[0]["w"] - ends[1]["w"]).abs().max() > 1
 
 
-PLANTS = ("none", "wrong divisor", "missing sum", "label shift", "scaled tensor")
-PLANTS += ("frozen that trains",)
+PLANTS = ("none", "missing sum", "scaled tensor", "frozen that trains")
 NORM = "layers.1.ffn_norm.weight"
 
 
@@ -265,10 +264,6 @@ def recorded(job: list[str], plant: str) -> None:
         owns_loss, evaluate, after_update = right.owns_loss, right.evaluate, right.after_update
 
         def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
-            if plant == "wrong divisor":
-                divisor = divisor * 1.001
-            if plant == "label shift":
-                batches = [replace(batch, labels=batch.labels.roll(1, 1)) for batch in batches]
             if plant != "missing sum":
                 loss = right.forward_backward(batches, divisor=divisor)
             else:  # of one parameter, over all microbatches but the last
@@ -372,7 +367,7 @@ CRASH = "single --optimizer.lr=1e30"
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = tmp_path_factory.mktemp("planted")
-    return compare(folder, "1", CRASH, DECAY, SEED, TINY, "--steps=2")
+    return compare(folder, "1", CRASH, DECAY, TINY, "--steps=2")
 
 
 def verdict(said: Said, layout: str) -> dict[str, Any]:
@@ -392,8 +387,8 @@ def test_a_planted_divergence_is_found_with_its_first_step(planted: Said) -> Non
 
 
 @pytest.mark.long
-def test_other_initial_weights_are_found(planted: Said) -> None:
-    found = verdict(planted, SEED)
+def test_other_initial_weights_are_found(tmp_path: Path) -> None:
+    found = verdict(compare(tmp_path, "1", SEED, TINY, "--steps=2"), SEED)
     assert found["verdict"] == "DIVERGES at the initial weights"
     assert "512 of 512 elements" in found["unequal"]
 

@@ -16,6 +16,7 @@ from torchtitan.tools.plan.tape import Record
 TINY = """
 [model]
 flavor = "tiny8"
+num_layers = 3
 vocab_size = 264
 tokenizer_path = "byte"
 [training]
@@ -49,9 +50,13 @@ def placed(folder: Path, *arguments: str, world: int = 1) -> tuple[Config, Layou
     return job.config, job.layout
 
 
-@cache
 def recorded(*arguments: str, world: int = 1, rank: int = 0) -> Record:
     """Return the record of a step of one rank. Tests share it and leave it as it is."""
+    return _recorded(arguments, world, rank)
+
+
+@cache
+def _recorded(arguments: tuple[str, ...], world: int, rank: int) -> Record:
     with TemporaryDirectory() as folder:
-        config, layout = placed(Path(folder), *arguments, world=world)
-    return rehearse(config, layout=layout, rank=rank)
+        short = planned(Path(folder), *arguments, world=world).shortened
+    return rehearse(short.config, layout=short.layout, rank=rank)

@@ -104,6 +104,7 @@ def test_a_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "H100" in explained(capsys, run, "--device", "H100")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_ranks_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks 2 and 3 hold the second stage, whose head and logits the first has not."""
     run = made_up(tmp_path)

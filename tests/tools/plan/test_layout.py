@@ -74,7 +74,6 @@ def test_the_rules_allow_what_is_tried(job: Planned) -> None:
 @pytest.mark.parametrize(
     ("dims", "recompute"),
     [
-        (ParallelDims(dp_shard=8), "none"),
         (ParallelDims(dp_shard=8), "full"),
         (ParallelDims(dp_shard=4, tp=2), "op"),
         (ParallelDims(dp_replicate=2, dp_shard=4), "2"),

@@ -15,6 +15,7 @@ from tests.tools.plan.test_traffic import BLOCK, EMBEDDING, FP32, HEAD, KV, B, C
 from torchtitan.parallel.pipeline.schedules import compute_table
 from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import DEVICES, Share
+from torchtitan.tools.plan.records import open_pool, run_in
 from torchtitan.tools.plan.rehearse import rehearse
 from torchtitan.tools.plan.schedule import Costs, simulate
 from torchtitan.tools.plan.step import time_step
@@ -128,9 +129,6 @@ TWICE = "--training.global_batch_size"
 @pytest.mark.parametrize(
     ("world", "settings", "sharded", "times_to_host"),
     [
-        (1, (), 1, 1),
-        (4, (), 4, 1),
-        (2, UNSHARDED, 1, 1),
         (4, REPLICATED, 2, 1),
         (1, ("--training.mixed_precision_param=float32",), 1, 1),
         # three accumulated: each one's gradients leave, but with copies of weights the sum
@@ -144,9 +142,8 @@ def test_offloaded_copies(
 ) -> None:
     """A rank's part of the weights comes for each forward, and for each backward but for the
     embedding, the last block and the head; that of the gradients leaves. All is float32."""
-    job = planned(tmp_path, "--training.enable_cpu_offload", *settings, world=world)
-    short = job.shortened
-    record = rehearse(short.config, layout=short.layout, rank=0)
+    arguments = ("--training.enable_cpu_offload", *settings)
+    job, record = planned(tmp_path, *arguments, world=world), recorded(*arguments, world=world)
     found = time_step(job, [record])
     blocks = [FP32 * n / sharded for n in (EMBEDDING, HEAD, BLOCK)]
     forward = blocks[0] + blocks[1] + L * blocks[2]
@@ -157,13 +154,13 @@ def test_offloaded_copies(
     assert found.resources["to host"][0] == pytest.approx(times_to_host * forward / rate)
     added = sum(e.size for e in record.entries if e.what == "pass" and e.pool == "host")
     updates = (7 + 2) * forward  # clipping too; the norm alone only reads
-    added_up = (short.layout.accumulation - 1) * 3 * forward if times_to_host > 1 else 0
+    added_up = (job.shortened.layout.accumulation - 1) * 3 * forward if times_to_host > 1 else 0
     assert added == pytest.approx(updates + added_up, rel=0.01)
 
 
 def test_nothing_is_copied_without_offloading(tmp_path: Path) -> None:
     job = planned(tmp_path, world=1)
-    record = rehearse(job.config, layout=job.layout, rank=0)
+    record = recorded()
     assert {e.pool for e in record.entries if e.what in ("copy", "pass")} == {"compute"}
     found = time_step(job, [record])
     for name in ("to device", "to host", "offload"):
@@ -194,22 +191,27 @@ def test_the_bubble_is_the_schedules(tmp_path: Path) -> None:
 
 STAGES = pytest.param(
     ["--parallelism.pipeline_parallel_degree=2"],
+    12,
     marks=pytest.mark.skipif(
         TorchVersion(torch.__version__) < (2, 12), reason="it warms up by a message"
     ),
 )
 
 
-@pytest.mark.parametrize("settings", [[], STAGES])
+@pytest.mark.parametrize(("settings", "batch"), [([], 24), STAGES])
 def test_fewer_microbatches_have_the_peak_and_the_counts_of_all(
-    settings: Sequence[str], tmp_path: Path
+    settings: Sequence[str], batch: int, tmp_path: Path
 ) -> None:
-    """The same job rehearsed as it is."""
+    """The same job, of three accumulation steps, rehearsed as it is."""
     from torchtitan.tools.plan.account import replay
     from torchtitan.tools.plan.traffic import count_traffic
 
-    accumulated = [*settings, "--training.global_batch_size=64", "--training.local_batch_size=8"]
-    job = planned(tmp_path, *accumulated, world=2)
+    accumulated = [
+        *settings,
+        f"--training.global_batch_size={batch}",
+        "--training.local_batch_size=4",
+    ]
+    job = planned(tmp_path, *settings, *accumulated, world=2)
     short = job.shortened
     assert short.microbatches > 1
     whole = replace(job, shortened=replace(short, layout=job.layout, microbatches=1.0, passes=1.0))
@@ -217,7 +219,7 @@ def test_fewer_microbatches_have_the_peak_and_the_counts_of_all(
     every = rehearse(job.config, layout=job.layout, rank=0)
     peaks = [replay(record).active for record in (few, every)]
     # the batches themselves are all there from the beginning: tokens and labels, int64
-    assert 0 <= peaks[1] - peaks[0] <= job.layout.accumulation * 2 * 8 * S * 8
+    assert 0 <= peaks[1] - peaks[0] <= job.layout.accumulation * 2 * 4 * S * 8
     rows = count_traffic(job, few, by_module=False), count_traffic(whole, every, by_module=False)
     for counted, expected in zip(*rows, strict=True):
         assert (counted.axis, counted.collective) == (expected.axis, expected.collective)
@@ -243,6 +245,13 @@ def test_what_cannot_be_rehearsed_is_refused(
     assert key in capsys.readouterr().err
 
 
+def test_processes_answer_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_pool(2) as pool:
+        assert list(run_in(pool, abs, [-1, -2], names=["one", "two"])) == [1, 2]
+    assert "rehearsed 2 of 2: two" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("command", ["memory", "traffic", "step"])
 def test_commands(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned(tmp_path, world=2)  # writes the file
@@ -269,11 +278,16 @@ def test_commands(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "gathered weights" in (tmp_path / "memory.svg").read_text()
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_job_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planned(tmp_path, world=2)
-    file = f"--job.config_file={tmp_path / 'job.toml'}"
-    assert main(["memory", "--world_size=1", "--memory_gib=2", file]) == 0
-    assert "DOES NOT FIT: H100 has 2.0 GiB" in capsys.readouterr().out
+    planned(tmp_path)  # writes the file
+    job = [f"--job.config_file={tmp_path / 'job.toml'}", "--training.loss_chunks=1"]
+    job += ["--model.num_layers=1", "--world_size=1", "--memory_gib=2"]
+    assert main(["memory", *job]) == 0
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT: H100 has 2.0 GiB" in text
+    assert "no    --training.loss_chunks=4" in text
+    assert "validation" not in text
 
 
 @pytest.mark.parametrize(

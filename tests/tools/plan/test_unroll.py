@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.torch_version import TorchVersion
 from tests.distributed.jobs import HSDP
 from tests.distributed.pipeline_jobs import pipeline
 from tests.tools.plan.jobs import placed
+from torchtitan.job import Config
 from torchtitan.models.interface import LanguageModel
 from torchtitan.parallel.layout import Layout
 from torchtitan.tools.plan import rehearse as rehearsing
@@ -25,12 +29,13 @@ from torchtitan.tools.plan.tape import Entry, Record
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
 EP2 = "--parallelism.expert_parallel_degree=2"
-IN_4 = "--training.local_batch_size=4"
+IN_2 = "--training.local_batch_size=2"
+FROZEN = '--optimizer.frozen_params=["layers.0.*"]'
+FULL = "--activation_checkpoint.mode=full"
 COPIED = "--parallelism.enable_sequence_parallel=false"
 SELECTIVE = "--activation_checkpoint.mode=selective"
 BY_OPERATOR = (SELECTIVE, "--activation_checkpoint.selective_ac_option=op")
 EVERY_2 = (SELECTIVE, "--activation_checkpoint.selective_ac_option=2")
-EXPERTS = ("--model.name=qwen3_moe", "--model.flavor=tiny")
 DEEPSEEK = ("--model.name=deepseek_v3", "--model.flavor=tiny")
 
 
@@ -48,22 +53,33 @@ def cp(method: str) -> tuple[str, ...]:
 FREES_SENT_LATER = TorchVersion(torch.__version__) >= (2, 15)
 """A pipeline frees what it sent in whichever block runs then, so all blocks are rehearsed."""
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    # ranks, the one that is rehearsed
-    "recomputed": (1, 0, (layers(8), "--activation_checkpoint.mode=full")),
-    "documents": (1, 0, (layers(8), "--training.attn_mask_type=block_causal")),
-    "hsdp, every 2": (4, 1, (layers(10), *HSDP, *EVERY_2)),
-    "fsdp, kept": (4, 0, (layers(8), "--parallelism.fsdp_reshard_after_forward=never")),
-    "fsdp, accumulating": (4, 3, (layers(8), "--training.global_batch_size=64")),
-    "fsdp, offloaded": (4, 0, (layers(8), "--training.enable_cpu_offload=true")),
-    "fsdp, adapters": (4, 0, (layers(8), "--lora.rank=4")),
-    "fsdp x tp, stream copied": (4, 0, (layers(8), TP2, COPIED)),
-    "cp ring": (4, 1, (layers(8), *cp("alltoall"))),
-    "cp ulysses": (4, 0, (layers(8), *cp("ulysses"))),
-    "pp, last rank": (2, 1, (layers(14), IN_4, *pipeline("1F1B"))),
-    "pp Interleaved1F1B": (2, 0, (layers(28), IN_4, *pipeline("Interleaved1F1B"))),
-    "experts dealt out, tp": (4, 0, (layers(8), *EXPERTS, EP2, TP2)),
-    "deepseek_v3": (4, 0, (layers(10), *DEEPSEEK, EP2, *BY_OPERATOR)),
+    # ranks, the one that is rehearsed, and as few layers as leave some to skip
+    "hsdp, every 2, offloaded, documents": (
+        4,
+        1,
+        (
+            *(layers(10), *HSDP, *EVERY_2, "--training.enable_cpu_offload=true"),
+            "--training.attn_mask_type=block_causal",
+        ),
+    ),
+    "fsdp, kept, accumulating, adapters": (
+        4,
+        3,
+        (
+            *(layers(7), "--parallelism.fsdp_reshard_after_forward=never"),
+            *("--training.global_batch_size=64", "--lora.rank=4"),
+        ),
+    ),
+    "fsdp x tp, stream copied": (4, 0, (layers(7), TP2, COPIED)),
+    "cp ring, recomputed, frozen": (2, 1, (layers(9), *cp("alltoall"), FULL, FROZEN)),
+    "pp Interleaved1F1B, last rank": (2, 1, (layers(28), IN_2, *pipeline("Interleaved1F1B"))),
+    "deepseek_v3, experts dealt out, tp, cp ulysses": (
+        8,
+        0,
+        (layers(8), *DEEPSEEK, EP2, TP2, *cp("ulysses"), *BY_OPERATOR),
+    ),
 }
+OF_EXPERTS = "deepseek_v3, experts dealt out, tp, cp ulysses"
 
 
 def of_phase(record: Record, *, is_update: bool) -> list[Entry]:
@@ -112,13 +128,22 @@ def assert_like(unrolled: Record, full: Record) -> None:
     assert ours == pytest.approx(right, rel=0.02)
 
 
+@cache
+def few_of(name: str) -> tuple[Record, list[Template]]:
+    """Return the record without the blocks that are skipped, and the templates of these."""
+    world, rank, arguments = LAYOUTS[name]
+    with TemporaryDirectory() as folder:
+        config, layout = placed(Path(folder), *arguments, world=world)
+    templates, skipped = find_templates(config, layout=layout, rank=rank)
+    assert skipped
+    return rehearse(config, layout=layout, rank=rank, skipped=skipped), templates
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_unrolled_equals_full(name: str, tmp_path: Path) -> None:
     world, rank, arguments = LAYOUTS[name]
     config, layout = placed(tmp_path, *arguments, world=world)
-    templates, skipped = find_templates(config, layout=layout, rank=rank)
-    assert skipped
-    few = rehearse(config, layout=layout, rank=rank, skipped=skipped)
+    few, templates = few_of(name)
     full = rehearse(config, layout=layout, rank=rank)
     assert len(few.entries) < len(full.entries)
     if name.startswith("pp") and FREES_SENT_LATER:
@@ -136,11 +161,9 @@ def test_halves_of_backwards_are_not_unrolled(schedule: str, tmp_path: Path) -> 
     assert find_templates(config, layout=layout, rank=0) == ([], set())
 
 
-@pytest.fixture(name="few", scope="module")
-def _few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, list[Template]]:
-    config, layout = placed(tmp_path_factory.mktemp("job"), layers(10), world=2)
-    templates, skipped = find_templates(config, layout=layout, rank=0)
-    return rehearse(config, layout=layout, rank=0, skipped=skipped), templates
+@pytest.fixture
+def few() -> tuple[Record, list[Template]]:
+    return few_of("fsdp x tp, stream copied")
 
 
 def changed(record: Record, index: int, **fields: object) -> Record:
@@ -199,41 +222,38 @@ def widened(layout: Layout, *, block: int) -> Layout:
     return replace(layout, adapt=adapt)
 
 
-@pytest.mark.parametrize("block", [3, 8])
-def test_a_block_that_is_unlike_the_others(block: int, tmp_path: Path) -> None:
-    config, layout = placed(tmp_path, layers(12))
-    layout = widened(layout, block=block)
-    found = rehearse_step(config, layout=layout, rank=0)
-    assert_like(found, rehearse(config, layout=layout, rank=0))
+@pytest.mark.parametrize(("block", "first"), [(1, 2 + rehearsing.MARGIN), (5, None)])
+def test_a_block_that_is_unlike_the_others(block: int, first: int | None, tmp_path: Path) -> None:
+    config, layout = placed(tmp_path, layers(9))
+    templates, _ = find_templates(config, layout=widened(layout, block=block), rank=0)
+    assert [one.first for one in templates] == ([] if first is None else [first])
 
 
 def test_all_blocks_are_run_where_copying_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where blocks look alike and are not: with settings that no parameter shows."""
-    config, layout = placed(tmp_path, layers(12))
+    config, layout = placed(tmp_path, layers(7))
     layout = widened(layout, block=2)
-    monkeypatch.setattr(rehearsing, "_kinds", lambda _: [0] * 12)
-    [template], _ = find_templates(config, layout=layout, rank=0)
-    assert template.blocks[template.first] == 2
+    monkeypatch.setattr(rehearsing, "_kinds", lambda _: [0] * 7)
+    runs: list[tuple[int, Record]] = []
+
+    def run(config: Config, *, skipped: Collection[int] = (), **settings: Any) -> Record:
+        record = rehearse(config, skipped=skipped, **settings)
+        runs.append((len(skipped), record))
+        return record
+
+    monkeypatch.setattr(rehearsing, "rehearse", run)
     found = rehearse_step(config, layout=layout, rank=0)
-    assert found.entries == rehearse(config, layout=layout, rank=0).entries
+    assert [num for num, _ in runs] == [1, 0]
+    assert found is runs[-1][1]
 
 
-def test_frozen_blocks_are_unlike_trained_ones(tmp_path: Path) -> None:
-    frozen = '--optimizer.frozen_params=["layers.0.*", "layers.1.*", "layers.2.*"]'
-    config, layout = placed(tmp_path, layers(14), frozen)
-    [template], _ = find_templates(config, layout=layout, rank=0)
-    assert template.first == 3 + rehearsing.MARGIN
-    found = rehearse_step(config, layout=layout, rank=0)
-    assert_like(found, rehearse(config, layout=layout, rank=0))
-
-
-def test_dense_blocks_before_experts_are_no_templates(tmp_path: Path) -> None:
-    config, layout = placed(tmp_path, layers(12), *DEEPSEEK)
-    [template], skipped = find_templates(config, layout=layout, rank=0)
-    assert min(skipped) > 1 + rehearsing.MARGIN  # the first is dense
-    few = rehearse(config, layout=layout, rank=0, skipped=skipped)
+def test_blocks_unlike_the_first_ones_are_templates() -> None:
+    """Behind a frozen block, and behind a dense one before experts."""
+    for name in ("cp ring, recomputed, frozen", OF_EXPERTS):
+        few, [template] = few_of(name)
+        assert template.first == 1 + rehearsing.MARGIN
     wrong = Template(blocks=template.blocks, first=0, period=1, times=template.times)
     with pytest.raises(CannotCopyError):  # as if all were alike
         copy_blocks(few, [wrong])
