@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-LONGEST = ("test_commands_run", "test_this_code_computes", "test_inductor", "test_eight_steps")
+LONGEST = ("test_commands_run", "test_this_code_computes", "test_inductor")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

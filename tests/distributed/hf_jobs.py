@@ -5,18 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed import jobs
-from torchtitan.base.errors import CheckpointError
+from torchtitan.api import open_generator
+from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.state import model_tensors
+from torchtitan.generate.sampling import generate
 from torchtitan.hf import weights as hf_weights
 from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.names import Names
 from torchtitan.models import llama3
+from torchtitan.models.init import local_part
+from torchtitan.trainer import Trainer
 
+PROMPTS = [[5, 200, 17, 17, 3], [7], list(range(1, 31))]
+LENGTH = 16
 original_open = hf_weights.safe_open
 
 
@@ -80,3 +89,49 @@ def refused_export(step: Path, target: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return "no error"
+
+
+def weights_and_step(job: list[str]) -> tuple[dict[str, Tensor], int]:
+    """Begin a job; return its weights and its step."""
+    run = jobs.start(job)
+    return {n: jobs.full(t) for n, t in model_tensors(run.model).items()}, run.progress.step
+
+
+def write_sharded(folder: Path, state: dict[str, Tensor], dim: int) -> None:
+    """As FSDP saves: here each piece of a norm is half a head, and one of wk may be too."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shards = {
+        name: distribute_tensor(t, mesh, [Shard(dim if t.ndim > 1 else 0)])
+        for name, t in state.items()
+    }
+    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder))
+
+
+def write_part(folder: Path, state: dict[str, Tensor]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shards = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in state.items()}
+    if dist.get_rank() == 0:
+        dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def train_and_export(job: list[str]) -> str:
+    """Train, and export also without a step; return the hash of the state."""
+    run = jobs.start(job)
+    trainer = Trainer(run)
+    trainer.train()
+    assert run.checkpoints is not None
+    if trainer.last_row is None:
+        run.checkpoints.export_missing()
+    trainer.close()
+    return jobs.hash_state(run)
+
+
+def texts(folder: Path) -> tuple[list[list[int]], int] | str:
+    """Return this rank's texts and the keys and values that it holds, or why there are none."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    try:
+        generator = open_generator(folder, device=torch.device("cpu"), mesh=mesh, tokenizer="byte")
+    except ConfigError as error:
+        return str(error)
+    held = sum(local_part(p).numel() for p in generator.model.parameters())
+    return generate(generator.model, PROMPTS, max_new_tokens=LENGTH, temperature=0), held

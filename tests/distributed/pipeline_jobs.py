@@ -30,15 +30,6 @@ TINY8 = (
     .replace("local_batch_size = 2", "local_batch_size = 4")
     .replace("\nsteps = 20", f"\nsteps = {STEPS}")
 )
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
 
 
 def pipeline(schedule: str, *, pp: int = 2, **settings: object) -> tuple[str, ...]:

@@ -13,12 +13,12 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.trainer import Trainer
 
-NUM_LAYERS, NUM_STEPS = 2, 2  # an adapter adds nothing to the first
+NUM_LAYERS = 2
 BASE = (
     "--model.flavor=tiny8",
     f"--model.num_layers={NUM_LAYERS}",
     "--training.seq_len=40",
-    f"--training.steps={NUM_STEPS}",
+    "--training.steps=1",
     jobs.UNSAVED,
     "--training.local_batch_size=8",
 )
@@ -48,14 +48,16 @@ ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 # ranks, options, and how often a block repeats an operator; a ring's hops are counted in
 # test_context_layouts.py: they lie inside one operator
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], dict[str, int]]] = {
-    "fsdp 2": (2, ("--training.local_batch_size=4",), {}),
+    "fsdp 2, bfloat16": (
+        2,
+        ("--training.local_batch_size=4", "--training.mixed_precision_param=bfloat16"),
+        {},
+    ),
     "tp 2": (2, TP2, {GATHER: 2, SCATTER: 0, PRODUCT: 4, ATTENTION: 0}),
     "tp 2, stream replicated": (2, (*TP2, *REPLICATED), {REDUCE: 0, PRODUCT: 4}),
-    "tp 2, adapters": (2, (*TP2, "--lora.rank=4", "--optimizer.lr=0.02"), {SCATTER: 0}),
     "cp 2, ring": (2, (*CP2, *RING), {}),
     "cp 2, ulysses": (2, (*CP2, *ULYSSES), {"c10d::alltoall_base_": 2, ATTENTION: 0}),
     "pp 2": (2, PP2, {}),
-    "bfloat16": (1, ("--training.mixed_precision_param=bfloat16",), {}),
 }
 
 
@@ -95,4 +97,4 @@ def test_no_bit_changes_and_only_so_much_is_repeated(
         assert after != before
         assert all(before[operator] > 0 for operator in again)
         repeated = {name: after[name] - before[name] for name in again}
-        assert repeated == {name: NUM_STEPS * NUM_LAYERS * times for name, times in again.items()}
+        assert repeated == {name: NUM_LAYERS * times for name, times in again.items()}

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 from tests.distributed import jobs, pipeline_jobs
 from tests.distributed.conftest import OneDevice
@@ -28,9 +27,8 @@ from tests.distributed.pipeline_jobs import (
     pipeline,
 )
 from tests.distributed.rank_pool import RankPool
-from torchtitan.parallel import compile as compiling
 
-UNCLIPPED = "--training.max_norm=inf"
+UNCLIPPED = ("--training.max_norm=inf", "--training.steps=2", "--training.local_batch_size=8")
 AOT_EAGER = ("--compile.enable", "--compile.backend=aot_eager")
 TP2 = "--parallelism.tensor_parallel_degree=2"
 COPIED_STREAM = "--parallelism.enable_sequence_parallel=false"
@@ -43,16 +41,11 @@ SELECTIVE = "--activation_checkpoint.mode=selective"
 BY_OPERATOR = (SELECTIVE, "--activation_checkpoint.selective_ac_option=op")
 
 
-# Ranks, options, graphs and their breaks. Attention across ranks is run as it is. The graph breaks
-# there twice, once for attention and once for the block around it, and leaves the parts before and
-# after it in both. Under tensor parallelism the gathering before attention is one more.
-LAYOUTS: dict[str, tuple[int, tuple[str, ...], int, int]] = {
-    "one device, half recomputed": (1, (SELECTIVE,), 1, 0),
-    "fsdp 2, recomputed": (2, (FULL,), 1, 0),
-    "fsdp 2, by operator": (2, BY_OPERATOR, 1, 0),
-    "tp 2, stream copied": (2, (TP2, COPIED_STREAM), 1, 0),
-    "pp 2, tp 2, by operator": (4, (*pipeline("1F1B"), TP2, *BY_OPERATOR), 1, 0),
-    "cp 2, tp 2, half recomputed": (4, (TP2, *CP2, SELECTIVE), 5, 2),
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one device, half recomputed": (1, (SELECTIVE,)),
+    "fsdp 2, by operator": (2, (*BY_OPERATOR, "--training.local_batch_size=4")),
+    "pp 2, recomputed": (2, (*pipeline("1F1B", pipeline_parallel_microbatch_size=4), FULL)),
+    "tp 2, stream copied": (2, (TP2, COPIED_STREAM)),
 }
 
 
@@ -92,33 +85,35 @@ def train(job: list[str], *, code: Path | None = None, strict: bool = True) -> C
 @pytest.fixture
 def plain(on_one_device: OneDevice) -> Trained:
     """The reference: one device, nothing compiled."""
-    result: Trained = on_one_device(pipeline_jobs.train, UNCLIPPED)
+    result: Trained = on_one_device(pipeline_jobs.train, *UNCLIPPED)
     return result
 
 
 @pytest.fixture
 def job(tmp_path: Path, cache: Path) -> list[str]:
-    return [*jobs.write_job(tmp_path, TINY8, cache=cache), UNCLIPPED, jobs.UNSAVED]
+    return [*jobs.write_job(tmp_path, TINY8, cache=cache), *UNCLIPPED, jobs.UNSAVED]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_same_model_from_one_code(
     name: str, ranks: RankPool, job: list[str], plain: Trained
 ) -> None:
-    world, how, graphs, breaks = LAYOUTS[name]
+    world, how = LAYOUTS[name]
     results = ranks.run(train, [*job, *how, *AOT_EAGER], world=world)
     # names are compared too
     assert_same_training([result.trained for result in results], plain)
-    for result in results:
-        assert (result.graphs, result.breaks) == (graphs, breaks)
+    assert {(result.graphs, result.breaks) for result in results} == {(1, 0)}
 
 
 def test_documents_change_with_each_batch_and_compile_nothing(
     ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
-    """Attention that goes by their lengths is not compiled; that would be anew for each batch."""
+    """Attention that goes by their lengths is not compiled; that would be anew for each batch.
+
+    The graph breaks there twice, once for attention and once for the block around it, and leaves
+    the parts before and after it in both."""
     within = "--training.attn_mask_type=block_causal"
-    reference = on_one_device(pipeline_jobs.train, UNCLIPPED, within)
+    reference = on_one_device(pipeline_jobs.train, *UNCLIPPED, within)
     results = ranks.run(train, [*job, within, *AOT_EAGER, *CP2], world=2)
     assert_same_training([result.trained for result in results], reference)
     assert {(result.graphs, result.breaks) for result in results} == {(4, 2)}
@@ -129,45 +124,13 @@ def test_an_embedding_that_is_the_head_too(
 ) -> None:
     """Its gradient is that of both ends, one of which is compiled against."""
     results = ranks.run(train, [*job, TIED, TP2, FULL, *AOT_EAGER], world=2)
-    reference = on_one_device(pipeline_jobs.train, UNCLIPPED, TIED)
+    reference = on_one_device(pipeline_jobs.train, *UNCLIPPED, TIED)
     assert_same_training([result.trained for result in results], reference)
     assert [(result.graphs, result.breaks) for result in results] == [(1, 0)] * 2
 
 
 def digits(result: jobs.Result) -> list[tuple[float, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in result.rows]
-
-
-def train_without_waiting(job: list[str]) -> Compiled:
-    """Plant the bug of old: the first block is given what is still on its way."""
-    correct = compiling._wait_for_output
-    compiling._wait_for_output = lambda module, inputs, output: output
-    try:
-        return train(job, strict=False)
-    finally:
-        compiling._wait_for_output = correct
-
-
-@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="it waits by itself")
-def test_an_embedding_without_its_gradient_is_seen(
-    ranks: RankPool, job: list[str], plain: Trained
-) -> None:
-    one_step = [*job, TP2, *AOT_EAGER, "--training.steps=1"]
-    results = ranks.run(train_without_waiting, one_step, world=2)
-    wrong = pipeline_jobs.whole([result.trained for result in results], lambda r: r.gradients)
-    assert not wrong["tok_embeddings.weight"].any()
-    with pytest.raises(AssertionError):
-        assert_same_training([result.trained for result in results], plain)
-
-
-def test_bfloat16(ranks: RankPool, job: list[str], plain: Trained) -> None:
-    """Within the rounding of bfloat16, 2^-8, of float32."""
-    bf16 = "--training.mixed_precision_param=bfloat16"
-    [result] = ranks.run(train, [*job, bf16, *AOT_EAGER], world=1)
-    exact = [row["loss"] for row in plain.rows]
-    losses = [row["loss"] for row in result.trained.rows]
-    assert losses == pytest.approx(exact, rel=2**-8)
-    assert losses != pytest.approx(exact, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +140,8 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_in_two_parts(job: list[str], *, code: Path, strict: bool = True) -> Compiled:
-    """Stop after two steps, and go on."""
-    train([*job, "--training.steps=2"], code=code, strict=strict)
+    """Stop after a step, and go on."""
+    train([*job, "--training.steps=1"], code=code, strict=strict)
     return train(job, code=code, strict=strict)
 
 
@@ -200,7 +163,7 @@ def test_inductor_trains_the_same_and_later_starts_compile_nothing(
 ) -> None:
     found, libraries = {}, []
     for name, how in (("first", train), ("second", train_in_two_parts)):
-        job = [*jobs.write_job(tmp_path, TINY8, name=name, cache=cache), UNCLIPPED, SELECTIVE]
+        job = [*jobs.write_job(tmp_path, TINY8, name=name, cache=cache), *UNCLIPPED, SELECTIVE]
         [found[name]] = train_anew(job, code=code, world=1, how=how)
         libraries.append({path.name for path in code.rglob("*.so")})
     first, second = found["first"], found["second"]

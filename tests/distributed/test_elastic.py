@@ -6,15 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import CONTINUE
 from tests.finetune.chats import write_lines
 from torchtitan.data.sample_log import hash_tokens
 
-BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=12")
+BATCH = ("--training.local_batch_size=2", "--training.global_batch_size=12")
 LOGGED = "--debug.log_sample_hashes=true"
 
 
@@ -36,50 +34,44 @@ def hashes_of_the_order(job: list[str], count: int) -> list[str]:
 def test_dp_2_4_1_3_draws_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     whole = [*jobs.write_job(tmp_path, name="whole", cache=cache), *BATCH, LOGGED]
-    [through] = ranks.run(jobs.train, [*whole, "--training.steps=8"], world=1)
+    [through] = ranks.run(jobs.train, [*whole, "--training.steps=4"], world=1)
     job = [*jobs.write_job(tmp_path, name="moved", cache=cache), *BATCH, LOGGED]
-    workers = "--training.dataloader.num_workers=2"
-    for world, steps, more in ((2, 2, []), (4, 4, []), (1, 6, [workers]), (3, 8, [])):
+    threes = "--training.local_batch_size=3"
+    for world, steps, more in ((2, 1, []), (4, 2, [threes]), (1, 3, []), (3, 4, [])):
         result, *_ = ranks.run(jobs.train, [*job, f"--training.steps={steps}", *more], world=world)
     drawn = samples(tmp_path / "moved")
-    assert [number for number, _, _ in drawn] == list(range(8 * 12))
+    assert [number for number, _, _ in drawn] == list(range(4 * 12))
     assert drawn == samples(tmp_path / "whole")
-    [order] = ranks.run(hashes_of_the_order, [*whole, "--training.steps=8"], 8 * 12, world=1)
+    [order] = ranks.run(hashes_of_the_order, [*whole, "--training.steps=4"], 4 * 12, world=1)
     assert [digest for _, _, digest in drawn] == order
-    assert len(set(order)) == 8 * 12
+    assert len(set(order)) == 4 * 12
     for ours, theirs in zip(result.rows, through.rows, strict=True):
         assert ours["step"] == theirs["step"]
         assert abs(ours["loss"] - theirs["loss"]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("world", "batch"),
-    [(1, (4, 4)), (3, (1, 12))],
-)
-def test_another_batch_goes_on_at_the_next_sample(
-    world: int, batch: tuple[int, int], ranks: RankPool, tmp_path: Path
-) -> None:
-    local, whole = batch
-    job = [*jobs.write_job(tmp_path), LOGGED]
-    ranks.run(jobs.train, [*job, "--training.steps=3"], world=2)
-    new = [f"--training.local_batch_size={local}", f"--training.global_batch_size={whole}"]
-    ranks.run(jobs.train, [*job, CONTINUE, *new, "--training.steps=5"], world=world)
+def test_another_batch_goes_on_at_the_next_sample(ranks: RankPool, tmp_path: Path) -> None:
+    job, counts = [*jobs.write_job(tmp_path), LOGGED], (8, 4, 12)
+    for step, (world, local) in enumerate(((2, 2), (1, 4), (3, 1)), start=1):
+        new = [f"--training.local_batch_size={local}", f"--training.steps={step}"]
+        new += [f"--training.global_batch_size={counts[step - 1]}", *[CONTINUE] * (step > 1)]
+        ranks.run(jobs.train, [*job, *new], world=world)
     drawn = samples(tmp_path / "run")
-    assert [number for number, _, _ in drawn] == list(range(3 * 8 + 2 * whole))
-    assert [step for _, step, _ in drawn] == [s for s in (1, 2, 3) for _ in range(8)] + [
-        s for s in (4, 5) for _ in range(whole)
+    assert [number for number, _, _ in drawn] == list(range(sum(counts)))
+    assert [step for _, step, _ in drawn] == [
+        step for step, count in enumerate(counts, start=1) for _ in range(count)
     ]
 
 
 def test_a_step_that_is_trained_again_is_logged_once(ranks: RankPool, tmp_path: Path) -> None:
     """Steps after the checkpoint are lost with the ranks that drew them, torn lines included."""
-    job = [*jobs.write_job(tmp_path), LOGGED, "--checkpoint.interval=2"]
-    ranks.run(jobs.train, [*job, "--training.steps=5"], world=4)
+    job = [*jobs.write_job(tmp_path), LOGGED, "--checkpoint.interval=2", "--training.steps=3"]
+    ranks.run(jobs.train, job, world=2)
     whole = samples(tmp_path / "run")
-    with (tmp_path / "run" / "samples" / "rank_3.jsonl").open("a") as file:
-        file.write('{"step": 6, "ind')
-    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-5")
-    ranks.run(jobs.train, [*job, "--training.steps=5"], world=2)
+    with (tmp_path / "run" / "samples" / "rank_1.jsonl").open("a") as file:
+        file.write('{"step": 4, "ind')
+    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-3")
+    ranks.run(jobs.train, job, world=1)
     assert samples(tmp_path / "run") == whole
 
 

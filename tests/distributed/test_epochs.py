@@ -23,7 +23,7 @@ CONTINUE = "--checkpoint.mode=continue"
 
 
 def write_chats(folder: Path, *, name: str) -> list[str]:
-    """200 chats, 3 times, make 600 samples: 37 steps of 16."""
+    """100 chats, 3 times, make 300 samples: 18 steps of 16."""
     chats = [
         {
             "messages": [
@@ -31,7 +31,7 @@ def write_chats(folder: Path, *, name: str) -> list[str]:
                 {"role": "assistant", "content": str(i + 1)},
             ]
         }
-        for i in range(200)
+        for i in range(100)
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     return [
@@ -41,10 +41,10 @@ def write_chats(folder: Path, *, name: str) -> list[str]:
         f"--training.dataset_path={folder}/chats.jsonl",
         "--training.num_epochs=3",
         "--training.seq_len=64",
-        "--training.local_batch_size=4",
+        "--training.local_batch_size=8",
         "--training.global_batch_size=16",
         "--lr_scheduler.warmup_ratio=0.1",
-        "--checkpoint.interval=15",
+        "--checkpoint.interval=14",
     ]
 
 
@@ -69,23 +69,20 @@ def digits(result: jobs.Result) -> list[tuple[float, ...]]:
     return [(row["step"], row["lr"], row["loss"], row["grad_norm"]) for row in result.rows]
 
 
-def test_the_rate_of_200_chats_3_times_is_planned_over_their_37_steps(
+def test_the_rate_of_100_chats_3_times_is_planned_over_their_18_steps(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     """Also of a run that was killed, and goes on in the same layout or in another one."""
     [through] = ranks.run(jobs.train, write_chats(tmp_path, name="whole"), world=1)
-    rising = [LR * step / 4 for step in range(1, 5)]
-    assert rates(through) == pytest.approx([*rising, *(LR * n / 33 for n in range(33, 0, -1))])
+    falling = [LR * n / 16 for n in range(16, 0, -1)]
+    assert rates(through) == pytest.approx([LR / 2, LR, *falling])
     assert max(rates(through)) == LR
 
-    died = write_chats(tmp_path, name="died")
-    ranks.run(jobs.train, died, world=1)
-    folder = tmp_path / "died"
-    assert "\nsteps = 37\n" in (folder / "config.toml").read_text()
-    for step in (30, 37):
-        shutil.rmtree(folder / "checkpoint" / f"step-{step}")
+    folder = tmp_path / "whole"
+    assert "\nsteps = 18\n" in (folder / "config.toml").read_text()
+    shutil.rmtree(folder / "checkpoint" / "step-18")
     shutil.copytree(folder, tmp_path / "moved")
-    [resumed] = ranks.run(jobs.train, died, world=1)
+    [resumed] = ranks.run(jobs.train, write_chats(tmp_path, name="whole"), world=1)
     assert digits(resumed) == digits(through)
     assert resumed.state_hash == through.state_hash
     moved, _ = ranks.run(jobs.train, write_chats(tmp_path, name="moved"), world=2)

@@ -14,7 +14,7 @@ from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_matrix import EXPERTS, FEW_EXPERTS, HOW, IN_SIXES, TP2, ep
+from tests.distributed.test_matrix import EXPERTS, FEW_EXPERTS, HOW, IN_SIXES, ep
 from tests.naming import naming
 from torchtitan.models.init import local_part
 from torchtitan.models.moe import Router
@@ -42,7 +42,6 @@ WITHOUT_A_TOKEN: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "fsdp 3": (3, 2, ()),
     "pp 2 ZBV": (2, 6, pipeline("ZBVZeroBubble")),
     "ep 2, compiled": (2, 3, (ep(2), *HOW["compiled"])),
-    "ep 4, tp 2": (4, 3, (TP2, ep(4), *HOW["recomputed"])),
 }
 
 

@@ -7,33 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed import jobs
+from tests.distributed import hf_jobs, jobs
+from tests.distributed.hf_jobs import LENGTH, PROMPTS
 from tests.distributed.pipeline_jobs import TINY8
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.api import open_generator
-from torchtitan.base.errors import ConfigError
-from torchtitan.generate.sampling import generate
 from torchtitan.models.families import MODELS
-from torchtitan.models.init import local_part
 from torchtitan.models.sizes import MoEConfig
-
-PROMPTS = [[5, 200, 17, 17, 3], [7], list(range(1, 31))]
-LENGTH = 16
-
-
-def texts(folder: Path) -> tuple[list[list[int]], int] | str:
-    """Return this rank's texts and the keys and values that it holds, or why there are none."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    try:
-        generator = open_generator(folder, device=torch.device("cpu"), mesh=mesh, tokenizer="byte")
-    except ConfigError as error:
-        return str(error)
-    held = sum(local_part(p).numel() for p in generator.model.parameters())
-    return generate(generator.model, PROMPTS, max_new_tokens=LENGTH, temperature=0), held
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -52,7 +33,7 @@ def test_greedy_text_of_two_ranks_is_that_of_transformers(
             tokens, attention_mask=mask, max_new_tokens=LENGTH, do_sample=False, pad_token_id=0
         )
         expected.append(found[0, len(prompt) :].tolist())
-    results = ranks.run(texts, tmp_path, world=2)
+    results = ranks.run(hf_jobs.texts, tmp_path, world=2)
     assert [found for found, _ in results] == [expected] * 2
     # a rank holds its half, the norms, and all of what makes latents
     whole = sum(p.numel() for p in model.parameters())
@@ -70,7 +51,7 @@ def test_a_model_that_cannot_be_split_is_refused(ranks: RankPool, tmp_path: Path
         if isinstance(config, MoEConfig):
             config = replace(config, num_experts=3, vocab_size=264)
         reference_of(random_decoder(config)).save_pretrained(folder)
-        for message in ranks.run(texts, folder, world=2):
+        for message in ranks.run(hf_jobs.texts, folder, world=2):
             assert parts in message
 
 
@@ -82,9 +63,9 @@ def test_text_of_low_rank_factors_is_that_of_the_merged_export(
     job += ["--lora.rank=2", "--lora.alpha=32", "--checkpoint.last_save_in_hf"]
     ranks.run(jobs.train, job, world=1)
     checkpoint = tmp_path / "run" / "checkpoint"
-    [(expected, _)] = ranks.run(texts, checkpoint / "export" / "step-2", world=1)
-    [(found, whole)] = ranks.run(texts, checkpoint / "step-2", world=1)
+    [(expected, _)] = ranks.run(hf_jobs.texts, checkpoint / "export" / "step-2", world=1)
+    [(found, whole)] = ranks.run(hf_jobs.texts, checkpoint / "step-2", world=1)
     assert found == expected
-    results = ranks.run(texts, checkpoint / "step-2", world=2)
+    results = ranks.run(hf_jobs.texts, checkpoint / "step-2", world=2)
     assert [found for found, _ in results] == [expected] * 2
     assert all(held < 0.55 * whole for _, held in results)

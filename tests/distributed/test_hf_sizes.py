@@ -19,9 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.distributed import jobs
+from tests.distributed import hf_jobs, jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.trainer import Trainer
 
 SIZES: dict[str, Any] = {
     "hidden_size": 60,
@@ -91,17 +90,6 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
     return logits
 
 
-def train(job: list[str]) -> str:
-    run = jobs.start(job)
-    trainer = Trainer(run)
-    trainer.train()
-    assert run.checkpoints is not None
-    if trainer.last_row is None:
-        run.checkpoints.export_missing()
-    trainer.close()
-    return jobs.hash_state(run)
-
-
 def job_of(folder: Path, source: Path, *options: str) -> list[str]:
     toml = jobs.TINY.replace('flavor = "tiny"', "")
     return [
@@ -127,7 +115,9 @@ def job_of(folder: Path, source: Path, *options: str) -> list[str]:
 def test_no_step_changes_nothing(family: str, layout: str, ranks: RankPool, tmp_path: Path) -> None:
     source = tmp_path / "theirs"
     expected = logits_of(theirs(source, FAMILIES[family]))
-    ranks.run(train, job_of(tmp_path, source, layout, "--training.steps=0"), world=2)
+    ranks.run(
+        hf_jobs.train_and_export, job_of(tmp_path, source, layout, "--training.steps=0"), world=2
+    )
     [written] = tmp_path.glob("**/step-0/config.json")
     got = logits_of(AutoModelForCausalLM.from_pretrained(written.parent))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
@@ -145,8 +135,8 @@ def test_a_run_goes_on_bit_for_bit_where_the_folder_is_gone(
     straight.mkdir()
     theirs(source, FAMILIES["mistral"])
     two_steps = "--training.steps=2"
-    through = ranks.run(train, [*job_of(straight, source), two_steps], world=1)
+    through = ranks.run(hf_jobs.train_and_export, [*job_of(straight, source), two_steps], world=1)
     job = job_of(tmp_path, source)
-    ranks.run(train, [*job, "--training.steps=1"], world=1)
+    ranks.run(hf_jobs.train_and_export, [*job, "--training.steps=1"], world=1)
     shutil.rmtree(source)
-    assert ranks.run(train, [*job, two_steps], world=1) == through
+    assert ranks.run(hf_jobs.train_and_export, [*job, two_steps], world=1) == through

@@ -6,23 +6,20 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from scripts.campaign import TINY
-from tests.distributed import jobs
+from tests.distributed import hf_jobs, jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from tests.naming import naming
-from torchtitan.checkpoint.state import model_tensors
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 
@@ -45,10 +42,10 @@ def weights() -> dict[str, Tensor]:
 HALVES = ("attention.wq.weight", "attention.wk.weight", "q_norm.weight", "k_norm.weight")
 
 
-def qwen3(flavor: str = "tiny") -> tuple[Decoder, dict[str, Tensor]]:
+def qwen3(flavor: str = "tiny", **sizes: int) -> tuple[Decoder, dict[str, Tensor]]:
     """A Qwen3, and its weights as torchtitan 0.2 saves them: our names, the rows in halves, and the
     head also where it is the embedding."""
-    model = random_decoder(MODELS["qwen3"].flavors[flavor])
+    model = random_decoder(replace(MODELS["qwen3"].flavors[flavor], **sizes))
     theirs = reference_of(model).state_dict()
     names = {**MODELS["qwen3"].hf.names, "output.weight": "lm_head.weight"}
     layers = range(model.config.num_layers)
@@ -76,16 +73,6 @@ def write(folder: Path, state: dict[str, Any]) -> Path:
     return folder
 
 
-def write_sharded(folder: Path, state: dict[str, Tensor], dim: int) -> None:
-    """As FSDP saves: here each piece of a norm is half a head, and one of wk may be too."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shards = {
-        name: distribute_tensor(t, mesh, [Shard(dim if t.ndim > 1 else 0)])
-        for name, t in state.items()
-    }
-    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder))
-
-
 QWEN3 = TINY.replace("[model]", '[model]\nname = "qwen3"')
 
 
@@ -93,11 +80,6 @@ def job_from(folder: Path, source: Path, *options: str, toml: str = TINY) -> lis
     path = f"--checkpoint.initial_load_path={source}"
     folder.mkdir(exist_ok=True)
     return [*jobs.write_job(folder, toml), path, *options]
-
-
-def begin(job: list[str]) -> tuple[dict[str, Tensor], int]:
-    run = jobs.start(job)
-    return {n: jobs.full(t) for n, t in model_tensors(run.model).items()}, run.progress.step
 
 
 @pytest.mark.parametrize(("content", "world"), [(everything, 2), (weights, 1)])
@@ -110,7 +92,7 @@ def test_the_weights_of_another_writer_are_a_beginning(
     source = write(tmp_path / "theirs" / "step-7", content())
     expected = weights()
     job = job_from(tmp_path, source, "--checkpoint.mode=finetune")
-    for model, step in ranks.run(begin, job, world=world):
+    for model, step in ranks.run(hf_jobs.weights_and_step, job, world=world):
         assert step == 0
         assert model.keys() == expected.keys()
         assert all(torch.equal(model[name], expected[name]) for name in expected)
@@ -183,7 +165,7 @@ def test_the_model_folder_of_an_own_step(ranks: RankPool, tmp_path: Path) -> Non
     alone = Path(shutil.copytree(inside, tmp_path / "alone"))
     for source in (inside, alone):
         job = job_from(tmp_path, source)
-        [(model, step)] = ranks.run(begin, job, world=1)
+        [(model, step)] = ranks.run(hf_jobs.weights_and_step, job, world=1)
         assert step == 0
         assert all(torch.equal(model[name], result.final[name]) for name in model)
     file = next(inside.glob("*.distcp"))
@@ -215,10 +197,10 @@ def test_a_qwen3_of_torchtitan_is_the_same_model(
     """Names are equal, the rows of wq, wk and the norms of heads lie in another order."""
     model, theirs = qwen3()
     source = tmp_path / "step-7"
-    ranks.run(write_sharded, source, theirs, dim, world=saved_by)
+    ranks.run(hf_jobs.write_sharded, source, theirs, dim, world=saved_by)
     job = job_from(tmp_path, source, toml=QWEN3)
     expected = dict(model.named_parameters())
-    for loaded, _ in ranks.run(begin, job, world=world):
+    for loaded, _ in ranks.run(hf_jobs.weights_and_step, job, world=world):
         for name, weight in expected.items():
             assert torch.equal(loaded[name], weight), name
             assert torch.equal(loaded[name], theirs[name]) is not name.endswith(HALVES)
@@ -232,11 +214,11 @@ def test_the_order_is_said_and_can_be_set(ranks: RankPool, tmp_path: Path) -> No
     [line] = [line for line in ranks.run(jobs.logged, job, world=1)[0] if key in line]
     assert naming("wq", "wk", "0.2", "qwen3", "half-split").match(line)
     ours = "--checkpoint.initial_load_rope=interleaved"
-    [(loaded, _)] = ranks.run(begin, [*job, ours], world=1)
+    [(loaded, _)] = ranks.run(hf_jobs.weights_and_step, [*job, ours], world=1)
     assert all(torch.equal(loaded[name], theirs[name]) for name in loaded)
     # what this library has written says so itself, wherever it is copied
     (source / "state.json").write_text('{"rope": "interleaved"}')
-    [(loaded, _)] = ranks.run(begin, job, world=1)
+    [(loaded, _)] = ranks.run(hf_jobs.weights_and_step, job, world=1)
     assert all(torch.equal(loaded[name], theirs[name]) for name in loaded)
     [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.initial_load_rope=halves"], world=1)
     assert 'initial_load_rope = "halves"' in message
@@ -252,7 +234,9 @@ def test_an_own_step_says_the_order_itself(ranks: RankPool, tmp_path: Path) -> N
     [result] = ranks.run(jobs.train, [*saved, "--training.steps=1"], world=1)
     step = tmp_path / "saved" / "checkpoint" / "step-1"
     alone = Path(shutil.copytree(step / "model", tmp_path / "alone"))
-    [(model, _)] = ranks.run(begin, job_from(tmp_path, alone, toml=QWEN3), world=1)
+    [(model, _)] = ranks.run(
+        hf_jobs.weights_and_step, job_from(tmp_path, alone, toml=QWEN3), world=1
+    )
     assert all(torch.equal(model[name], result.final[name]) for name in model)
     halves = "--checkpoint.initial_load_rope=halves"
     [message] = ranks.run(jobs.refusal, job_from(tmp_path, step, halves, toml=QWEN3), world=1)
@@ -264,13 +248,15 @@ def test_a_tied_head_that_was_saved_twice(
     layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
 ) -> None:
     """As torchtitan 0.2 saves its 0.6B, 1.7B and 4B."""
-    model, theirs = qwen3("tiny8")
+    model, theirs = qwen3("tiny8", num_layers=2)
     assert torch.equal(theirs["output.weight"], theirs["tok_embeddings.weight"])
     source = write(tmp_path / "step-7", theirs)
-    toml = QWEN3.replace('"tiny"', '"tiny8"').replace("batch_size = 2", "batch_size = 4")
+    toml = QWEN3.replace('"tiny"', '"tiny8"\nnum_layers = 2').replace(
+        "batch_size = 2", "batch_size = 4"
+    )
     job = job_from(tmp_path, source, *layout, toml=toml)
     expected = dict(model.named_parameters())
-    for loaded, _ in ranks.run(begin, job, world=2):
+    for loaded, _ in ranks.run(hf_jobs.weights_and_step, job, world=2):
         assert loaded
         assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
     theirs["output.weight"][-1, -1] += 1e-3
@@ -284,20 +270,13 @@ def test_a_tied_head_that_was_saved_twice(
         assert set(ranks.run(jobs.refusal, job, world=2)) == {"no error"}
         more = ("--checkpoint.grow_vocab", "--model.vocab_size=270")
         grown = job_from(tmp_path / "grown", source, *more, toml=toml)
-        [(loaded, _), _] = ranks.run(begin, grown, world=2)
+        [(loaded, _), _] = ranks.run(hf_jobs.weights_and_step, grown, world=2)
         assert torch.equal(loaded["tok_embeddings.weight"][:264], expected["tok_embeddings.weight"])
 
 
 def test_a_part_of_a_tensor_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
     """What rank 0 alone saves of a model under FSDP."""
     source = tmp_path / "step-7"
-    ranks.run(write_part, source, weights(), world=2)
+    ranks.run(hf_jobs.write_part, source, weights(), world=2)
     for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):
         assert re.search(r"'layers\.0\.attention\S+' .*50\.0%", message)
-
-
-def write_part(folder: Path, state: dict[str, Tensor]) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shards = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in state.items()}
-    if dist.get_rank() == 0:
-        dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)

@@ -19,6 +19,7 @@ from torchtitan.job import load_config
 from torchtitan.layout import find_layout
 
 TOML = jobs.TINY.replace("[model]", '[model]\nname = "parallel"').replace("steps = 20", "steps = 4")
+TOML = TOML.replace("local_batch_size = 2", "local_batch_size = 4")
 BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 COMPILED = ("--compile.enable", "--compile.backend=aot_eager")
 RECOMPUTED = "--activation_checkpoint.mode=full"

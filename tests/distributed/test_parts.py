@@ -16,6 +16,7 @@ from tests.distributed.test_intentions import (
     CONTINUE,
     EVERYTHING,
     FINETUNE,
+    Beginning,
     begin,
     elsewhere,
     excluding,
@@ -35,6 +36,14 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.fixture(scope="module")
+def old(saved: Path, ranks: RankPool) -> Beginning:
+    """What that run left."""
+    [found] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
+    assert isinstance(found, Beginning)
+    return found
+
+
 @pytest.fixture
 def job(saved: Path, tmp_path: Path) -> list[str]:
     """A job that begins with the weights of that run, in a folder of its own."""
@@ -48,11 +57,10 @@ def job(saved: Path, tmp_path: Path) -> list[str]:
             [LAYERS + "3"],
             ["30 tensors", "9 missing: 'layers.2.attention.wk.weight'; ", " ..."],
         ),
-        ([LAYERS + "1"], ["9 unexpected: 'layers.1.attention.wk.weight'; "]),
         (
             ["--model.vocab_size=300", LAYERS + "1"],
             [
-                "9 unexpected: ",
+                "9 unexpected: 'layers.1.attention.wk.weight'; ",
                 "2 of another shape: 'output.weight' has shape [263, 32], not [300, 32]; "
                 "'tok_embeddings.weight' has shape [263, 32], not [300, 32]\n",
             ],
@@ -83,9 +91,8 @@ def test_an_optimizer_of_another_kind_is_left_out_by_name(job: list[str], ranks:
     assert begun.step == 3
 
 
-def test_a_new_head_by_pattern(saved: Path, job: list[str], ranks: RankPool) -> None:
+def test_a_new_head_by_pattern(old: Beginning, job: list[str], ranks: RankPool) -> None:
     larger = "--model.vocab_size=300"
-    [old] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
     fresh_job = [argument for argument in job if "initial_load_path" not in argument][:-1]
     [fresh] = ranks.run(begin, [*fresh_job, larger], world=1)
     by_pattern = [*job, larger, excluding("output.*", "tok_*")]
@@ -100,10 +107,9 @@ def test_a_new_head_by_pattern(saved: Path, job: list[str], ranks: RankPool) -> 
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_more_or_fewer_layers_by_pattern(
-    num_layers: int, saved: Path, job: list[str], ranks: RankPool
+    num_layers: int, old: Beginning, job: list[str], ranks: RankPool
 ) -> None:
     """A pattern leaves out a parameter with its optimizer state, here or there."""
-    [old] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
     part = [*job, CONTINUE, EVERYTHING, excluding(f"layers.{min(num_layers, 2)}.*")]
     [begun] = ranks.run(begin, [*part, f"{LAYERS}{num_layers}"], world=1)
     common = begun.model.keys() & old.model.keys()
@@ -116,13 +122,12 @@ def test_more_or_fewer_layers_by_pattern(
 
 
 @pytest.mark.parametrize(
-    ("pattern", "num_dropped"), [("norm.*", 32), ("*norm.weight", 5 * 32), ("optimizer.norm.*", 0)]
+    ("pattern", "num_dropped"), [("*norm.weight", 5 * 32), ("optimizer.norm.*", 0)]
 )
 def test_a_pattern_excludes_weights_with_their_state_or_state_alone(
-    pattern: str, num_dropped: int, saved: Path, job: list[str], ranks: RankPool
+    pattern: str, num_dropped: int, old: Beginning, job: list[str], ranks: RankPool
 ) -> None:
     """Dropped weights are a warning that counts them."""
-    [old] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
     part = [*job, CONTINUE, EVERYTHING, excluding(pattern)]
     begun = ranks.run(begin, part, world=2)[0]
     dropped = {name for name in old.model if fnmatchcase(name, pattern)}
@@ -143,11 +148,10 @@ ADAPT = ("--lora.rank=2", "--lora.modules=*.wq", excluding("*.lora_?"))
 @pytest.mark.parametrize(
     ("then", "now", "num_fresh", "num_unread"),
     [
-        ((frozen("output.*"),), (frozen("norm.*", "tok*"),), 1, 2),
         ((frozen("[!o]*"),), (frozen("output.*"),), 20, 1),
         ((), ADAPT, 4, 21),
     ],
-    ids=["others", "all others", "adapters"],
+    ids=["others", "adapters"],
 )
 def test_a_continued_run_may_train_other_parameters(
     then: tuple[str, ...],
@@ -160,7 +164,7 @@ def test_a_continued_run_may_train_other_parameters(
 ) -> None:
     """State of both is kept, other state is fresh; one line counts them."""
     cache = saved.parent / "cache"
-    first = [*jobs.write_job(tmp_path, cache=cache), *then, "--training.steps=3"]
+    first = [*jobs.write_job(tmp_path, cache=cache), *then, "--training.steps=1"]
     ranks.run(jobs.train, first, world=1)
     [old] = ranks.run(begin, first, world=1)
     job = [*jobs.write_job(tmp_path, name="new", cache=cache), *now]

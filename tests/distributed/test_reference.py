@@ -26,7 +26,7 @@ TIED_ZBV = (
     *(*pipeline("ZBVZeroBubble"), *jobs.DDP, TIED),
     *("--model.num_layers=4", "--training.local_batch_size=4"),
 )
-STEPS, HALF, PEAK_LR, WARMUP, TOTAL = 10, 5, 8e-4, 5, 20
+STEPS, HALF, PEAK_LR, WARMUP, TOTAL = 6, 3, 8e-4, 5, 20
 
 
 def reference(
@@ -92,12 +92,11 @@ def test_losses_and_norms(world: int, ranks: RankPool, tmp_path: Path) -> None:
     ("then", "world", "options"),
     [
         ((), 2, ()),
-        (("output.*",), 1, ()),
         (("output.*",), 2, pipeline("1F1B")),
         pytest.param((), 2, jobs.DDP, marks=pytest.mark.long),
         pytest.param((), 4, TIED_ZBV, marks=pytest.mark.long),
     ],
-    ids=["all", "others", "others, pp 2", "all, ddp 2", "all, tied, pp 2 ZBV x ddp 2"],
+    ids=["all", "others, pp 2", "all, ddp 2", "all, tied, pp 2 ZBV x ddp 2"],
 )
 def test_other_parameters_are_trained_after_a_continue(
     then: tuple[str, ...], world: int, options: tuple[str, ...], ranks: RankPool, tmp_path: Path

@@ -22,46 +22,39 @@ from tests.distributed.test_matrix import EXPERTS, TP2, cp, ep
 from torchtitan.tools.compare.layouts.gaps import first_unequal
 from torchtitan.trainer import Trainer
 
-TP4 = "--parallelism.tensor_parallel_degree=4"
 # ranks, data-parallel ranks
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "one device": (1, 1, ()),
     "fsdp 2": (2, 2, jobs.FSDP),
     "fsdp 3": (3, 3, jobs.FSDP),
-    "fsdp 4": (4, 4, jobs.FSDP),
+    "tp 2": (2, 1, (TP2,)),
     "ddp 2": (2, 2, jobs.DDP),
     "hsdp 2x2": (4, 4, jobs.HSDP),
-    "tp 4": (4, 1, (TP4,)),
     "fsdp 2 x tp 2": (4, 2, (TP2,)),
     "fsdp 3 x tp 2": (6, 3, (TP2,)),
-    "cp 4 ring": (4, 1, cp(4, "ring")),
+    "cp 2 ring": (2, 1, cp(2, "ring")),
     "pp 2": (2, 1, pipeline("1F1B")),
     "pp 2 ZBV x fsdp 2": (4, 2, pipeline("ZBVZeroBubble")),
-    "cp 2 x pp 2": (4, 1, (*cp(2, "allgather"), *pipeline("1F1B"))),
-    "pp 2 x tp 2": (4, 1, (*pipeline("1F1B"), TP2)),
-    "ep 2": (2, 2, (ep(2),)),
     "ep 2 x tp 2": (4, 2, (ep(2), TP2)),
     "ep 4 x tp 2": (4, 2, (ep(4), TP2)),
 }
 BATCH = 12  # which 1, 2, 3 and 4 ranks can share
-# what four tensor-parallel ranks can split, but three shards of it cannot evenly
+# what two tensor-parallel ranks can split, but three shards of it cannot evenly
 SPLIT = (
     *("--model.dim=16", "--model.num_heads=8", "--model.num_kv_heads=4"),
     *("--model.hidden_dim=40", "--model.vocab_size=268"),
 )
-MOE = (EXPERTS, "--model.flavor=tiny8", "--model.num_layers=4")
+MOE = (EXPERTS, "--model.flavor=tiny8", "--model.num_layers=2")
 MODELS = {"tiny": (), "split": SPLIT, "experts": MOE}
 # model, layout that saves, layouts that load; no number of ranks divides tiny's vocabulary of 263
 LOADS = [
-    ("tiny", "one device", ["fsdp 4"]),
-    ("tiny", "fsdp 4", ["fsdp 3", "one device"]),
-    ("tiny", "hsdp 2x2", ["fsdp 2"]),
-    ("tiny", "ddp 2", ["hsdp 2x2"]),
-    ("split", "tp 4", ["fsdp 3 x tp 2"]),
-    ("split", "fsdp 3 x tp 2", ["one device", "tp 4"]),
+    ("tiny", "one device", ["fsdp 3"]),
+    ("tiny", "fsdp 3", ["ddp 2"]),
+    ("tiny", "ddp 2", ["one device"]),
+    ("split", "tp 2", ["fsdp 3 x tp 2"]),
+    ("split", "fsdp 3 x tp 2", ["hsdp 2x2"]),
+    ("experts", "ep 4 x tp 2", ["fsdp 3"]),
     ("experts", "fsdp 3", ["ep 2 x tp 2", "pp 2"]),
-    ("experts", "ep 4 x tp 2", ["hsdp 2x2"]),
-    ("experts", "pp 2 ZBV x fsdp 2", ["ep 2"]),
 ]
 
 
@@ -108,13 +101,12 @@ def test_a_checkpoint_loads_into_other_layouts(
 
 
 CHAINS = [
-    ((pj.TIED,), ["fsdp 2", "pp 2 ZBV x fsdp 2", "one device", "pp 2"]),
-    ((), ["fsdp 2 x tp 2", "cp 4 ring", "pp 2 x tp 2", "cp 2 x pp 2"]),
-    (("--optimizer.name=Muon",), ["fsdp 2 x tp 2", "one device", "pp 2"]),
+    ((), ["tp 2", "cp 2 ring", "fsdp 2", "pp 2"]),
+    ((pj.TIED, "--optimizer.name=Muon"), ["fsdp 2 x tp 2", "pp 2 ZBV x fsdp 2", "one device"]),
 ]
 
 
-@pytest.mark.parametrize(("what", "chain"), CHAINS, ids=["tied", "dense", "Muon"])
+@pytest.mark.parametrize(("what", "chain"), CHAINS, ids=["dense", "tied, Muon"])
 def test_a_run_goes_through_layouts_as_if_on_one_device(
     what: tuple[str, ...],
     chain: list[str],
@@ -139,7 +131,7 @@ def test_where_weights_are_kept_for_backward_changes_no_bit(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     finals = {}
-    for kept in ("default", "always", "never", "2"):
+    for kept in ("default", "2"):
         job = jobs.write_job(tmp_path, name=kept, cache=cache)
         job += [
             f"--parallelism.fsdp_reshard_after_forward={kept}",

@@ -42,12 +42,13 @@ EP2 = "--parallelism.expert_parallel_degree=2"
 TP4 = "--parallelism.tensor_parallel_degree=4"
 COPIED_STREAM = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel=true"
+WHOLE = "--training.local_batch_size=8"
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "tp 2": (2, (TP2,)),
-    "tp 4": (4, (TP4,)),
-    "tp 4, stream copied, logits gathered": (4, (TP4, COPIED_STREAM, WHOLE_LOGITS)),
-    "fsdp 2, tp 2, accumulating": (4, (TP2, "--training.local_batch_size=1")),
+    "tp 2": (2, (TP2, WHOLE)),
+    "tp 4": (4, (TP4, WHOLE)),
+    "tp 4, stream copied, logits gathered": (4, (TP4, COPIED_STREAM, WHOLE_LOGITS, WHOLE)),
+    "tp 2, accumulating": (2, (TP2, "--training.local_batch_size=4")),
     "hsdp 2x2, tp 2": (8, (TP2, *jobs.HSDP)),
     "ep 2": (2, (EP2,)),
     "ep 2, fsdp 2": (4, (EP2,)),
@@ -87,7 +88,7 @@ GRADIENTS = [
     ("tp 2", "qwen2", SIZES),
     ("tp 4", "qwen3", QWEN3),
     ("tp 4, stream copied, logits gathered", "llama3", SIZES),
-    ("fsdp 2, tp 2, accumulating", "qwen3", QWEN3),
+    ("tp 2, accumulating", "qwen3", QWEN3),
     ("hsdp 2x2, tp 2", "llama3", SIZES),
     # for the bugs of mutants.py
     pytest.param("tp 2", "qwen3_moe", EVEN, marks=pytest.mark.long),

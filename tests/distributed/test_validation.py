@@ -35,10 +35,10 @@ TP2 = "--parallelism.tensor_parallel_degree=2"
 CP2 = "--parallelism.context_parallel_degree=2"
 # name: ranks, arguments
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    # 20 samples at once: one rank has three of the 13 and one has none
-    "fsdp 4, ragged": (4, ("--training.local_batch_size=2", "--validation.local_batch_size=5")),
-    "cp 2 x pp 2 ZBV": (4, (CP2, *pipeline("ZBVZeroBubble"))),
-    "pp 2 DualPipeV x tp 2": (4, (TP2, *pipeline("DualPipeV"))),
+    # ten samples at once: of the last 3 of the 13, one rank has all and one has none
+    "fsdp 2, ragged": (2, ("--validation.local_batch_size=5",)),
+    "cp 2": (2, (CP2, "--training.local_batch_size=8")),
+    "tp 2": (2, (TP2, "--training.local_batch_size=8")),
     "pp 2 1F1B x fsdp 2": (4, (*pipeline("1F1B"), "--validation.local_batch_size=3")),
 }
 
@@ -126,15 +126,15 @@ def test_the_same_figure_in_any_layout(
         assert losses == pytest.approx(reference.losses[:2], rel=1e-6)
 
 
-WORKERS = ("--training.dataloader.num_workers=1", "--validation.dataloader.num_workers=1")
 NO_TRACE: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one process, workers": (1, WORKERS),
-    "compiled, recomputed": (
+    "one process, compiled, recomputed, worker": (
         1,
         (
+            "--validation.dataloader.num_workers=1",
             "--compile.enable",
             "--compile.backend=aot_eager",
             "--activation_checkpoint.mode=full",
+            "--training.local_batch_size=8",
             "--validation.local_batch_size=5",
         ),
     ),
@@ -185,36 +185,27 @@ def test_nothing_of_the_training_differs(
         assert not any("validation_loss" in row for row in theirs.rows)
 
 
-def test_a_resumed_run_validates_at_the_same_steps(ranks: RankPool, tmp_path: Path) -> None:
-    rows = {}
-    for name, stops in (("through", (5,)), ("resumed", (2, 5))):
-        for steps in stops:
-            job = [*validated(tmp_path, jobs.TINY, name=name), f"--training.steps={steps}"]
-            [result] = ranks.run(jobs.train, job, world=1)
-        rows[name] = [
-            (row["step"], row["validation_loss"], row["validation_perplexity"])
-            for row in result.rows
-            if "validation_loss" in row
-        ]
-    assert rows["resumed"] == rows["through"]
-    assert [step for step, _, _ in rows["through"]] == [1, 2, 4, 5]
+def measured(given: list[list[str]]) -> list[float]:
+    """The losses that validations give before training."""
+    validators = [jobs.start(job).validator for job in given]
+    return [v.measure(0)["validation_loss"] for v in validators if v is not None]
 
 
 def test_the_first_batches_alone(ranks: RankPool, tmp_path: Path) -> None:
-    def losses(*arguments: str) -> list[float]:
-        job = [*validated(tmp_path, jobs.TINY), *arguments, "--checkpoint.enable=false"]
-        [result] = ranks.run(jobs.train, job, world=1)
-        return [row["validation_loss"] for row in result.rows]
-
-    every = losses()
-    assert losses("--validation.steps=7") == every  # 7 batches of 2 hold all 13
-    assert losses("--validation.steps=100") == every
-    some = losses("--validation.steps=3")
+    base = [*validated(tmp_path, jobs.TINY), jobs.UNSAVED]
+    options = [
+        (),
+        ("--validation.steps=7",),  # 7 batches of 2 hold all 13
+        ("--validation.steps=100",),
+        ("--validation.steps=3",),
+        # the same samples in other batches
+        ("--validation.steps=2", "--validation.local_batch_size=3"),
+    ]
+    [found] = ranks.run(measured, [[*base, *more] for more in options], world=1)
+    every, seven, hundred, some, others = found
+    assert seven == hundred == every
     assert some != every
-    # the same samples in other batches
-    assert losses("--validation.steps=2", "--validation.local_batch_size=3") == pytest.approx(
-        some, rel=1e-6
-    )
+    assert others == pytest.approx(some, rel=1e-6)
 
 
 def train_to(job: list[str], losses: dict[int, float]) -> list[int]:
@@ -233,8 +224,7 @@ def train_to(job: list[str], losses: dict[int, float]) -> list[int]:
     return [row["step"] for row in rows if "validation_loss" in row]
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_the_best_checkpoints_are_kept(mode: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_the_best_checkpoints_are_kept(ranks: RankPool, tmp_path: Path) -> None:
     losses = {2: 3.0, 3: 0.5, 4: 1.0, 6: 2.0, 8: 2.5, 10: 4.0}
     job = [
         *validated(tmp_path, jobs.TINY),
@@ -242,7 +232,8 @@ def test_the_best_checkpoints_are_kept(mode: str, ranks: RankPool, tmp_path: Pat
         "--checkpoint.interval=2",
         "--checkpoint.keep_latest_k=1",
         "--checkpoint.keep_best=2",
-        f"--checkpoint.async_mode={mode}",
+        "--checkpoint.async_mode=async",
+        "--training.local_batch_size=8",
     ]
     for steps, kept in ((4, [2, 4]), (8, [4, 6, 8]), (10, [4, 6, 10])):
         [validations] = ranks.run(train_to, [*job, f"--training.steps={steps}"], losses, world=1)
@@ -308,7 +299,8 @@ def count_time(job: list[str]) -> list[dict[str, float]]:
 
 
 def test_its_time_is_not_that_of_the_training(ranks: RankPool, tmp_path: Path) -> None:
-    [rows] = ranks.run(count_time, validated(tmp_path, jobs.TINY), world=1)
+    job = [*validated(tmp_path, jobs.TINY), jobs.UNSAVED, "--training.steps=2"]
+    [rows] = ranks.run(count_time, job, world=1)
     assert all(row["step_time_s"] < 900 for row in rows)
 
 
@@ -324,7 +316,11 @@ def timeouts_of(job: list[str]) -> list[int]:
 
 def test_the_first_one_of_a_start_has_the_time_to_compile(ranks: RankPool, tmp_path: Path) -> None:
     job = [*validated(tmp_path, jobs.TINY), "--comm.init_timeout_seconds=77"]
-    [timeouts] = ranks.run(timeouts_of, [*job, "--comm.train_timeout_seconds=55"], world=1)
+    [timeouts] = ranks.run(
+        timeouts_of,
+        [*job, jobs.UNSAVED, "--comm.train_timeout_seconds=55", "--training.steps=2"],
+        world=1,
+    )
     assert timeouts == [77, 55]
 
 
@@ -360,7 +356,7 @@ def test_data_that_are_missing_or_short(ranks: RankPool, tmp_path: Path) -> None
 
 
 def split_job(folder: Path, name: str, cache: Path, *arguments: str) -> list[str]:
-    """A job that holds a third of its documents out, and validates on them after each step."""
+    """A job that holds a third of its documents out, and validates on them every two steps."""
     path = write_held_out(folder)
     return [
         *jobs.write_job(folder, name=name, cache=cache),
@@ -369,10 +365,11 @@ def split_job(folder: Path, name: str, cache: Path, *arguments: str) -> list[str
         "--training.attn_mask_type=block_causal",
         "--training.seq_len=16",
         "--training.global_batch_size=4",
-        "--training.steps=4",
+        "--training.local_batch_size=4",
+        "--training.steps=5",
         "--validation.enable",
         "--validation.holdout_fraction=0.3",
-        "--validation.freq=1",
+        "--validation.freq=2",
         *arguments,
     ]
 
@@ -380,7 +377,8 @@ def split_job(folder: Path, name: str, cache: Path, *arguments: str) -> list[str
 def test_held_out_documents_are_as_if_in_files_of_their_own(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
-    """All figures, those of the training too; and resumed, on more ranks and with it off."""
+    """All figures, those of the training too; and resumed, on more ranks and with it off: after
+    the same steps."""
     texts = [json.loads(line)["text"] for line in write_held_out(tmp_path).open()]
     for name, held_out in (("kept", False), ("held", True)):
         lines = [json.dumps({"text": t}) for t in texts if is_held_out(t) == held_out]
@@ -396,24 +394,31 @@ def test_held_out_documents_are_as_if_in_files_of_their_own(
         f"--validation.dataset_path={tmp_path / 'held.jsonl'}",
     )
     [theirs] = ranks.run(jobs.train, by_files, world=1)
-    losses = [row["validation_loss"] for row in ours.rows]
+    losses = validation_losses(ours)
     assert exact(ours.rows) == exact(theirs.rows)
-    assert losses == [row["validation_loss"] for row in theirs.rows]
+    assert losses == validation_losses(theirs)
+    assert [*losses] == [1, 2, 4, 5]
     first = split_job(tmp_path, "resumed", cache, "--training.steps=2", "--validation.enable=false")
     ranks.run(jobs.train, first, world=1)
     shutil.copytree(tmp_path / "resumed", tmp_path / "on 2")
     for world, name in ((1, "resumed"), (2, "on 2")):
-        [result, *_] = ranks.run(jobs.train, split_job(tmp_path, name, cache), world=world)
-        resumed = [row["validation_loss"] for row in result.rows[2:]]
+        job = split_job(tmp_path, name, cache, f"--training.local_batch_size={4 // world}")
+        [result, *_] = ranks.run(jobs.train, job, world=world)
+        later = {step: loss for step, loss in losses.items() if step > 2}
         if world == 1:
             assert exact(result.rows) == exact(ours.rows)
             assert result.state_hash == ours.state_hash
-            assert resumed == losses[2:]
+            assert validation_losses(result) == later
         else:
             assert [row["loss"] for row in result.rows] == pytest.approx(
                 [row["loss"] for row in ours.rows], rel=1e-5
             )
-            assert resumed == pytest.approx(losses[2:], rel=1e-5)
+            assert validation_losses(result) == pytest.approx(later, rel=1e-5)
+
+
+def validation_losses(result: jobs.Result) -> dict[int, float]:
+    """The losses by step."""
+    return {r["step"]: r["validation_loss"] for r in result.rows if "validation_loss" in r}
 
 
 def test_another_split_does_not_resume(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
