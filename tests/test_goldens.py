@@ -22,7 +22,8 @@ RECORDED = goldens.read_goldens()["jobs"]
 REPEATED = {
     "accumulation": ("sgd",),
     "fsdp2": ("resume_fsdp2",),
-    "tp2": ("resume_fsdp2_as_tp2", "tp2_fsdp2"),
+    "tp2": ("resume_fsdp2_as_tp2", "tp2_pp2"),
+    "tp2_fsdp2": ("resume_fsdp2_as_tp2", "tp2_pp2", "hsdp2x2"),
     "pp2": ("resume_pp2_as_single",),
     "documents_within": ("packed_examples", "whole_experts"),
     "smallest_single": ("resume_pp2_as_single", "first_house_single"),
