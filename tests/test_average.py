@@ -27,7 +27,7 @@ STEPS = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs of three checkpoints; their tensors lie in pieces of two ranks."""
+    """Runs of three checkpoints; tensors of the first lie in pieces of two ranks."""
     folder = tmp_path_factory.mktemp("runs")
     found = {}
     for name, more in {
@@ -37,7 +37,7 @@ def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     }.items():
         job = jobs.write_job(folder, name=name)
         job += ["--checkpoint.interval=1", "--training.steps=3", "--checkpoint.keep_latest_k=0"]
-        ranks.run(jobs.train, [*job, *more], world=2)
+        ranks.run(jobs.train, [*job, *more], world=1 if more else 2)
         found[name] = folder / name
     return found
 
@@ -68,8 +68,7 @@ def command(run: Path, out: Path, *more: str) -> int:
     return main([str(run), "--out", str(out), *more])
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
-@pytest.mark.parametrize("decay", [None, 0.75])
+@pytest.mark.parametrize(("name", "decay"), [("float32", None), ("bfloat16", 0.75)])
 def test_equals_the_recurrence(
     runs, name: str, decay: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +165,7 @@ def test_memory_depends_on_neither_checkpoints_nor_size(
     monkeypatch.setattr(room, "BLOCK", 1 << 16)
     source = runs["float32"] / "checkpoint" / "step-1"
     peaks = {}
-    for num_steps, rows in ((3, 1 << 16), (30, 1 << 16), (3, 1 << 18)):
+    for num_steps, rows in ((3, 1 << 16), (12, 1 << 16), (3, 1 << 18)):
         folder = tmp_path / f"{num_steps}-{rows}"
         steps = fake(folder, num_steps=num_steps, rows=rows, source=source)
         with Peak() as mode:

@@ -164,17 +164,17 @@ def test_mistakes_are_told_together(path: str | None, overrides: Any, said: list
 
 def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     """Bit for bit, its result is what it has written, and nothing stays in the process."""
-    command = [*write_job(tmp_path, name="command"), "--training.steps=12"]
+    command = [*write_job(tmp_path, name="command"), "--training.steps=4"]
     with ExitStack() as undo:
         train_command([*command, "--debug.deterministic"], stop=StopRequest(), undo=undo)
     before = process_state()
-    config = job(tmp_path, **{"training.steps": 12, "debug.deterministic": True})
+    config = job(tmp_path, **{"training.steps": 4, "debug.deterministic": True})
     result = train(config)
     assert process_state() == before
     rows = read_rows(tmp_path / "run")
     assert result.rows == rows
     assert [row["loss"] for row in rows] == [row["loss"] for row in read_rows(tmp_path / "command")]
-    assert (result.step, result.loss, result.reason) == (12, rows[-1]["loss"], None)
+    assert (result.step, result.loss, result.reason) == (4, rows[-1]["loss"], None)
     assert (result.folder, result.validation_loss) == (tmp_path / "run", None)
     assert result.tokens == rows[-1]["num_tokens"] > 0
     again = train(config)  # there is nothing left to do

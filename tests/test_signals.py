@@ -107,7 +107,7 @@ def saved_step(job: Job) -> int:
     return step
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_process_saves_and_the_next_start_goes_on(
     number: signal.Signals, tmp_path: Path, start: Start
 ) -> None:

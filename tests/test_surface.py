@@ -7,7 +7,7 @@ the commands and the files that they leave. Record an intended change by
 
     python -m tests.test_surface
 
-The exit code after a second signal is in test_signals.py.
+The exit code after a second signal is in test_signals.py, those of several ranks in test_train.py.
 """
 
 from __future__ import annotations
@@ -60,9 +60,6 @@ ENDS = {
     "a file that is missing": (1, "training.dataset_path=nowhere.jsonl"),
     "a loss that is not finite": (1, f"job.dump_folder=nan {NOT_FINITE}"),
     "the deadline": (1, f"job.dump_folder=long {DEADLINE}"),
-    "a setting that is unknown, on 2 ranks": (2, UNKNOWN),
-    "a loss that is not finite, on 2 ranks": (2, f"job.dump_folder=nan2 {NOT_FINITE}"),
-    "the deadline, on 2 ranks": (2, f"job.dump_folder=long2 {DEADLINE}"),
 }
 
 

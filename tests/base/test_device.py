@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,11 +110,8 @@ def test_other_devices_have_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_flops(CPU, dtype=torch.float32) is None
 
 
-def test_memory_peak_sees_an_allocation() -> None:
-    """In a process of its own: a peak never falls, and other tests have theirs.
-
-    The shell in between is a small parent: Linux hands the peak of a parent on to its child.
-    """
+def test_memory_peak_sees_an_allocation(warm_python: Path) -> None:
+    """In a process of its own: a peak never falls, and other tests have theirs."""
     code = (
         "import torch\n"
         "from torchtitan.base.device import memory_peak_gib\n"
@@ -122,12 +119,7 @@ def test_memory_peak_sees_an_allocation() -> None:
         "torch.ones(3 * 2**26)\n"  # 0.75 GiB of float32
         "print(before, memory_peak_gib(torch.device('cpu')))\n"
     )
-    done = subprocess.run(
-        ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, code],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, check=True)
     before, after = map(float, done.stdout.split())
     assert 0.05 < before < 0.7
     assert 0.75 < after < before + 0.8

@@ -168,7 +168,9 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         _start(0, folder=tmp_path / "file")
 
 
-def test_handlers_that_libraries_installed_are_silenced_unless_torch_logs_asks() -> None:
+def test_handlers_that_libraries_installed_are_silenced_unless_torch_logs_asks(
+    warm_python: Path,
+) -> None:
     """torch gives its loggers handlers on stderr at import, on every rank."""
     code = (
         "import logging\n"
@@ -180,7 +182,7 @@ def test_handlers_that_libraries_installed_are_silenced_unless_torch_logs_asks()
     without = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     for env, heard in ((without, False), ({**without, "TORCH_LOGS": "+fsdp"}, True)):
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [warm_python, "-c", code],
             env=env,
             capture_output=True,
             text=True,

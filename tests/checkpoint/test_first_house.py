@@ -1,10 +1,8 @@
-"""Runs that the code before its redesign saved: resumed, started from and generated from."""
+"""Runs that the code before its redesigns saved: started from and generated from."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from scripts import goldens
-from scripts.golden.jobs import FIXTURES, JOBS, SMALLEST, write_data
+from scripts.golden.jobs import EXPERTS, FIXTURES, SMALLEST, write_data
 from scripts.golden.ranks import add_smallest
 from scripts.golden.record import read_tensors
 from tests.distributed import jobs
@@ -34,28 +32,14 @@ def smallest() -> Iterator[None]:
     del MODELS["llama3"].flavors["smallest"]
 
 
-@pytest.mark.timeout(600)
-def test_they_are_resumed_bit_for_bit() -> None:
-    """On one rank, on two, with adapters, and two as one; what is recorded is the whole run's."""
-    check_resumed("first_house", num_jobs=4)
-
-
-def check_resumed(house: str, *, num_jobs: int) -> None:
-    names = [name for name, job in JOBS.items() if job.fixture.startswith(f"{house}/")]
-    assert len(names) == num_jobs
-    command = [sys.executable, goldens.__file__, "check", *names]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def check_start(
     run: Path,
     settings: str,
     ranks: RankPool,
     folder: Path,
     *,
-    world: int,
     data: str = "examples.jsonl",
+    name: str = "run",
     train: Callable[[list[str]], jobs.Result] = jobs.train,
 ) -> None:
     """Train a step from the weights of a stored run, and compare what it began with."""
@@ -63,18 +47,18 @@ def check_start(
     step = run / "run" / "checkpoint" / "step-3"
     job = [
         f"--job.config_file={folder / 'base.toml'}",
-        f"--job.dump_folder={folder / 'run'}",
+        f"--job.dump_folder={folder / name}",
         *(f"--{word}" for word in settings.split()),
         f"--training.dataset_path={folder / data}",
         f"--training.dataset_cache={folder / 'cache'}",
         "--training.steps=1",
         f"--checkpoint.initial_load_path={step}",
     ]
-    result = ranks.run(train, job, world=world)[0]
+    result = ranks.run(train, job, world=2)[0]
     stored = read_tensors(step / "model")
     assert result.initial.keys() == stored.keys()
-    for name, weight in stored.items():
-        assert torch.equal(result.initial[name], weight), name
+    for key, weight in stored.items():
+        assert torch.equal(result.initial[key], weight), key
     assert [row["step"] for row in result.rows] == [1]
 
 
@@ -83,11 +67,11 @@ def train_smallest(job: list[str]) -> jobs.Result:
     return jobs.train(job)
 
 
-@pytest.mark.parametrize(("run", "world"), [("single", 2), ("fsdp2", 1)])
-def test_a_run_starts_from_their_weights(
-    run: str, world: int, ranks: RankPool, tmp_path: Path
-) -> None:
-    check_start(RUNS / run, SMALLEST, ranks, tmp_path, world=world, train=train_smallest)
+def test_two_ranks_start_from_the_weights_of_one(ranks: RankPool, tmp_path: Path) -> None:
+    """In the format of either house; tests/test_goldens.py resumes them."""
+    check_start(RUNS / "single", SMALLEST, ranks, tmp_path, train=train_smallest)
+    experts = goldens.ROOT / FIXTURES / "second_house" / "experts"
+    check_start(experts, EXPERTS, ranks, tmp_path, data="documents.jsonl", name="experts")
 
 
 def test_text_is_generated_from_their_weights(

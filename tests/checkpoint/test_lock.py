@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import platform
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import jobs
-from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_pool import RankPool, start_server
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import lock
 
-# the child stands for a forked data worker, which lives on when its parent is killed
-HOLDER = """
-import os, sys, time
-from pathlib import Path
-from torchtitan.checkpoint.lock import hold
-hold(Path(sys.argv[1]))
-child = os.fork()
-if child:
-    print(child, flush=True)
-time.sleep(300)
-"""
+
+def hold(folder: Path, pipe: Connection) -> None:
+    """Hold a folder; a child stands for a forked data worker, which outlives its parent."""
+    lock.hold(folder)
+    child = os.fork()
+    if child:
+        pipe.send(child)
+    time.sleep(300)
 
 
 @contextmanager
-def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", HOLDER, str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    child = int(process.stdout.readline())
+def holder(folder: Path) -> Iterator[BaseProcess]:
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = multiprocessing.Pipe()
+    process = context.Process(target=hold, args=(folder, theirs))
+    process.start()
+    child = ours.recv()
     try:
         yield process
     finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.join()
         os.kill(child, signal.SIGKILL)
 
 
@@ -60,7 +60,7 @@ def test_a_folder_has_one_holder_until_that_one_is_killed(
             lock.hold(folder)
         lock.hold(tmp_path / "runs" / "two")
         process.kill()
-        process.wait()
+        process.join()
         lock.hold(folder)
     assert (folder / lock.LOCK).read_text().startswith(f"process {os.getpid()} on host")
 
@@ -68,7 +68,7 @@ def test_a_folder_has_one_holder_until_that_one_is_killed(
 @pytest.mark.long
 def test_a_run_that_is_ending_is_waited_for(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         lock.hold(tmp_path)
 
 

@@ -200,6 +200,10 @@ def test_a_server_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert info["ETag"] == f'"{etag}-{len(parts)}"'
         assert store.fetch("step-1/large", tmp_path / "copy", record=record) is None
         assert (tmp_path / "copy").read_bytes() == content
+        store.write("step-1/text", b"whole")
+        assert store.read("step-1/text") == b"whole"
+        assert store.read("step-1/not there") is None
+        store.remove(["step-1/text"])
         assert store.list_names() == ["step-1"]
         assert sorted(store.list_sizes("step-1")) == ["step-1/large", "step-1/small"]
         store.remove(["step-1/large", "step-1/small", "step-1/not there"])

@@ -1,5 +1,7 @@
 """Runs whose checkpoints lie in an object store: what is committed, kept, resumed from and refused.
 
+The store is a folder, file://...; test_objects.py speaks with a server of S3.
+
 The oracle is a run of the same job that saves to a folder: every state must be equal, bit for bit.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,40 +30,24 @@ from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import load_config
 from torchtitan.trainer import Trainer
 
-URL = "s3://bucket/run"
 ALONE = "faulty://bucket/run"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[stores.S3Server]:
-    with stores.s3_server("bucket") as server:
-        yield server
+def apart(own_disks: bool, function: Callable[[list[str]], Any], job: list[str]) -> Any:
+    """Run a job's function on a rank; with `own_disks` in a folder that no other rank sees."""
+    if own_disks:
+        job = [*job, f"--job.dump_folder={_folder_of(job)}-{dist.get_rank()}"]
+    with jobs.listening() as lines:
+        return function(job), lines
 
 
-def with_environ(
-    environ: Mapping[str, str],
-    own_disks: bool,
-    function: Callable[[list[str]], Any],
-    job: list[str],
-) -> Any:
-    """Run a job's function on a rank that finds the server; with `own_disks` in a folder that no
-    other rank sees."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environ.items():
-            patch.setenv(name, value)
-        if own_disks:
-            job = [*job, f"--job.dump_folder={_folder_of(job)}-{dist.get_rank()}"]
-        with jobs.listening() as lines:
-            return function(job), lines
-
-
-def train(job: list[str]) -> str:
-    """Run a job to its end; return the hash of its state."""
-    run = jobs.start(job)
+def train(job: list[str]) -> list[str]:
+    """Run a job to its end; return the hash of its state after each step."""
+    run, hashes = jobs.start(job), list[str]()
     trainer = Trainer(run)
-    trainer.train()
+    trainer.train(on_step=lambda step: hashes.append(jobs.hash_state(run)))
     trainer.close()
-    return jobs.hash_state(run)
+    return hashes
 
 
 def _folder_of(job: list[str]) -> str:
@@ -69,151 +55,157 @@ def _folder_of(job: list[str]) -> str:
 
 
 class Runs:
-    """Runs jobs whose checkpoints lie in the server's bucket."""
+    """Runs jobs whose checkpoints lie in a store."""
 
-    def __init__(self, ranks: RankPool, server: stores.S3Server, folder: Path) -> None:
+    def __init__(self, ranks: RankPool, folder: Path) -> None:
         self._ranks, self._folder = ranks, folder
-        self.environ = stores.environ_of(server.port)
+        self.url = f"file://{folder}/store"
+        self.store = open_store(self.url)
 
     def job(self, steps: int, *words: str, name: str = "run") -> list[str]:
         job = jobs.write_job(self._folder, name=name)
-        job += ["--checkpoint.interval=2", f"--training.steps={steps}"]
+        job += ["--checkpoint.interval=1", f"--training.steps={steps}"]
         return [*job, *(f"--checkpoint.{word}" for word in words)]
 
     def run(self, *words: str, steps: int, world: int = 1, own_disks: bool = False) -> Any:
-        """Train; return the last state's hash, and what rank 0 logged."""
-        job = self.job(steps, f"folder={URL}", *words)
-        results = self._ranks.run(with_environ, self.environ, own_disks, train, job, world=world)
-        return results[0]
+        """Train; return the hash of each step's state, and what rank 0 logged."""
+        job = self.job(steps, f"folder={self.url}", *words)
+        return self._ranks.run(apart, own_disks, train, job, world=world)[0]
 
-    def undisturbed(self, *, steps: int, world: int = 1) -> str:
-        job = self.job(steps, name="undisturbed")
-        return self._ranks.run(jobs.train, job, world=world)[0].state_hash
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """The states of a run that saves to a folder, on one rank and on two, step by step."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {
+        world: ranks.run(
+            train, [*jobs.write_job(folder, name=str(world)), "--training.steps=4"], world=world
+        )[0]
+        for world in (1, 2)
+    }
 
 
 @pytest.fixture
-def runs(ranks: RankPool, server: stores.S3Server, tmp_path: Path) -> Runs:
-    store = open_store()
-    store.remove(store.list_sizes(""))  # of the test before
-    return Runs(ranks, server, tmp_path)
+def runs(ranks: RankPool, tmp_path: Path) -> Runs:
+    return Runs(ranks, tmp_path)
 
 
-def open_store(url: str = URL) -> objects.ObjectStore:
+def open_store(url: str) -> objects.ObjectStore:
     return objects.ObjectStore(url, key="checkpoint.folder", patience_seconds=5)
 
 
-@pytest.mark.parametrize(
-    ("world", "own_disks", "mode"),
-    [(1, False, "disabled"), (2, False, "async"), (2, True, "disabled")],
-)
+@pytest.mark.parametrize(("own_disks", "mode"), [(False, "async"), (True, "disabled")])
 def test_a_run_resumes_from_the_store_alone(
-    world: int, own_disks: bool, mode: str, runs: Runs, tmp_path: Path
+    own_disks: bool, mode: str, runs: Runs, undisturbed: dict[int, list[str]], tmp_path: Path
 ) -> None:
+    """Two ranks; the last step's weights are exported to the store too."""
     mode = f"async_mode={mode}"
-    _, lines = runs.run(mode, "keep_latest_k=2", steps=5, world=world, own_disks=own_disks)
+    _, lines = runs.run(mode, "keep_latest_k=2", steps=3, world=2, own_disks=own_disks)
     assert [line for line in lines if line.startswith("Uploaded")][-1].startswith(
-        f"Uploaded {URL}/step-5: "
+        f"Uploaded {runs.url}/step-3: "
     )
-    store = open_store()
-    assert find_stored(store) == [4, 5]
-    assert not store.list_sizes("step-2")
-    names = [f"run-{rank}" for rank in range(world)] if own_disks else ["run"]
-    folders = [tmp_path / name for name in names]
+    store = runs.store
+    assert find_stored(store) == [2, 3]
+    assert not store.list_sizes("step-1")
+    folders = [tmp_path / name for name in (["run-0", "run-1"] if own_disks else ["run"])]
     for folder in folders:
-        assert find_steps(folder / "checkpoint") == [5]
+        assert find_steps(folder / "checkpoint") == [3]
         shutil.rmtree(folder)
-    state, lines = runs.run(mode, steps=8, world=world, own_disks=own_disks)
-    assert any(line.startswith(f"Fetching {URL}/step-5 into") for line in lines)
-    assert state == runs.undisturbed(steps=8, world=world)
+    export = [] if own_disks else ["last_save_in_hf=true"]  # which needs a folder of all ranks
+    states, lines = runs.run(mode, *export, steps=4, world=2, own_disks=own_disks)
+    assert any(line.startswith(f"Fetching {runs.url}/step-3 into") for line in lines)
+    assert states == undisturbed[2][3:]
+    if export:
+        folder = tmp_path / "run" / "checkpoint" / "export" / "step-4"
+        assert "config.json" in os.listdir(folder)
+        for path in folder.iterdir():
+            assert store.read(f"export/step-4/{path.name}") == path.read_bytes()
 
 
-def test_the_last_step_is_exported_to_the_store(runs: Runs, tmp_path: Path) -> None:
-    runs.run("last_save_in_hf=true", steps=2, world=2)
-    folder = tmp_path / "run" / "checkpoint" / "export" / "step-2"
-    store = open_store()
-    assert "config.json" in os.listdir(folder)
-    for path in folder.iterdir():
-        assert store.read(f"export/step-2/{path.name}") == path.read_bytes()
-
-
-def test_a_restart_fetches_only_what_the_disk_lost(runs: Runs, tmp_path: Path) -> None:
-    runs.run(steps=4)
-    _, lines = runs.run(steps=6)
+def test_a_restart_fetches_only_what_the_disk_lost(
+    runs: Runs, undisturbed: dict[int, list[str]], tmp_path: Path
+) -> None:
+    runs.run(steps=1)
+    _, lines = runs.run(steps=2)
     assert not any(line.startswith("Fetching") for line in lines)
-    step = tmp_path / "run" / "checkpoint" / "step-6"
+    step = tmp_path / "run" / "checkpoint" / "step-2"
     (step / "optimizer" / "__0_0.distcp").write_bytes(b"damaged")
     (step / "model" / "__0_0.distcp").unlink()
-    state, lines = runs.run(steps=8)
+    states, lines = runs.run(steps=3)
     assert any(line.startswith("Fetching") for line in lines)
-    assert state == runs.undisturbed(steps=8)
+    assert states == undisturbed[1][2:3]
 
 
-@pytest.mark.parametrize(("world", "own_disks"), [(1, False), (2, True)])
-def test_an_upload_that_did_not_end_is_ended(world: int, own_disks: bool, runs: Runs) -> None:
-    runs.run(steps=4, world=world, own_disks=own_disks)
-    store = open_store()
-    store.remove(["step-4/manifest.json", "step-4/model/__0_0.distcp"])
-    assert find_stored(store) == [2]
-    state, lines = runs.run(steps=6, world=world, own_disks=own_disks)
-    assert any(f"{URL}/step-4" in line for line in lines)
-    [line] = [line for line in lines if line.startswith(f"Uploaded {URL}/step-4")]
+def test_an_upload_that_did_not_end_is_ended(runs: Runs, undisturbed: dict[int, list[str]]) -> None:
+    on_two: dict[str, Any] = {"world": 2, "own_disks": True}
+    runs.run(steps=2, **on_two)
+    store = runs.store
+    store.remove(["step-2/manifest.json", "step-2/model/__0_0.distcp"])
+    assert find_stored(store) == [1]
+    states, lines = runs.run(steps=3, **on_two)
+    assert any(f"{runs.url}/step-2" in line for line in lines)
+    [line] = [line for line in lines if line.startswith(f"Uploaded {runs.url}/step-2")]
     assert ": 1 of " in line
-    assert find_stored(store) == [2, 4, 6]
-    assert state == runs.undisturbed(steps=6, world=world)
+    assert find_stored(store) == [1, 2, 3]
+    assert states == undisturbed[2][2:3]
 
 
-def test_an_upload_that_nobody_can_end_is_removed(runs: Runs, tmp_path: Path) -> None:
-    runs.run(steps=4)
-    store = open_store()
-    store.remove(["step-4/manifest.json"])
+def test_an_upload_that_nobody_can_end_is_removed(
+    runs: Runs, undisturbed: dict[int, list[str]], tmp_path: Path
+) -> None:
+    runs.run(steps=2)
+    store = runs.store
+    store.remove(["step-2/manifest.json"])
     shutil.rmtree(tmp_path / "run")
-    state, lines = runs.run("interval=3", steps=6)
-    assert any(line.startswith(f"Fetching {URL}/step-2") for line in lines)
-    assert store.list_sizes("step-4") == {}
-    assert find_stored(store) == [2, 3, 6]
-    assert state == runs.undisturbed(steps=6)
+    states, lines = runs.run("interval=3", steps=3)
+    assert any(line.startswith(f"Fetching {runs.url}/step-1") for line in lines)
+    assert store.list_sizes("step-2") == {}
+    assert find_stored(store) == [1, 3]
+    assert states == undisturbed[1][1:3]
 
 
 def test_a_damaged_step_is_passed_over_and_set_aside(runs: Runs, tmp_path: Path) -> None:
-    runs.run(steps=4)
-    store = open_store()
-    content = store.read("step-4/model/__0_0.distcp")
+    runs.run(steps=2)
+    store = runs.store
+    content = store.read("step-2/model/__0_0.distcp")
     assert content is not None
-    store.write("step-4/model/__0_0.distcp", content[:-1] + b"x")
+    store.write("step-2/model/__0_0.distcp", content[:-1] + b"x")
     shutil.rmtree(tmp_path / "run")
     _, lines = runs.run("interval=3", steps=3)
-    assert any("step-4" in line and "damaged" in line for line in lines)
-    assert find_stored(store) == [2, 3]
-    assert store.size("step-4/manifest.json.aside")
+    assert any("step-2" in line and "damaged" in line for line in lines)
+    assert find_stored(store) == [1, 3]
+    assert store.size("step-2/manifest.json.aside")
     runs.run("interval=3", steps=3)
-    assert find_stored(store) == [2, 3]
+    assert find_stored(store) == [1, 3]
 
 
-def test_a_run_starts_from_another_in_a_store(runs: Runs, ranks: RankPool, tmp_path: Path) -> None:
-    through, _ = runs.run(steps=6)
+def test_a_run_starts_from_another_in_a_store(
+    runs: Runs, ranks: RankPool, undisturbed: dict[int, list[str]], tmp_path: Path
+) -> None:
+    runs.run(steps=3)
     (tmp_path / "other").mkdir()
-    for url, words in ((f"{URL}/step-4", ()), (URL, ("load_step=4",))):
+    for url, words in ((f"{runs.url}/step-2", ()), (runs.url, ("load_step=2",))):
         words = (f"initial_load_path={url}", "initial_load_model_only=false", *words)
-        job = runs.job(6, *words, name="other")
-        [(state, _)] = ranks.run(with_environ, runs.environ, False, train, job, world=1)
-        assert state == through
+        job = runs.job(3, *words, name="other")
+        [(states, _)] = ranks.run(apart, False, train, job, world=1)
+        assert states == undisturbed[1][2:3]
         shutil.rmtree(tmp_path / "other")
 
 
 def test_two_runs_do_not_share_a_store(runs: Runs, ranks: RankPool) -> None:
-    job = runs.job(4, f"folder={URL}")
-    [(message, _)] = ranks.run(with_environ, runs.environ, False, taken_over, job, world=1)
+    job = runs.job(2, f"folder={runs.url}")
+    [message] = ranks.run(taken_over, runs.url, job, world=1)
     assert naming("process 7", "elsewhere").match(message)
 
 
-def taken_over(job: list[str]) -> str:
+def taken_over(url: str, job: list[str]) -> str:
     """Run a job whose store another process takes after its first save."""
     push, sent = RemoteCheckpoints.push, []
 
     def push_and_lose(self: RemoteCheckpoints, name: str) -> None:
         push(self, name)
         if not sent:
-            open_store().write(".owner", b"abc process 7 on host elsewhere")
+            open_store(url).write(".owner", b"abc process 7 on host elsewhere")
         sent.append(name)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -155,26 +155,17 @@ def test_no_secret_is_shown(faulty: Any, tmp_path: Path, monkeypatch: pytest.Mon
     assert "0123" not in str(error.value)
 
 
-def losses(environ: dict[str, str], job: list[str]) -> list[float]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environ.items():
-            patch.setenv(name, value)
-        return [row["loss"] for row in jobs.train(job).rows]
-
-
 def test_ranks_train_on_a_bucket_as_on_files(ranks: RankPool, tmp_path: Path) -> None:
+    """The bucket is a folder: tests/checkpoint/test_remote.py has the server."""
     text = "".join(f"line {number} of a text\n" for number in range(3000))
-    (tmp_path / "text.txt").write_text(text)
-    with stores.s3_server("bucket") as server:
-        import boto3
-
-        boto3.client("s3").put_object(Bucket="bucket", Key="data/text.txt", Body=text.encode())
-        found = []
-        for place in (str(tmp_path / "text.txt"), "s3://bucket/data/*.txt"):
-            job = jobs.write_job(tmp_path, name=f"run{len(found)}")
-            job += ["--training.dataset=files", f"--training.dataset_path={place}", jobs.UNSAVED]
-            environ = stores.environ_of(server.port)
-            found.append(ranks.run(losses, environ, [*job, "--training.steps=3"], world=2))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "text.txt").write_text(text)
+    found = []
+    for place in (f"{tmp_path}/data/text.txt", f"file://{tmp_path}/data/*.txt"):
+        job = jobs.write_job(tmp_path, name=f"run{len(found)}")
+        job += ["--training.dataset=files", f"--training.dataset_path={place}", jobs.UNSAVED]
+        [result, _] = ranks.run(jobs.train, [*job, "--training.steps=2"], world=2)
+        found.append([row["loss"] for row in result.rows])
     assert found[0] == found[1]
     copies = [path.name for path in (tmp_path / "cache" / "fetched").rglob("*.txt")]
     assert copies == ["text.txt"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,13 +61,13 @@ def test_every_rank_says_which_setting(
     assert naming(*values).match(found[0])
 
 
-def test_a_job_ends_in_code_2(tmp_path: Path) -> None:
+def test_a_job_ends_in_code_2(tmp_path: Path, warm_python: Path) -> None:
     """Not in a time-out: one rank would ask all which type to compute in, the other would not."""
     job = [*write_job(tmp_path), UNSAVED, "--training.steps=1"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "torchtitan.train", *job, *option],
+            [warm_python, "-m", "torchtitan.train", *job, *option],
             env={**environ, **place},
             stderr=subprocess.PIPE,
             text=True,

@@ -108,8 +108,9 @@ def expected_part(
     return pieces[fsdp[0]] if fsdp[0] < len(pieces) else whole[:0]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("fsdp", "tp"), [(1, 2), (1, 4), (2, 2), (3, 2), (5, 4), (7, 2)])
+@pytest.mark.parametrize(
+    ("fsdp", "tp", "tied"), [(1, 4, False), (2, 2, True), (3, 2, False), (7, 2, True)]
+)
 def test_each_rank_holds_its_part_and_starts_from_the_bits_of_one_device(
     fsdp: int, tp: int, tied: bool
 ) -> None:
@@ -128,7 +129,7 @@ def test_each_rank_holds_its_part_and_starts_from_the_bits_of_one_device(
                 part = expected_part(name, whole, tp=(rank % tp, tp), fsdp=(rank // tp, fsdp))
                 assert torch.equal(p.to_local(), part), name
                 num_empty += part.numel() == 0
-    assert (num_empty > 0) == (fsdp in (3, 5, 7))
+    assert (num_empty > 0) == (fsdp in (3, 7))
 
 
 @pytest.mark.parametrize("sequence", [True, False])
@@ -226,7 +227,7 @@ def a_layer_costs(*, tp: int, sequence: bool) -> tuple[float, dict[str, int]]:
     return (kept[1] - kept[0]) / unit, more
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("tp", [2, 8])
 def test_costs_are_those_of_the_documentation(tp: int) -> None:
     kept, counts = a_layer_costs(tp=tp, sequence=True)
     assert kept == pytest.approx(2 + 20.6 / tp, rel=0.01)
