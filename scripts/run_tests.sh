@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
+unset PYTHONDONTWRITEBYTECODE  # else each process of a test compiles PyTorch's sources anew
 use_python dev
 
 python -m ruff format --check .

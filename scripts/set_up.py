@@ -127,6 +127,8 @@ def install(extra: str) -> int:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
         return subprocess.run([*pip, *packages], check=False).returncode
     command = [*uv, "pip", "install", "--python", sys.executable]
+    if sys.dont_write_bytecode:  # else each start would compile PyTorch's sources, for ten seconds
+        command.append("--compile-bytecode")
     options = read_pip_options()
     folders = [word for option in options if option[0] == "--find-links" for word in option]
     if folders and not has_torch():

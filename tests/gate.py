@@ -79,6 +79,8 @@ SLOW: tuple[str, ...] = (
     "tests/scripts/test_set_up.py::test_a_python_without_packages_is_left_alone",
     "tests/test_average.py",
     "tests/test_cluster.py::test_the_models_of_kubeflow",
+    "tests/test_docs.py::test_commands_run",
+    "tests/test_goldens.py::test_this_code_computes_what_was_recorded[others]",
     "tests/test_imports.py::test_a_plain_run_imports_what_it_uses",
     "tests/test_python.py::test_a_failure_is_raised_and_noted",
     "tests/test_python.py::test_a_model_of_ones_own_and_one_with_adapters",

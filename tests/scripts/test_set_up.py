@@ -114,13 +114,14 @@ def test_a_python_that_has_all_is_used(shell: Path) -> None:
 def test_a_python_without_packages_is_left_alone(shell: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", shell / "empty"], check=True)
     python = shell / "empty" / "bin" / "python3"
-    failed = use_python(shell, python, UV_EXIT="1")
+    failed = use_python(shell, python, UV_EXIT="1", PYTHONDONTWRITEBYTECODE="1")
     assert failed.returncode == 2
     assert "UV_DEFAULT_INDEX" in failed.stderr
-    done = use_python(shell, python)
+    done = use_python(shell, python, PYTHONDONTWRITEBYTECODE="")
     assert (done.returncode, done.stdout.strip()) == (0, str(shell / ".venv"))
     assert str(python) in done.stderr
-    call = (shell / "calls").read_text().splitlines()[-1].split()
+    *_, without, call = [line.split() for line in (shell / "calls").read_text().splitlines()]
+    assert ("--compile-bytecode" in without, "--compile-bytecode" in call) == (True, False)
     assert call[:4] == ["pip", "install", "--python", str(shell / ".venv" / "bin" / "python")]
     assert str(shell / "scripts" / "constraints.txt") in call
     assert call[-1] == str(shell)
