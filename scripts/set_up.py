@@ -127,8 +127,6 @@ def install(extra: str) -> int:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
         return subprocess.run([*pip, *packages], check=False).returncode
     command = [*uv, "pip", "install", "--python", sys.executable]
-    if sys.dont_write_bytecode:  # else each start would compile PyTorch's sources, for ten seconds
-        command.append("--compile-bytecode")
     options = read_pip_options()
     folders = [word for option in options if option[0] == "--find-links" for word in option]
     if folders and not has_torch():
@@ -137,6 +135,8 @@ def install(extra: str) -> int:
         alone = [*command, "--quiet", "--no-deps", "--no-index", *folders, torch]
         subprocess.run(alone, stderr=subprocess.DEVNULL, check=False)
     found = uv_arguments(options, os.environ, has_torch=has_torch())
+    if sys.dont_write_bytecode:  # else each start would compile PyTorch's sources, for ten seconds
+        found.append("--compile-bytecode")
     return subprocess.run([*command, *found, *packages], check=False).returncode
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 SLOW: tuple[str, ...] = (
     "tests/base/test_device.py::test_memory_peak_sees_an_allocation",
     "tests/base/test_log.py::test_handlers_that_libraries_installed_are_silenced_unless_torch_logs_asks",
+    "tests/checkpoint/test_first_house.py::test_two_ranks_start_from_the_weights_of_one",
     "tests/checkpoint/test_lock.py::test_a_folder_has_one_holder_until_that_one_is_killed",
     "tests/checkpoint/test_lock.py::test_a_second_run_is_refused_on_all_ranks_before_it_writes",
     "tests/checkpoint/test_manager.py",
     "tests/checkpoint/test_objects.py::test_a_server_of_s3",
     "tests/checkpoint/test_remote.py",
-    "tests/checkpoint/test_first_house.py::test_two_ranks_start_from_the_weights_of_one",
     "tests/checkpoint/test_stored.py::test_damage_is_refused_or_read_as_torch_reads_it",
     "tests/config/test_main.py::test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_code",
     "tests/data/test_dataset.py::test_built_in_data",

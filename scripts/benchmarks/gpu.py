@@ -103,12 +103,9 @@ SMALL_JOB = (
 FLOAT32 = "--training.mixed_precision_param=float32"
 """Otherwise a job of either device computes in bfloat16 if it can."""
 TOY_SIZES = ("--model.flavor=tiny", "--training.seq_len=32")
-DOCUMENTS = (
-    "--training.dataset=python_stdlib",
-    "--training.attn_mask_type=block_causal",
-    "--training.reset_positions=true",
-)
-CHATS = ("--training.dataset=synthetic_examples", "--training.packing=packed", *DOCUMENTS[1:])
+WITHIN = ("--training.attn_mask_type=block_causal", "--training.reset_positions=true")
+DOCUMENTS = ("--training.dataset=python_stdlib", *WITHIN)
+CHATS = ("--training.dataset=synthetic_examples", "--training.packing=packed", *WITHIN)
 MOE = "--model.name=qwen3_moe"
 BALANCED = (
     "--model.expert_bias=true",

@@ -28,7 +28,6 @@ from torchtitan.checkpoint.remote import find_steps as find_stored
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import load_config
-from torchtitan.trainer import Trainer
 
 ALONE = "faulty://bucket/run"
 
@@ -43,11 +42,7 @@ def apart(own_disks: bool, function: Callable[[list[str]], Any], job: list[str])
 
 def train(job: list[str]) -> list[str]:
     """Run a job to its end; return the hash of its state after each step."""
-    run, hashes = jobs.start(job), list[str]()
-    trainer = Trainer(run)
-    trainer.train(on_step=lambda step: hashes.append(jobs.hash_state(run)))
-    trainer.close()
-    return hashes
+    return jobs.after_each_step(job, jobs.hash_state)
 
 
 def _folder_of(job: list[str]) -> str:

@@ -156,7 +156,7 @@ def test_no_secret_is_shown(faulty: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_ranks_train_on_a_bucket_as_on_files(ranks: RankPool, tmp_path: Path) -> None:
-    """The bucket is a folder: tests/checkpoint/test_remote.py has the server."""
+    """The bucket is a folder; tests/checkpoint/test_objects.py has a server of S3."""
     text = "".join(f"line {number} of a text\n" for number in range(3000))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "text.txt").write_text(text)

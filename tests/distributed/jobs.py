@@ -7,11 +7,11 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torchtitan.mesh.ranks import RankInfo
 from torchtitan.models.interface import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
+T = TypeVar("T")
 FSDP: tuple[str, ...] = ()
 DDP = (
     "--parallelism.data_parallel_replicate_degree=2",
@@ -119,6 +120,15 @@ def train(arguments: list[str]) -> Result:
     )
 
 
+def after_each_step(arguments: list[str], look: Callable[[Run], T]) -> list[T]:
+    """Run a job to its end on this rank; return what `look` returns after each step."""
+    run, found = start(arguments), list[T]()
+    trainer = Trainer(run)
+    trainer.train(on_step=lambda step: found.append(look(run)))
+    close(trainer)
+    return found
+
+
 def close(trainer: Trainer) -> None:
     """Close a trainer, and wait until rank 0 has written its last row."""
     trainer.close()
@@ -173,13 +183,20 @@ def read_rows(folder: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def hash_state(run: Run) -> str:
-    """Hash parameters, optimizer state, random generator and data position, bit for bit."""
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Hash names and elements, bit for bit."""
     digest = hashlib.sha256()
-    tensors = model_tensors(run.model) | optimizer_tensors(run.model, run.optimizer)
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(full(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def hash_state(run: Run) -> str:
+    """Hash parameters, optimizer state, random generator and data position, bit for bit."""
+    tensors = model_tensors(run.model) | optimizer_tensors(run.model, run.optimizer)
+    whole = {name: full(tensor) for name, tensor in sorted(tensors.items())}
+    digest = hashlib.sha256(hash_tensors(whole).encode())
     digest.update(torch.get_rng_state().numpy().tobytes())
     digest.update(json.dumps(run.loader.state_dict(), sort_keys=True).encode())
     digest.update(json.dumps([run.progress.step, run.progress.tokens_seen]).encode())

@@ -60,8 +60,8 @@ class Compiled:
     cache_misses: int
 
 
-def train(job: list[str], *, code: Path | None = None, strict: bool = True) -> Compiled:
-    """Train on this rank; `strict`: a second code for a later layer is an error."""
+def train(job: list[str], *, code: Path | None = None) -> Compiled:
+    """Train on this rank; a second code for a later layer is an error."""
     import torch._dynamo
     import torch._inductor.config
     from torch._dynamo.utils import counters
@@ -71,7 +71,7 @@ def train(job: list[str], *, code: Path | None = None, strict: bool = True) -> C
     torch._dynamo.reset()
     counters.clear()
     scalar = torch._inductor.config.patch({"cpp.simdlen": 1})
-    with torch._dynamo.config.patch(error_on_recompile=strict), scalar:
+    with torch._dynamo.config.patch(error_on_recompile=True), scalar:
         trained = pipeline_jobs.train(job)
     return Compiled(
         trained=trained,
@@ -139,10 +139,10 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("code")
 
 
-def train_in_two_parts(job: list[str], *, code: Path, strict: bool = True) -> Compiled:
+def train_in_two_parts(job: list[str], *, code: Path) -> Compiled:
     """Stop after a step, and go on."""
-    train([*job, "--training.steps=1"], code=code, strict=strict)
-    return train(job, code=code, strict=strict)
+    train([*job, "--training.steps=1"], code=code)
+    return train(job, code=code)
 
 
 def train_anew(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import statistics
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
@@ -19,10 +18,11 @@ from tests.tools.audit.campaign import SMALL
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.metrics.ledger import read_ledger
 from torchtitan.metrics.rows import read_rows
+from torchtitan.models.init import local_part
 from torchtitan.optim.settings import SpikesConfig
 from torchtitan.optim.spikes import SpikeDetector, robust_bounds
 from torchtitan.tools.compare import command as compare
-from torchtitan.trainer import Run, Trainer
+from torchtitan.trainer import Run
 
 JOB = [
     *SMALL,
@@ -89,34 +89,22 @@ def test_a_spike_is_clipped_to_the_median_and_a_level_that_lasts_is_none(
 def hash_parts(run: Run) -> tuple[str, str]:
     """Hash this rank's weights and its optimizer state, bit for bit."""
     parts = model_tensors(run.model), optimizer_tensors(run.model, run.optimizer)
-    hashes = []
-    for tensors in parts:
-        digest = hashlib.sha256()
-        for _, tensor in sorted(tensors.items()):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            digest.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-        hashes.append(digest.hexdigest())
-    return hashes[0], hashes[1]
+    weights, state = (
+        jobs.hash_tensors({name: local_part(t).detach() for name, t in part.items()})
+        for part in parts
+    )
+    return weights, state
 
 
-def train_hashing(job: list[str]) -> dict[int, tuple[str, str]]:
-    """Run a job to its end; return the hashes after each step."""
-    run = jobs.start(job)
-    found: dict[int, tuple[str, str]] = {}
-    trainer = Trainer(run)
-    trainer.train(on_step=lambda step: found.update({step: hash_parts(run)}))
-    jobs.close(trainer)
-    return found
-
-
-def check_steps(hashes: list[dict[int, tuple[str, str]]], run: Path) -> None:
+def check_steps(hashes: list[list[tuple[str, str]]], run: Path) -> None:
     """Check which steps were left out on every rank, and what was recorded of them."""
     told = [(row["step"], row["figure"]) for row in read_ledger(run) if row["event"] == "spike"]
     assert told == [(10, "loss"), (15, "loss"), (15, "grad_norm")]
     assert [row["spikes"] for row in read_rows(run / "metrics.jsonl")][-5:] == [1, 2, 2, 2, 2]
-    for by_step in hashes:
-        for step in range(2, 19):
-            pairs = zip(by_step[step - 1], by_step[step], strict=True)
+    for of_rank in hashes:
+        assert len(of_rank) == 18
+        for step, (one, next_one) in enumerate(pairwise(of_rank), start=2):
+            pairs = zip(one, next_one, strict=True)
             assert {before != now for before, now in pairs} == {step not in SPIKES}, step
 
 
@@ -124,7 +112,9 @@ def check_steps(hashes: list[dict[int, tuple[str, str]]], run: Path) -> None:
 def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on one device."""
     run = tmp_path_factory.mktemp("alone")
-    hashes = ranks.run(train_hashing, [*JOB, f"--job.dump_folder={run}"], world=1)
+    hashes = ranks.run(
+        jobs.after_each_step, [*JOB, f"--job.dump_folder={run}"], hash_parts, world=1
+    )
     check_steps(hashes, run)
     return run
 
@@ -145,7 +135,7 @@ def test_a_step_that_is_left_out_changes_nothing(
     layout: list[str], alone: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     job = [*JOB, *layout, f"--job.dump_folder={tmp_path}", jobs.UNSAVED]
-    check_steps(ranks.run(train_hashing, job, world=2), tmp_path)
+    check_steps(ranks.run(jobs.after_each_step, job, hash_parts, world=2), tmp_path)
     rows, expected = (read_rows(run / "metrics.jsonl") for run in (tmp_path, alone))
     for figure in ("loss", "grad_norm"):
         # to rounding, which the steps after the spikes make larger: the loss is at 1/500 by then

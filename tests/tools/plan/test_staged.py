@@ -42,7 +42,7 @@ POWERS = 3 * (
     ids=["async", "pinned", "pinned, offloaded", "files alone", "off"],
 )
 def test_bytes_of_the_copy(settings: tuple[str, ...], expected: int, tmp_path: Path) -> None:
-    record = recorded(*(OFFLOADED for one in settings if one == OFFLOADED))
+    record = recorded(*(one for one in settings if one == OFFLOADED))
     assert staged(planned(tmp_path, *settings), record) == expected
 
 

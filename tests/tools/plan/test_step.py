@@ -206,11 +206,7 @@ def test_fewer_microbatches_have_the_peak_and_the_counts_of_all(
     from torchtitan.tools.plan.account import replay
     from torchtitan.tools.plan.traffic import count_traffic
 
-    accumulated = [
-        *settings,
-        f"--training.global_batch_size={batch}",
-        "--training.local_batch_size=4",
-    ]
+    accumulated = (f"--training.global_batch_size={batch}", "--training.local_batch_size=4")
     job = planned(tmp_path, *settings, *accumulated, world=2)
     short = job.shortened
     assert short.microbatches > 1

@@ -52,6 +52,8 @@ def cp(method: str) -> tuple[str, ...]:
 
 FREES_SENT_LATER = TorchVersion(torch.__version__) >= (2, 15)
 """A pipeline frees what it sent in whichever block runs then, so all blocks are rehearsed."""
+BEHIND_FROZEN = "cp ring, recomputed, frozen"
+BEHIND_DENSE = "deepseek_v3, experts dealt out, tp, cp ulysses"
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     # ranks, the one that is rehearsed, and as few layers as leave some to skip
     "hsdp, every 2, offloaded, documents": (
@@ -71,15 +73,14 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ),
     ),
     "fsdp x tp, stream copied": (4, 0, (layers(7), TP2, COPIED)),
-    "cp ring, recomputed, frozen": (2, 1, (layers(9), *cp("alltoall"), FULL, FROZEN)),
+    BEHIND_FROZEN: (2, 1, (layers(9), *cp("alltoall"), FULL, FROZEN)),
     "pp Interleaved1F1B, last rank": (2, 1, (layers(28), IN_2, *pipeline("Interleaved1F1B"))),
-    "deepseek_v3, experts dealt out, tp, cp ulysses": (
+    BEHIND_DENSE: (
         8,
         0,
         (layers(8), *DEEPSEEK, EP2, TP2, *cp("ulysses"), *BY_OPERATOR),
     ),
 }
-OF_EXPERTS = "deepseek_v3, experts dealt out, tp, cp ulysses"
 
 
 def of_phase(record: Record, *, is_update: bool) -> list[Entry]:
@@ -251,7 +252,7 @@ def test_all_blocks_are_run_where_copying_fails(
 
 def test_blocks_unlike_the_first_ones_are_templates() -> None:
     """Behind a frozen block, and behind a dense one before experts."""
-    for name in ("cp ring, recomputed, frozen", OF_EXPERTS):
+    for name in (BEHIND_FROZEN, BEHIND_DENSE):
         few, [template] = few_of(name)
         assert template.first == 1 + rehearsing.MARGIN
     wrong = Template(blocks=template.blocks, first=0, period=1, times=template.times)
