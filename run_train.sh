@@ -27,10 +27,6 @@ for argument in "$@"; do
     [[ $argument == --help || $argument == -h ]] && NGPU=1 # one rank is enough to say it
 done
 
-# segments that grow keep a GPU's memory whole, and are what plans of memory count on
-if [ -z "${PYTORCH_CUDA_ALLOC_CONF:-}" ]; then
-    export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-fi
 # in this shell's place, so that a signal to it reaches the trainer
 interpreter=$(python -c 'import sys; print(sys.executable)')
 if [ "$NGPU" = 1 ]; then

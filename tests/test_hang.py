@@ -16,7 +16,8 @@ from torchtitan.base.errors import DataError
 from torchtitan.tools.hang import Call, Group, describe, find_blocked, find_unlike, main, read_calls
 
 ROOT = Path(__file__).parent.parent
-WORLD, LEFT, RIGHT = ("default_pg", (0, 1, 2, 3)), ("mesh_tp", (0, 1)), ("mesh_tp", (2, 3))
+WORLD: Group = ("gloo", "default_pg", (0, 1, 2, 3))
+LEFT, RIGHT = (("gloo", "mesh_tp", ranks) for ranks in ((0, 1), (2, 3)))
 
 STUCK = """
 import os, time
@@ -46,18 +47,23 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 4
-    told = hang(tmp_path / "run")
+    told = run_module("torchtitan", "hang", tmp_path / "run")
     assert told.returncode == 0, told.stderr
     assert "rank 0 waits for rank 1 in all_reduce" in told.stdout
     assert "It started with rank 1" in told.stdout
     assert "rank 1 waits" not in told.stdout
-    (tmp_path / "run" / "comm_traces" / "rank_1.json").unlink()
-    told = hang(tmp_path / "run")
+    records = tmp_path / "run" / "comm_traces"
+    program = "torch.distributed.flight_recorder.fr_trace"  # what torchfrtrace runs
+    shown = run_module(program, records, "-p", "gloo_", "-j")
+    assert shown.returncode == 0, shown.stderr
+    assert "all_reduce(" in shown.stdout + shown.stderr
+    (records / "gloo_1").unlink()
+    told = run_module("torchtitan", "hang", tmp_path / "run")
     assert "It started with rank 1: other ranks wait for it, and it left no record" in told.stdout
 
 
-def hang(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchtitan", "hang", str(folder)]
+def run_module(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *words]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
@@ -103,37 +109,74 @@ def test_ranks_that_call_different_things(tmp_path: Path) -> None:
     assert "Ranks called different collectives" in text
     assert "  rank 1: all_gather of 4, number 1 of tp" in text
     # only the root of a scatter has inputs, as in each save of a checkpoint
-    save = ("undefined", (0, 1))
+    save = ("gloo", "undefined", (0, 1))
     for rank, sizes in ((0, "9 9"), (1, "nothing")):
         calls[rank] = [call(save, 1, what=f"scatter of {sizes}")]
     assert not find_unlike(calls)
 
 
-def test_nccl_s_own_file_is_read_and_runs_nothing(tmp_path: Path) -> None:
-    """NCCL writes pickles, which could call anything."""
-    entry = {
+def nccl(
+    number: int, *, operator: str = "all_reduce", group: str = "5", state: str = "scheduled"
+) -> dict[str, object]:
+    """Return a call as NCCL records it; its time in seconds is its number."""
+    return {
         "is_p2p": False,
-        "process_group": ("5", "mesh_fsdp"),
-        "collective_seq_id": 7,
-        "profiling_name": "nccl:_reduce_scatter_base",
+        "process_group": (group, ""),
+        "collective_seq_id": number,
+        "profiling_name": f"nccl:{operator}",
         "input_sizes": ((8, 4),),
-        "time_created_ns": 5 * 10**9,
+        "time_created_ns": number * 10**9,
+        "state": state,
         "frames": [{"name": "f", "filename": "/a/torchtitan/optim/clip.py", "line": 3}],
     }
-    groups = {"5": {"name": "5", "desc": "mesh_fsdp", "ranks": "[0, 1]"}}
-    file = tmp_path / "rank_0"
-    file.write_bytes(pickle.dumps({"pg_config": groups, "entries": [entry]}))
+
+
+def write_record(file: Path, entries: object, **groups: str) -> None:
+    config = {
+        name: {"name": name, "desc": f"mesh_{name}", "ranks": r} for name, r in groups.items()
+    }
+    file.write_bytes(pickle.dumps({"pg_config": config, "entries": entries}))
+
+
+def test_nccl_s_own_file_is_read_and_runs_nothing(tmp_path: Path) -> None:
+    """NCCL writes pickles, which could call anything."""
+    file, ranks = tmp_path / "rank_0", {"fsdp": "[0, 1]"}
+    write_record(file, [nccl(7, operator="_reduce_scatter_base", group="fsdp")], **ranks)
     assert read_calls(tmp_path, prefix="rank_") == {
         0: [
             Call(
-                group=("mesh_fsdp", (0, 1)),
+                group=("nccl", "mesh_fsdp", (0, 1)),
                 number=7,
                 what="reduce_scatter_base of 8x4",
-                at=5.0,
+                at=7.0,
                 where="optim/clip.py:3 (f)",
             )
         ]
     }
-    file.write_bytes(pickle.dumps({"pg_config": groups, "entries": os.getcwd}))
+    write_record(file, os.getcwd, **ranks)
     with pytest.raises(DataError, match="getcwd"):
         read_calls(tmp_path, prefix="rank_")
+
+
+def test_records_of_nccl_and_gloo_are_read_together(tmp_path: Path) -> None:
+    """The ranks of tp have enqueued calls far ahead; rank 2 has not called what rank 0 waits in.
+
+    NCCL and gloo both count from 1 in groups of the same name.
+    """
+    groups = {"fsdp": "[0, 2]", "tp": "[0, 1]"}
+    done = nccl(1, group="fsdp", state="completed")
+    ahead = [nccl(number, group="tp") for number in (1, 2, 3)]
+    stuck = nccl(2, operator="_allgather_base", group="fsdp")
+    write_record(tmp_path / "rank_0", [done, stuck, *ahead], **groups)
+    write_record(tmp_path / "rank_1", ahead, **groups)
+    write_record(tmp_path / "rank_2", [done], **groups)
+    for rank in (0, 1, 2):  # all have voted, and then called NCCL
+        vote = nccl(1, group="fsdp", operator="barrier") | {"profiling_name": "gloo:barrier"}
+        write_record(tmp_path / f"gloo_{rank}", [vote], fsdp="[0, 1, 2]")
+    calls = read_calls(tmp_path, prefix="rank_")
+    waits = {rank: one.waits_for for rank, one in find_blocked(calls, late=50).items()}
+    assert waits == {0: (2,)}
+    assert find_unlike(calls) == []
+    text = describe(calls, late=50, logs=tmp_path)
+    assert "rank 0 waits for rank 2 in allgather_base of 8x4, number 2 of fsdp" in text
+    assert "It started with rank 2" in text

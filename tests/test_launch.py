@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from torchtitan.launch import _find_folder, describe_failure
+from torchtitan.launch import Places, describe_failure, exit_code_of_job, find_places
+
+
+def failure(codes: dict[int, int]) -> ChildFailedError:
+    return ChildFailedError(
+        "train",
+        {
+            rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+            for rank, code in codes.items()
+        },
+    )
+
+
+def places(folder: Path, *, since: float = 0.0) -> Places:
+    return Places(folder=folder, records=folder / "comm_traces", prefix="rank_", since=since)
 
 
 def failed(codes: dict[int, int], folder: Path | None, *, since: float = 0.0) -> str:
-    failures = {
-        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
-        for rank, code in codes.items()
-    }
-    return describe_failure(ChildFailedError("train", failures), folder=folder, since=since)
+    of = None if folder is None else places(folder, since=since)
+    return describe_failure(failure(codes), of)
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
@@ -31,7 +41,7 @@ def test_a_killed_rank(tmp_path: Path) -> None:
     said = failed({2: -signal.SIGKILL, 0: 4}, folder)
     assert all(part in said for part in ("rank 2", "SIGKILL", "OOM", str(log), "same command"))
     assert "hang" not in said
-    (records / "rank_0.json").touch()
+    (records / "gloo_0").touch()
     command = f"python -m torchtitan hang '{folder}'"
     assert command in failed({2: -signal.SIGKILL, 0: 1}, folder)
     # the ranks have printed why they stopped, but not who hangs
@@ -40,12 +50,12 @@ def test_a_killed_rank(tmp_path: Path) -> None:
 
 
 def test_what_an_earlier_run_left_is_not_named(tmp_path: Path) -> None:
-    for name in ("logs/rank_0.log", "comm_traces/rank_0.json"):
+    for name in ("logs/rank_0.log", "comm_traces/gloo_0"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1.0, 1.0))
-    assert failed({0: 2}, tmp_path, since=time.time()) == ""
-    [line] = failed({0: -35}, tmp_path, since=time.time()).splitlines()
+    assert failed({0: 2}, tmp_path, since=2.0) == ""
+    [line] = failed({0: -35}, tmp_path, since=2.0).splitlines()
     assert "signal 35" in line
     assert "\x1b" not in failed({0: -9}, tmp_path / "a\x1b]0;b\x07")
 
@@ -65,11 +75,42 @@ def test_the_folder_is_that_of_the_command(program: list[str], tmp_path: Path) -
 
     def find(*words: str) -> Path | None:
         first, *rest = (*program, *words)
-        return _find_folder(Namespace(training_script=first, training_script_args=rest))
+        arguments = Namespace(training_script=first, training_script_args=rest)
+        found = find_places(arguments, since=0.0)
+        return found and found.folder
 
     assert find("--job.config_file", str(file)) == folder
     assert find(f"--job.dump_folder={folder}") == folder
     assert find() == Path("outputs")
     assert find("--job.dump_folder=~nobody_of_this_name/x") is None
     other = Namespace(training_script="other", training_script_args=[f"--job.dump_folder={folder}"])
-    assert _find_folder(other) is None
+    assert find_places(other, since=0.0) is None
+
+
+def test_the_records_are_those_of_the_settings(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('comm.save_traces_folder = "waits"\ncomm.save_traces_file_prefix = "a_"\n')
+    words = ["--job.config_file", str(file), "--comm.save_traces_file_prefix=b_"]
+    arguments = Namespace(training_script="torchtitan.train", training_script_args=words)
+    assert find_places(arguments, since=1.0) == Places(
+        folder=Path("outputs"), records=Path("outputs/waits"), prefix="b_", since=1.0
+    )
+
+
+def test_a_timeout_of_nccl_is_a_hang(tmp_path: Path) -> None:
+    """NCCL writes its record and ends the process by SIGABRT; the launcher ends the other ranks."""
+    aborted = {1: -signal.SIGABRT, 0: -signal.SIGTERM}
+    assert exit_code_of_job(failure(aborted), places(tmp_path)) == 1
+    (tmp_path / "comm_traces").mkdir()
+    record = tmp_path / "comm_traces" / "rank_1"
+    for name in ("rank_0", "gloo_1", "rank_11"):
+        (record.parent / name).touch()
+    assert exit_code_of_job(failure(aborted), places(tmp_path)) == 1
+    record.touch()
+    assert exit_code_of_job(failure(aborted), places(tmp_path)) == 4
+    said = failed(aborted, tmp_path)
+    assert all(part in said for part in ("rank 1", "SIGABRT", "NCCL", "torchtitan hang"))
+    assert exit_code_of_job(failure({1: -signal.SIGSEGV}), places(tmp_path)) == 1
+    os.utime(record, (1.0, 1.0))  # an earlier run's
+    assert exit_code_of_job(failure(aborted), places(tmp_path, since=2.0)) == 1
+    assert exit_code_of_job(failure(aborted), None) == 1

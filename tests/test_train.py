@@ -181,6 +181,33 @@ def test_ctrl_c_while_torch_is_imported_ends_a_start(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+BEFORE_TORCH = """
+import os, runpy, sys
+
+class Stop:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            sys.exit(os.environ.get("PYTORCH_ALLOC_CONF", "not set"))
+
+sys.meta_path.insert(0, Stop())
+runpy.run_module("torchtitan.train", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "not set"),
+    ],
+)
+def test_the_allocator_is_set_before_torch_is_imported(
+    environ: dict[str, str], expected: str
+) -> None:
+    assert run([COLD_PYTHON, "-c", BEFORE_TORCH], **environ).stderr.strip() == expected
+
+
 def test_an_error_of_another_rank_does_not_leave_the_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

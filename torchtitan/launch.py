@@ -5,6 +5,8 @@ end with one message and code 2 on any number of ranks, and a scheduler requeues
 So this entry calls torchrun's own parser and `run`, and only translates the result. Arguments,
 restarts and rendezvous are torchrun's.
 
+NCCL ends a rank by SIGABRT when a collective times out. That is a hang, so the code is 4.
+
 SIGTERM, SIGINT and SIGUSR1 stop the job: torchrun forwards them to the ranks, which save and exit.
 It kills them after 30 seconds, too soon for a large checkpoint; `--shutdown_timeout` (torch 2.13 or
 newer) sets another limit.
@@ -21,10 +23,11 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import (
     determine_local_world_size,
     parse_args,
@@ -75,37 +78,75 @@ def main(argv: Sequence[str]) -> int:
     except SignalException:
         return StoppedError.exit_code
     except ChildFailedError as error:
-        code = _exit_code(error)
-        folder = _find_folder(arguments)
-        sys.stderr.write(describe_failure(error, folder=folder, since=started))
-        return code
+        places = find_places(arguments, since=started)
+        sys.stderr.write(describe_failure(error, places))
+        return exit_code_of_job(error, places)
     return 0
 
 
-def _exit_code(error: ChildFailedError) -> int:
-    _, first = error.get_first_failure()
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the ranks of a training write."""
+
+    folder: Path
+    records: Path
+    """Folder of the flight recorder's files."""
+    prefix: str
+    """Prefix of NCCL's files there."""
+    since: float
+    """Time of the start. Older files are those of an earlier run."""
+
+    def find_logs(self, rank: int) -> list[Path]:
+        """Return the log of a rank, if it has one."""
+        return self._only_new(self.folder / "logs" / f"rank_{rank}.log")
+
+    def has_records(self) -> bool:
+        """Return whether a rank wrote its collectives."""
+        return self.records.is_dir() and any(map(self._only_new, self.records.iterdir()))
+
+    def has_nccl_timeout(self, rank: int, failure: ProcessFailure) -> bool:
+        """Return whether NCCL ended a rank: by SIGABRT, after it had written its record."""
+        record = self.records / f"{self.prefix}{rank}"
+        return failure.exitcode == -signal.SIGABRT and bool(self._only_new(record))
+
+    def _only_new(self, file: Path) -> list[Path]:
+        return [file] if file.is_file() and file.stat().st_mtime >= self.since else []
+
+
+def exit_code_of_job(error: ChildFailedError, places: Places | None) -> int:
+    """Return the exit code of a job whose ranks failed."""
+    rank, first = error.get_first_failure()
     for failure in (first, *error.failures.values()):
         if failure.exitcode in REPORTED:
             return failure.exitcode
-    if first.exitcode in KILLED_IN_SETUP:
+    is_timeout = places is not None and places.has_nccl_timeout(rank, first)
+    if first.exitcode in KILLED_IN_SETUP or is_timeout:
         return StoppedError.exit_code
     return max(first.exitcode, 1)  # negative: a signal
 
 
-def _find_folder(arguments: argparse.Namespace) -> Path | None:
-    """Return the folder of the training that failed, None if another program was started."""
+def find_places(arguments: argparse.Namespace, *, since: float) -> Places | None:
+    """Return where the training that failed writes, None if another program was started."""
     from torchtitan.config.sources import COMMAND_LINE, CONFIG_FILE, Setting, read_layers
+    from torchtitan.mesh.settings import CommConfig
 
     words = [arguments.training_script, *arguments.training_script_args]
     if words[:2] != ["torchtitan", "train"] and words[0] != "torchtitan.train":
         return None
-    file, folder = (_find_option(words, f"--job.{key}") for key in ("config_file", "dump_folder"))
+    found = {
+        ("job", "dump_folder"): "outputs",
+        ("comm", "save_traces_folder"): CommConfig.save_traces_folder,
+        ("comm", "save_traces_file_prefix"): CommConfig.save_traces_file_prefix,
+    }
     try:
-        if file is not None and folder is None:
+        if (file := _find_option(words, "--job.config_file")) is not None:
             for layer in read_layers(Setting(file, COMMAND_LINE, CONFIG_FILE, file)):
-                if (found := layer.get(("job", "dump_folder"))) is not None:
-                    folder = str(found.value)
-        return Path(folder or "outputs").expanduser()
+                found |= {key: str(layer[key].value) for key in found if key in layer}
+        given = {key: _find_option(words, f"--{'.'.join(key)}") for key in found}
+        found |= {key: value for key, value in given.items() if value is not None}
+        folder, records, prefix = found.values()
+        path = Path(folder).expanduser()
+        return Places(folder=path, records=path / records, prefix=prefix, since=since)
     except (UserError, RuntimeError):  # RuntimeError: no such home
         return None
 
@@ -120,7 +161,7 @@ def _find_option(words: Sequence[str], name: str) -> str | None:
     return value
 
 
-def describe_failure(error: ChildFailedError, *, folder: Path | None, since: float) -> str:
+def describe_failure(error: ChildFailedError, places: Places | None) -> str:
     """Return the last paragraph of a failed job's output: which rank ended first and why, its log,
     and the commands that resume the job and find a hanging rank.
 
@@ -128,8 +169,7 @@ def describe_failure(error: ChildFailedError, *, folder: Path | None, since: flo
 
     Args:
         error: What torchrun raised.
-        folder: Folder of the training, if known.
-        since: Time of the start. Older logs and records are those of an earlier run.
+        places: Where the ranks write, if known.
     """
     rank, first = error.get_first_failure()
     codes = {number: each.exitcode for number, each in error.failures.items()}
@@ -139,22 +179,18 @@ def describe_failure(error: ChildFailedError, *, folder: Path | None, since: flo
         if first.exitcode < 0:
             cause = f"by {_signal_name(-first.exitcode)}"
             cause += ", perhaps of the OOM killer" if first.exitcode == -signal.SIGKILL else ""
+        if places and places.has_nccl_timeout(rank, first):
+            cause += " of NCCL, since a collective timed out"
         lines.append(f"rank {rank} was the first to end on {socket.gethostname()}, {cause}")
         if len(codes) > 1:
             lines.append(f"  codes: {', '.join(f'rank {n}: {code}' for n, code in codes.items())}")
-        lines += [f"  log: {log}" for log in _written(folder, f"logs/rank_{rank}.log", since)]
-        if folder is not None and any(folder.glob("checkpoint/step-*")):
+        lines += [f"  log: {log}" for log in (places.find_logs(rank) if places else ())]
+        if places and any(places.folder.glob("checkpoint/step-*")):
             lines.append("  run the same command to resume from the last checkpoint")
-    if folder is not None and _written(folder, "comm_traces/*", since):
-        hang = f"python -m torchtitan hang {shlex.quote(str(folder))}"
+    if places and places.has_records():
+        hang = f"python -m torchtitan hang {shlex.quote(str(places.folder))}"
         lines.append(f"  to name a rank that other ranks waited for: {hang}")
     return printable("\n".join(lines).strip()) + "\n" * bool(lines)
-
-
-def _written(folder: Path | None, pattern: str, since: float) -> list[Path]:
-    """Return the files of a folder that were written after a time."""
-    files = () if folder is None else folder.glob(pattern)
-    return [file for file in files if file.stat().st_mtime >= since]
 
 
 def _signal_name(number: int) -> str:

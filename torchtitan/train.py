@@ -16,6 +16,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import without a traceback
     # until `main_and_exit`: imports create half a million objects and no garbage
     gc.disable()
+    # keeps a GPU's memory in one piece; plans count on it. torch may read it when it is imported
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import logging
 import time

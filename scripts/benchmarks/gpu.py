@@ -444,5 +444,5 @@ def _start(*arguments: str, deadline: float, **environment: str) -> None:
         capture_output=True,
         text=True,
         timeout=None if deadline == float("inf") else max(1.0, deadline - time.monotonic()),
-        env=os.environ | environment,
+        env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, **environment},
     )

@@ -8,20 +8,19 @@ A rank that hangs is detected by the timeout of the other ranks' collectives:
 `comm.train_timeout_seconds` in a step, `checkpoint.save_timeout_seconds` in a save. Shortly before
 it a C thread of `faulthandler`, which needs no interpreter, writes all threads' stacks to the log.
 
-torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of this rank in memory.
-NCCL writes its collectives to a file when one times out. Each rank that ends with a fault writes
-gloo's; gloo's sends and receives are not recorded. `python -m torchtitan hang` reads all files.
+torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of this rank in memory,
+gloo's and NCCL's apart. NCCL writes its own when one times out, and ends the process by SIGABRT,
+which the launcher takes for a hang. Each rank that ends with an error writes both. gloo does not
+record sends and receives. `python -m torchtitan hang` and torch's `torchfrtrace` read the files.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import math
 import os
 import pickle
 import re
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -137,9 +136,10 @@ def dump_stacks_on_stall(
 
 
 PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
-SUFFIX = ".json"
+GLOO = "gloo_"
+"""Prefix of gloo's records. Those of NCCL have `comm.save_traces_file_prefix`."""
 NEWEST = 1000
-"""Collectives per file, of about 1 KB each."""
+"""Collectives in a record of gloo, of about 1 KB each."""
 
 
 def enable_recorder(settings: CommConfig, *, dump_folder: Path, rank: int) -> None:
@@ -151,7 +151,7 @@ def enable_recorder(settings: CommConfig, *, dump_folder: Path, rank: int) -> No
         return
     folder = dump_folder / settings.save_traces_folder
     prefix = str(folder / settings.save_traces_file_prefix)
-    for file in (f"{prefix}{rank}", f"{prefix}{rank}{SUFFIX}"):
+    for file in (f"{prefix}{rank}", folder / f"{GLOO}{rank}"):
         Path(file).unlink(missing_ok=True)
     if torch.cuda.is_available():
         folder.mkdir(parents=True, exist_ok=True)  # NCCL does not create it
@@ -159,24 +159,21 @@ def enable_recorder(settings: CommConfig, *, dump_folder: Path, rank: int) -> No
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(settings.trace_buf_size)
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
     os.environ[PREFIX] = prefix
-    os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = prefix
 
 
-def write_collectives() -> Path | None:
-    """Write the recorded collectives to a file and return its path; None without a recorder."""
+def write_collectives() -> None:
+    """Write the recorded collectives of this rank, each backend's to a file, if it recorded any."""
     prefix = os.environ.get(PREFIX)
     if not prefix or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
+        return
+    rank, folder = dist.get_rank(), Path(prefix).parent
     known: dict[str, Any] = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
     known["entries"] = known["entries"][-NEWEST:]
-    rank, groups = dist.get_rank(), {}
-    for group, ranks in _world.pg_group_ranks.items():
-        if not isinstance(group, dist.ProcessGroup):  # this rank is not a member
-            continue
-        members = json.dumps(sorted(ranks))
-        groups[group.group_name] = {"desc": group.group_desc, "ranks": members}
-    known |= {"pg_config": groups, "rank": rank, "written": time.time()}
-    file = Path(f"{prefix}{rank}{SUFFIX}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(known) + "\n", encoding="utf-8")
-    return file
+    for group, ranks in _world.pg_group_ranks.items():  # gloo does not record them
+        if isinstance(group, dist.ProcessGroup):  # this rank is a member
+            named = {"desc": group.group_desc, "ranks": str(sorted(ranks))}
+            known["pg_config"][group.group_name] = named
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{GLOO}{rank}").write_bytes(pickle.dumps(known))
+    if torch.cuda.is_available():
+        Path(f"{prefix}{rank}").write_bytes(torch._C._distributed_c10d._dump_nccl_trace())

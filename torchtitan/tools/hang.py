@@ -6,7 +6,7 @@ When a rank hangs, all other ranks fail with timeouts, which do not name it. But
 its collectives (`mesh/faults.py`). All ranks of a group call the same collectives in the same
 order, so a rank that has not made a call that other ranks of the group wait in is awaited by them.
 An awaited rank that waits for no other rank is the origin. A rank without a record was killed, or
-still hangs.
+still hangs. NCCL and gloo each count their own calls and write their own record.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LAST_LINES = 3
 """Printed lines of an awaited rank's log."""
 UNEVEN = ("scatter", "alltoall", "all_to_all")
 """Operators whose input sizes differ between ranks: only the root of a scatter has inputs."""
-Group = tuple[str, tuple[int, ...]]
-"""Description of a process group, and its ranks."""
+Group = tuple[str, str, tuple[int, ...]]
+"""Backend ("gloo", "nccl"), description and ranks of a process group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Call:
 
     group: Group
     number: int
-    """Sequence number within the group, from 1."""
+    """Number within the group and backend, from 1."""
     what: str
     """Operator and input sizes."""
     at: float
@@ -50,9 +50,10 @@ class Call:
     where: str
     """Innermost line outside of libraries."""
     is_completed: bool = False
+    """NCCL says so; gloo never does."""
 
     def __str__(self) -> str:
-        axis = self.group[0].removeprefix("mesh_").replace("undefined", "an unnamed group")
+        axis = self.group[1].removeprefix("mesh_").replace("undefined", "an unnamed group")
         return f"{self.what}, number {self.number} of {axis}, at {_time(self.at)} from {self.where}"
 
 
@@ -91,22 +92,26 @@ def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
     Raises:
         DataError: There are no records, or one cannot be read.
     """
-    pattern = re.compile(rf"{re.escape(prefix)}(\d+)(\.json)?")
+    from torchtitan.mesh.faults import GLOO
+
     files = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = {int(m[1]): file for file in files if (m := pattern.fullmatch(file.name))}
-    if not found:
+    calls: defaultdict[int, list[Call]] = defaultdict(list)
+    for start in (prefix, GLOO):
+        for file in files:
+            if match := re.fullmatch(rf"{re.escape(start)}(\d+)", file.name):
+                calls[int(match[1])] += _read(file)
+    if not calls:
         raise DataError(
             f"{folder} has no records of ranks; they are written when a collective fails, unless "
             "comm.trace_buf_size is 0"
         )
-    return {rank: _read(file) for rank, file in sorted(found.items())}
+    return dict(sorted(calls.items()))
 
 
 def _read(file: Path) -> list[Call]:
     try:
         check_is_file(file)
-        data = file.read_bytes()
-        known = json.loads(data) if file.suffix == ".json" else _Plain(io.BytesIO(data)).load()
+        known = _Plain(io.BytesIO(file.read_bytes())).load()
         groups = {
             name: (_text(group["desc"]), tuple(map(_whole, json.loads(group["ranks"]))))
             for name, group in known["pg_config"].items()
@@ -134,12 +139,13 @@ class _Plain(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def _call(entry: Mapping[str, Any], *, groups: Mapping[str, Group]) -> Call:
+def _call(entry: Mapping[str, Any], *, groups: Mapping[str, tuple[str, tuple[int, ...]]]) -> Call:
     sizes = " ".join("x".join(map(str, map(_whole, s))) or "1" for s in entry["input_sizes"])
+    backend, _, operator = _text(entry["profiling_name"]).rpartition(":")
     return Call(
-        group=groups[entry["process_group"][0]],
+        group=(backend, *groups[entry["process_group"][0]]),
         number=_whole(entry["collective_seq_id"]),
-        what=f"{entry['profiling_name'].split(':')[-1].lstrip('_')} of {sizes or 'nothing'}",
+        what=f"{operator.lstrip('_')} of {sizes or 'nothing'}",
         at=_whole(entry["time_created_ns"]) / 1e9,
         where=_where(entry.get("frames", ())),
         is_completed=entry.get("state") == "completed",
@@ -170,7 +176,7 @@ def _text(value: object) -> str:
 
 
 def find_blocked(calls: Mapping[int, Sequence[Call]], *, late: float) -> dict[int, Blocked]:
-    """Return the ranks that wait in their last call, by rank.
+    """Return the ranks that wait in a call, by rank.
 
     A rank waits for the ranks of the group that have not made the call, or made it more than `late`
     seconds later, after its timeout.
@@ -187,14 +193,23 @@ def find_blocked(calls: Mapping[int, Sequence[Call]], *, late: float) -> dict[in
 
     found = {}
     for rank, made in calls.items():
-        if not made or made[-1].is_completed:
-            continue
-        call = made[-1]
-        of_group = last[call.group]
-        missing = tuple(r for r in call.group[1] if not is_there(of_group.get(r), call))
-        if missing:
-            found[rank] = Blocked(call=call, waits_for=missing)
+        for call in _may_wait_in(made):
+            of_group = last[call.group]
+            missing = tuple(r for r in call.group[2] if not is_there(of_group.get(r), call))
+            if missing:
+                found[rank] = Blocked(call=call, waits_for=missing)
+                break
     return found
+
+
+def _may_wait_in(made: Sequence[Call]) -> list[Call]:
+    """Return the calls of a rank that may not have returned, in their order.
+
+    A rank calls NCCL far ahead of its device, and each call says whether it is completed. It waits
+    for gloo at once, so only its last call may be open.
+    """
+    nccl = [call for call in made if call.group[0] == "nccl" and not call.is_completed]
+    return nccl + [call for call in made if call.group[0] != "nccl"][-1:]
 
 
 def find_unlike(calls: Mapping[int, Sequence[Call]]) -> list[str]:
@@ -221,7 +236,7 @@ def _comparable(call: Call) -> str:
 
 def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) -> str:
     """Return the ranks that waited, and for whom, with the last call and log of each origin."""
-    world = sorted({rank for made in calls.values() for call in made for rank in call.group[1]})
+    world = sorted({rank for made in calls.values() for call in made for rank in call.group[2]})
     silent = [rank for rank in world if rank not in calls]
     blocked = find_blocked(calls, late=late)
     lines = [f"{plural(len(world), 'rank')}, records of {len(calls)}", ""]
@@ -239,7 +254,8 @@ def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) ->
             )
         else:
             made = calls[rank]
-            last = f"its last call was {made[-1]}" if made else "it made no call"
+            latest = max(made, key=lambda call: call.at, default=None)
+            last = f"its last call was {latest}" if latest else "it made no call"
             lines.append(f"It started with rank {rank}: other ranks wait for it; {last}")
         lines += _last_lines(logs / f"rank_{rank}.log")
     lines += ["", *find_unlike(calls)]

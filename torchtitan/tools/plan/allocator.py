@@ -3,7 +3,7 @@
 A GPU runs out of *reserved* memory, which is more than the sum of live storages: sizes are rounded
 up, each stream has its own memory, and free blocks may be too small for the next request. The rules
 are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13) with
-`PYTORCH_ALLOC_CONF=expandable_segments:True`, which `run_train.sh` sets:
+`PYTORCH_ALLOC_CONF=expandable_segments:True`, which the trainer's command sets:
 
 - A size is rounded up to 512 bytes.
 - A stream has two segments, one for sizes up to 1 MiB, that grow at their end, in pages of 2 MiB or
