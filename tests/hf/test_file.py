@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.models.reference import VARIANTS, random_decoder, reference_of
+from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
 from torchtitan.hf.file import map_file, open_file
 from torchtitan.hf.names import Names
@@ -62,10 +64,10 @@ def test_the_order_of_rows_is_never_guessed(tmp_path: Path) -> None:
         into = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         open_file(file, rope=rope, **settings).read(into)
         assert all(torch.equal(into[name], ours[name]) for name in ours), rope
-    with pytest.raises(CheckpointError, match=r'initial_load_rope = "interleaved" .*remove'):
+    with pytest.raises(CheckpointError, match=naming("initial_load_rope", "interleaved")):
         open_file(file, rope="interleaved", **settings)
     torch.save(ours, file)
-    with pytest.raises(CheckpointError, match=r'write checkpoint\.initial_load_rope = "halves" or'):
+    with pytest.raises(CheckpointError, match=naming("checkpoint.initial_load_rope", "halves")):
         open_file(file, **settings)
 
 
@@ -78,20 +80,23 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     state = dict(random_decoder(GROUPED).state_dict())
     without = {n: t for n, t in state.items() if n != "norm.weight"}
-    cases: list[tuple[object, str]] = [
-        (without, "1 missing: 'norm.weight'"),
-        ({**state, "extra": torch.ones(2)}, "1 unexpected: 'extra'"),
-        ({**state, "norm.weight": torch.ones(3)}, r"has shape \[3\], not \[32\]"),
-        ({**state, "norm.weight": torch.ones(32).to(torch.int8)}, "has type torch.int8, not F64"),
-        ({**state, "step": 7}, "must hold dense tensors by name"),
-        ({**state, "norm.weight": torch.ones(32).to_sparse()}, "must hold dense tensors by name"),
-        ({**state, "norm.weight": torch.ones(32).to("meta")}, "must hold dense tensors by name"),
-        ([torch.ones(2)], "must hold dense tensors by name"),
-        ({}, "must hold dense tensors by name"),
-        ({**state, "evil": Evil()}, r"nothing in it was run: Unsupported global: .* io.open"),
+    cases: list[tuple[object, re.Pattern[str]]] = [
+        (without, naming("norm.weight")),
+        ({**state, "extra": torch.ones(2)}, naming("extra")),
+        ({**state, "norm.weight": torch.ones(3)}, naming("norm.weight", [3], [32])),
+        (
+            {**state, "norm.weight": torch.ones(32).to(torch.int8)},
+            naming("norm.weight", "torch.int8"),
+        ),
+        ({**state, "step": 7}, naming("step")),
+        ({**state, "norm.weight": torch.ones(32).to_sparse()}, naming("norm.weight")),
+        ({**state, "norm.weight": torch.ones(32).to("meta")}, naming("norm.weight")),
+        ([torch.ones(2)], naming("[tensor([1., 1.])]")),
+        ({}, naming(file)),
+        ({**state, "evil": Evil()}, naming("io.open")),
         (
             {**state, "model.norm.weight": torch.ones(32)},
-            "'norm.weight' once, got 'norm.weight' and",
+            naming("norm.weight", "model.norm.weight"),
         ),
     ]
     for content, said in cases:
@@ -100,13 +105,13 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
             read(file)
     torch.save(state, file)
     file.write_bytes(file.read_bytes()[:-5000])
-    with pytest.raises(CheckpointError, match=r"model.pt cannot be read, nothing in"):
+    with pytest.raises(CheckpointError, match=naming(file)):
         read(file)
-    with pytest.raises(CheckpointError, match="No such file"):
+    with pytest.raises(CheckpointError, match=naming(tmp_path / "nowhere.pt")):
         read(tmp_path / "nowhere.pt")
     torch.save(state, file)
     tied = VARIANTS["tied"]
-    with pytest.raises(CheckpointError, match=r"1 unexpected: 'output\.weight'"):
+    with pytest.raises(CheckpointError, match=naming("output.weight")):
         read(file, tied)  # a head of its own is not lost unseen
 
 
@@ -123,7 +128,7 @@ def test_an_archive_packed_again_gives_its_weights_or_is_refused(
     if method == zipfile.ZIP_STORED:
         assert map_file(again)["a"][:2].tolist() == [1.5, 2.5]
         return
-    with pytest.raises(CheckpointError, match=r"again\.pt .* compressed"):
+    with pytest.raises(CheckpointError, match=naming(again)):
         map_file(again)
 
 

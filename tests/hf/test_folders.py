@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -27,6 +28,7 @@ from tests.models.reference import (
     random_decoder,
     reference_of,
 )
+from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.rows import runs, to_their_rows
 from torchtitan.checkpoint.source import ParameterFilter
@@ -367,14 +369,14 @@ def without(part: str) -> Callable[[dict[str, Tensor]], Any]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"mlp_only_layers": [1]}, "mlp_only_layers must list the first layers"),
-        ({"mlp_only_layers": [0, 1]}, "leave a layer with experts, got 2 of 2"),
-        ({"num_experts_per_tok": 9}, "at most num_experts, got 9 of 5"),
-        ({"num_local_experts": 0}, "num_experts must be from 1 to"),
+        ({"mlp_only_layers": [1]}, naming("mlp_only_layers", "[1]")),
+        ({"mlp_only_layers": [0, 1]}, naming("2 of 2")),
+        ({"num_experts_per_tok": 9}, naming("num_experts", 9, 5)),
+        ({"num_local_experts": 0}, naming("num_experts", 0)),
     ],
 )
 def test_experts_that_no_model_has_are_refused(
-    changes: dict[str, Any], said: str, tmp_path: Path
+    changes: dict[str, Any], said: re.Pattern[str], tmp_path: Path
 ) -> None:
     folder = theirs(tmp_path, VARIANTS[EXPERTS])
     change_config(**changes)(folder)
@@ -545,9 +547,9 @@ def test_what_is_left_out_may_be_of_another_size(tmp_path: Path) -> None:
     patterns = ParameterFilter(exclude=excluded)
     found = open_folder(folder, spec=LLAMA, architecture=architecture, filter=patterns, group=None)
     assert found.tensors["norm.weight"].name == "model.norm.weight"
-    for left in range(3):
-        fewer = ParameterFilter(exclude=tuple(p for i, p in enumerate(excluded) if i != left))
-        with pytest.raises(CheckpointError, match=r"1 of another shape|9 missing"):
+    for left in excluded:
+        fewer = ParameterFilter(exclude=tuple(pattern for pattern in excluded if pattern != left))
+        with pytest.raises(CheckpointError, match=re.escape(left.removesuffix("*"))):
             open_folder(folder, spec=LLAMA, architecture=architecture, filter=fewer, group=None)
     other = dataclasses.replace(architecture, norm_eps=1e-6)
     with pytest.raises(CheckpointError, match="rms_norm_eps"):
@@ -577,7 +579,7 @@ def test_a_real_head_is_not_lost_to_tied_embeddings(tmp_path: Path) -> None:
     """Names that are left out free no size that they say nothing of."""
     folder = theirs(tmp_path, VARIANTS["grouped"])
     tied = VARIANTS["tied"]
-    with pytest.raises(CheckpointError, match=r"1 unexpected: 'output\.weight' \(lm_head"):
+    with pytest.raises(CheckpointError, match=naming("output.weight", "lm_head.weight")):
         open_folder(
             folder,
             spec=LLAMA,
@@ -595,7 +597,7 @@ def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
     data = next((step / "model").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-20_000])
     settings = HFExport(names=Names(LLAMA.hf, model.config))
-    with pytest.raises(CheckpointError, match=r"convert .*step-1 by python -m torchtitan convert"):
+    with pytest.raises(CheckpointError, match=naming(step, "torchtitan convert")):
         export(step, folder, settings=settings, group=None)
     assert equal(load_file(folder / "model.safetensors"), before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-1"]
@@ -612,8 +614,8 @@ def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        (lambda block: delattr(block.feed_forward, "w3"), "the model lacks layers.1.f"),
-        (lambda block: setattr(block, "gate", nn.Linear(2, 2)), "has no name for layers.1.gate.b"),
+        (lambda block: delattr(block.feed_forward, "w3"), "layers.1.feed_forward.w3"),
+        (lambda block: setattr(block, "gate", nn.Linear(2, 2)), "layers.1.gate.b"),
     ],
 )
 def test_a_checkpoint_of_other_parameters_writes_no_folder(
@@ -653,7 +655,7 @@ def test_a_checkpoint_of_a_part_of_a_tensor_writes_no_folder(tmp_path: Path) -> 
     metadata.state_dict_metadata["norm.weight"].chunks[0].sizes = torch.Size([3])
     (step / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
     settings = HFExport(names=Names(family_of(model.config).hf, model.config))
-    with pytest.raises(CheckpointError, match=r"'norm.weight' has 3 of 32 elements"):
+    with pytest.raises(CheckpointError, match=naming("norm.weight", 3, 32)):
         export(step, tmp_path / "out", settings=settings, group=None)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 

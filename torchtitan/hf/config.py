@@ -243,7 +243,7 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
     values |= {**format.implied, "rope_scaling": read_scaling(rope_table(config))}
     architecture = spec.sizes(**values, **spec.of_family)
     if wrong := next(architecture.violations(), None):
-        raise CheckpointError(f"{config.path} has impossible sizes: {wrong.rule}")
+        raise CheckpointError(f"{config.path} has impossible sizes: {wrong}")
     return architecture
 
 
