@@ -724,7 +724,7 @@ def log_job(
     config: Config, *, layout: Layout, device: torch.device, precision: str = "as set"
 ) -> None:
     """Log what is trained, where and how; `precision` is the reason for its dtype."""
-    dims, seq_len = layout.dims, config.training.seq_len
+    training, seq_len = config.training, config.training.seq_len
     logger.info(
         "%s %s: %s parameters%s, %.3g FLOPs per token at seq_len %d",
         config.model.name,
@@ -734,14 +734,11 @@ def log_job(
         layout.counts.flops_per_token(seq_len),
         seq_len,
     )
+    samples = plural(layout.samples_per_step(training), "sample")
     logger.info(
-        "%d x %s, layout: %s, computing in %s (%s) from %s weights",
-        dims.world_size,
-        device_name(device),
-        dims,
-        config.training.mixed_precision_param,
-        precision,
-        config.training.dtype,
+        f"{layout.dims.world_size} x {device_name(device)}, layout: {layout.dims}, {samples} a "
+        f"step, computing in {training.mixed_precision_param} ({precision}) from {training.dtype} "
+        "weights"
     )
     if layout.architecture.rope_scaling is not None:
         from torchtitan.models.positions import warn_beyond_rope

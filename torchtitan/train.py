@@ -127,7 +127,9 @@ def train_job(
     sync_before_training(stop)
     if done < steps:
         why = f": {config.compile.backend} compiles blocks" if config.compile.enable else ""
-        logger.info("Starting at step %d of %d, the slowest one%s", done + 1, steps, why)
+        logger.info(
+            "Starting at step %d of %d; the first step is the slowest%s", done + 1, steps, why
+        )
     log, limit = folder / "logs" / f"rank_{launch.rank}.log", config.comm.train_timeout_seconds
     with bar:
         with dump_stacks_on_stall(log, limit_seconds=limit, on_step=bar.advance) as on_step:

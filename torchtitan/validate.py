@@ -113,8 +113,7 @@ def build_validation_loader(
     )
     freq = validation.freq
     logger.info(
-        "Validation on %s of %s in %s, every %s, after step 1 (before "
-        "it is logged) and after the last one",
+        "Validation on %s of %s in %s, after step 1, every %s, and after the last step",
         plural(batches.num_drawn, "sample"),
         plural(source.seq_len, "token"),
         plural(batches.num_batches, "batch"),

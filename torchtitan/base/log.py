@@ -203,9 +203,9 @@ def _width(text: str) -> int:
 
 
 def _num_columns(stream: TextIO | None) -> float:
-    """Return the columns of a terminal; infinity if `stream` is none."""
+    """Return the columns of a terminal; infinity if `stream` is none, or hides them."""
     try:
-        return os.get_terminal_size(stream.fileno()).columns if stream is not None else math.inf
+        return (stream and os.get_terminal_size(stream.fileno()).columns) or math.inf
     except (OSError, ValueError):
         return math.inf
 

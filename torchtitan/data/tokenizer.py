@@ -118,7 +118,7 @@ def check_vocabulary(tokenizer: Tokenizer, *, model_vocab_size: int) -> None:
     if tokenizer.vocab_size > model_vocab_size:
         rule = (
             f"the tokenizer's vocabulary must fit the model's: it has {tokenizer.vocab_size} ids, "
-            f"the model {model_vocab_size}; raise vocab_size (docs/lora.md), or choose another "
+            f"the model {model_vocab_size}; raise vocab_size (docs/models.md), or choose another "
             f"flavor or tokenizer"
         )
         raise ConfigError.at(("model.tokenizer_path", "model.vocab_size"), rule)

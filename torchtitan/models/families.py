@@ -84,7 +84,8 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
         raise ConfigError.at(("model.flavor", "model.name"), rule)
     if settings.rope_scaling.type != "flavor":
         architecture = replace(architecture, rope_scaling=settings.rope_scaling.build())
-    wrong = [*architecture.violations()]
+    others = f"; sizes that are not given are those of {settings.flavor}" if given else ""
+    wrong = [replace(one, rule=one.rule + others) for one in architecture.violations()]
     keys = {*given_sizes(settings, of=ALL_SIZES), *architecture.given(of_family=False)}
     wrong += [
         Violation((key, "name"), f"is no size of {spec.name}; remove it")

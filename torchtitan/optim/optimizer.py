@@ -152,7 +152,7 @@ def find_trainable(
         trained.check(parameters, no_weights={n for n, p in parameters.items() if p in biases})
         total = sum(p.numel() for p in parameters.values())
         size = sum(p.numel() for name, p in parameters.items() if trained.includes(name))
-        logger.info("Trained are %s of %s parameters", f"{size:,}", f"{total:,}")
+        logger.info("Training %s of %s parameters", f"{size:,}", f"{total:,}")
     learned = {
         name: p for name, p in parameters.items() if trained.includes(name) and p.requires_grad
     }

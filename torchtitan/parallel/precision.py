@@ -112,6 +112,6 @@ def _choose(kind: str) -> tuple[str, str]:
     dist.all_reduce(lacking)
     num_lacking, world_size = int(lacking), dist.get_world_size()
     if num_lacking == 0:
-        return "bfloat16", f"auto: the {device} multiply it by themselves"
+        return "bfloat16", f"auto: the {device} have instructions for it"
     ranks = "all" if num_lacking == world_size else f"{num_lacking} of {world_size}"
-    return "float32", f"auto: the {device} of {ranks} ranks do not multiply bfloat16 by themselves"
+    return "float32", f"auto: the {device} of {ranks} ranks have no bfloat16 instructions"

@@ -219,7 +219,9 @@ def main(options: argparse.Namespace) -> int:
     tolerance = options.tolerance
     found = compare_runs(options.a, options.b, folder=options.folder, tolerance=tolerance)
     rows = [["", "compared", "differ", "by at most"]]
-    rows += ([part, str(num), str(differ), f"{gap:.3g}"] for part, num, differ, gap in found.table)
+    for part, num, differ, gap in found.table:
+        is_other = differ and not gap  # a layout of data, not a number
+        rows.append([part, str(num), str(differ), "-" if is_other else f"{gap:.3g}"])
     for line in format_table(rows):
         say(line)
     if tolerance and not have_same_samples(options.a, options.b):
