@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from tests.naming import naming
 from torchtitan.base import device as device_module
@@ -172,7 +173,10 @@ def test_the_cause_of_an_error_is_found() -> None:
     wrapped = RuntimeError("stage 1 failed")
     wrapped.__cause__ = cause
     assert find_out_of_memory(cause) is find_out_of_memory(wrapped) is cause
-    assert find_out_of_memory(RuntimeError("other")) is None
+    nccl = DistBackendError("NCCL error ...\nCuda failure 2 'out of memory'")
+    assert find_out_of_memory(nccl) is nccl
+    for other in (RuntimeError("other"), DistBackendError("NCCL error ... remote process exited")):
+        assert find_out_of_memory(other) is None
 
 
 def test_a_gpu_out_of_memory_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,9 @@ from torchtitan.models.interface import (
 )
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
 
+MOST_ELEMENTS = 2**31 - 1
+"""Elements of the rows of one grouped product; with more, the kernel's indices overflow (pytorch/
+torchtitan issue 1932)."""
 TINY = 1e-20
 """Added to the sum that weights are divided by, since all sigmoids may be zero."""
 
@@ -195,11 +198,43 @@ def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor
 
 
 def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Do the same by three grouped products, where `parallel.expert.can_group` allows it."""
-    ends_E = counts_E.to(x_NC.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+    """Do the same by three grouped products, where `parallel.expert.why_not_grouped` allows it."""
+    counts_E = counts_E.to(x_NC.device, non_blocking=True)
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    most = MOST_ELEMENTS // max(weights[0].shape[1:])
+    if len(x_NC) > most:
+        starts_E, parts = ends_E - counts_E, []
+        for start in range(0, len(x_NC), most):
+            end = start + most
+            inside_E = ends_E.clamp(start, end) - starts_E.clamp(start, end)
+            parts.append(multiply_grouped(x_NC[start:end], inside_E, weights))
+        return torch.cat(parts)
     w1, w2, w3 = (w.to(x_NC.dtype).mT for w in weights)
     hidden_NH = F.silu(F.grouped_mm(x_NC, w1, offs=ends_E)) * F.grouped_mm(x_NC, w3, offs=ends_E)
     return F.grouped_mm(hidden_NH, w2, offs=ends_E)
+
+
+def multiply_grouped_on_blackwell(
+    x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]
+) -> Tensor:
+    """Do the same on GPUs of capability 10, whose kernel leaves the gradients of experts without
+    rows as they are in memory (pytorch issue 172439)."""
+    counts_E = counts_E.to(x_NC.device, non_blocking=True)
+    return multiply_grouped(x_NC, counts_E, [_ZeroIfEmpty.apply(w, counts_E) for w in weights])
+
+
+class _ZeroIfEmpty(torch.autograd.Function):
+    """Returns the weights, and sets the gradients of experts without rows to zero."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(counts_E)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (counts_E,) = ctx.saved_tensors
+        return grads[0].masked_fill((counts_E == 0)[:, None, None], 0.0), None
 
 
 class Experts(GroupedExperts, CastsWeights):

@@ -23,6 +23,8 @@ assumes a mistake and raises an error.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -50,6 +52,26 @@ def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
         raise ConfigError.at(
             "compile.backend",
             f"must be an installed backend ({', '.join(known)}), got '{settings.backend}'{guess}",
+        )
+
+
+def check_compile(settings: CompileConfig, *, device_type: str) -> None:
+    """Check that this machine has the backend, and the compiler that inductor's code needs: on GPUs
+    Triton builds its launchers in C, on CPUs the code is C++.
+
+    Raises:
+        ConfigError: One of them is missing.
+    """
+    check_backend(settings, is_installed=True)
+    language, names, variable = ("C++", ("g++", "clang++"), "CXX")
+    if device_type == "cuda":
+        language, names, variable = ("C", ("gcc", "clang"), "CC")
+    has_one = variable in os.environ or any(map(shutil.which, names))
+    if settings.backend == "inductor" and not has_one:
+        raise ConfigError.at(
+            "compile.enable",
+            f"needs a {language} compiler on this machine: {' or '.join(names)}, or another that "
+            f"{variable} names; install one, or set compile.enable = false",
         )
 
 

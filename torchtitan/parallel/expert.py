@@ -39,7 +39,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import Compute, GroupedExperts, LanguageModel
-from torchtitan.models.moe import multiply_grouped, multiply_per_expert, reorder
+from torchtitan.models.moe import (
+    multiply_grouped,
+    multiply_grouped_on_blackwell,
+    multiply_per_expert,
+    reorder,
+)
 from torchtitan.parallel.activation import keep_for_recomputation
 
 logger = logging.getLogger(__name__)
@@ -97,8 +102,9 @@ def apply_grouped_products(model: nn.Module, *, device_type: str, dtype: torch.d
         return
     sizes = {size for experts in ours for p in experts.parameters() for size in p.shape[1:]}
     obstacle = why_not_grouped(sizes, device_type=device_type, dtype=dtype)
+    is_blackwell = device_type == "cuda" and torch.cuda.get_device_capability()[0] == 10
     for experts in ours if not obstacle else []:
-        experts.compute = multiply_grouped
+        experts.compute = multiply_grouped_on_blackwell if is_blackwell else multiply_grouped
     logger.info(
         "Experts are multiplied %s",
         f"one by one: grouped products {obstacle}" if obstacle else "by grouped products",
@@ -108,15 +114,15 @@ def apply_grouped_products(model: nn.Module, *, device_type: str, dtype: torch.d
 def why_not_grouped(sizes: Iterable[int], *, device_type: str, dtype: torch.dtype) -> str:
     """Return the reason why grouped products cannot be used, or an empty string.
 
-    torch has one kernel, for bfloat16 on Hopper and later. On earlier GPUs it multiplies group by
-    group, and waits for the device.
+    torch has one kernel, for bfloat16 on GPUs of compute capability 9 and 10. On others it
+    multiplies group by group, and waits for the device.
     """
     kinds = (torch.bfloat16,) if device_type == "cuda" else (torch.bfloat16, torch.float32)
     if dtype not in kinds:
         return f"take no {str(dtype).removeprefix('torch.')} on this device"
     if odd := [size for size in sizes if size * dtype.itemsize % 16]:
         return f"take rows of a multiple of 16 bytes, not of {min(odd) * dtype.itemsize}"
-    if device_type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+    if device_type == "cuda" and torch.cuda.get_device_capability()[0] not in (9, 10):
         return "have no kernel on this GPU"
     return ""
 

@@ -153,9 +153,9 @@ def check_device(
     """
     mistakes = Mistakes()
     if compilation.enable:
-        from torchtitan.parallel.compile import check_backend
+        from torchtitan.parallel.compile import check_compile
 
-        mistakes.of(lambda: check_backend(compilation, is_installed=True))
+        mistakes.of(lambda: check_compile(compilation, device_type=device_type))
     if float8 is not None:
         from torchtitan.parallel.float8 import check_float8
 
