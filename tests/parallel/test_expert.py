@@ -62,9 +62,8 @@ def test_more_rows_than_a_kernel_takes_are_multiplied_in_parts(
     found = multiplied(multiply_grouped, counts, torch.float32)
     assert max(called) == min(most, 9)
     assert sum(called) == 3 * 9
-    for one, exact in zip(
-        found, multiplied(multiply_per_expert, counts, torch.float64), strict=True
-    ):
+    expected = multiplied(multiply_per_expert, counts, torch.float64)
+    for one, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(
             one.double(), exact, rtol=0, atol=2e-6 * float(exact.abs().max())
         )
