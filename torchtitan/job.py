@@ -84,7 +84,7 @@ class DebugConfig:
     deterministic_warn_only: Annotated[bool, Requires("deterministic", True, is_notice=True)] = (
         False
     )
-    """Warn of such operators instead."""
+    """Warn of such operators instead. Backward of flash attention stays non-deterministic."""
     log_sample_hashes: bool = False
     """Write step, number and hash of every sample drawn to samples/rank_N.jsonl."""
 

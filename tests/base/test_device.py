@@ -175,6 +175,12 @@ def test_the_cause_of_an_error_is_found() -> None:
     assert find_out_of_memory(RuntimeError("other")) is None
 
 
+def test_nccl_out_of_memory_is_found() -> None:
+    error = torch.distributed.DistBackendError("Last error:\nCuda failure 2 'out of memory'")
+    assert find_out_of_memory(error) is error
+    assert find_out_of_memory(torch.distributed.DistBackendError("remote process exited")) is None
+
+
 def test_a_gpu_out_of_memory_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "is_available": lambda: True,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan.models.moe import multiply_grouped, multiply_per_expert
+from torchtitan.models.moe import _leaves_garbage, multiply_grouped, multiply_per_expert
 from torchtitan.parallel.expert import _order_by_expert, why_not_grouped
 
 E, C, H = 5, 16, 8
@@ -35,6 +35,39 @@ def test_grouped_products_are_those_of_each_expert(counts: list[int], dtype: tor
         tolerance = 1e-6 if dtype == torch.float32 else 2**-6
         torch.testing.assert_close(one, other, rtol=0, atol=float(tolerance * scale))
         torch.testing.assert_close(one.double(), truth, rtol=0, atol=float(4 * tolerance * scale))
+
+
+def test_garbage_of_the_kernel_reaches_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blackwell's kernel leaves what it found in memory in gradients of experts without rows."""
+    counts = [0, 7, 0, 0, 2]
+    expected = multiplied(multiply_grouped, counts, torch.bfloat16)
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def leave_garbage(grad: Tensor) -> Tensor:
+        return grad.masked_fill((torch.tensor(counts) == 0)[:, None, None], torch.nan)
+
+    def multiply(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
+        w = w.view_as(w)
+        w.register_hook(leave_garbage)
+        return grouped_mm(x, w, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", multiply)
+    assert multiplied(multiply_grouped, counts, torch.bfloat16)[2].isnan().any()
+    monkeypatch.setattr("torchtitan.models.moe._leaves_garbage", lambda device: True)
+    for one, other in zip(
+        multiplied(multiply_grouped, counts, torch.bfloat16), expected, strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("major", "groups"), [(8, False), (9, True), (10, True), (12, False)])
+def test_grouped_products_have_kernels_for_two_capabilities(
+    major: int, groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    assert (why_not_grouped([64], device_type="cuda", dtype=torch.bfloat16) == "") is groups
+    assert _leaves_garbage(torch.device("cuda")) is (major == 10)
+    assert not _leaves_garbage(torch.device("cpu"))
 
 
 def test_experts_without_rows_have_gradients_of_zero() -> None:

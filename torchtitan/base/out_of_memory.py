@@ -6,19 +6,25 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from torchtitan.base.device import GIB, device_name, device_type, memory_peak_gib
 
 
-def find_out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
+def find_out_of_memory(error: BaseException | None) -> Exception | None:
     """Return the out-of-memory error that caused `error`, if any. A pipeline wraps errors."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        # NCCL allocates its buffers by itself, and its error quotes CUDA's
+        if isinstance(error, dist.DistBackendError) and "out of memory" in str(error):
+            return error
         error = error.__cause__
-    return error
+    return None
 
 
 def describe_out_of_memory(
-    error: torch.OutOfMemoryError, argv: Sequence[str], *, environ: Mapping[str, str]
+    error: Exception, argv: Sequence[str], *, environ: Mapping[str, str]
 ) -> str:
     """Return a message with the rank, torch's error, the peak, and a command that plans the job."""
     world_size = environ.get("WORLD_SIZE", "1")

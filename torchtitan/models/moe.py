@@ -194,10 +194,36 @@ def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor
     )
 
 
+class _ZeroGradient(torch.autograd.Function):
+    """Returns the weights. Those of empty experts get gradients of zero, whatever backward says."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, empty_E: Tensor) -> Tensor:
+        ctx.save_for_backward(empty_E)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (empty_E,) = ctx.saved_tensors
+        return grads[0].masked_fill(empty_E[:, None, None], 0), None
+
+
+def _leaves_garbage(device: torch.device) -> bool:
+    """Return whether the kernel leaves gradients of experts without rows unwritten.
+
+    On Blackwell it does: pytorch issue 172439, CUTLASS issue 2674.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
 def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Do the same by three grouped products, where `parallel.expert.can_group` allows it."""
     ends_E = counts_E.to(x_NC.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-    w1, w2, w3 = (w.to(x_NC.dtype).mT for w in weights)
+    weights = [w.to(x_NC.dtype) for w in weights]
+    if _leaves_garbage(x_NC.device):
+        empty_E = (counts_E == 0).to(x_NC.device, non_blocking=True)
+        weights = [_ZeroGradient.apply(w, empty_E) for w in weights]
+    w1, w2, w3 = (w.mT for w in weights)
     hidden_NH = F.silu(F.grouped_mm(x_NC, w1, offs=ends_E)) * F.grouped_mm(x_NC, w3, offs=ends_E)
     return F.grouped_mm(hidden_NH, w2, offs=ends_E)
 

@@ -108,15 +108,15 @@ def apply_grouped_products(model: nn.Module, *, device_type: str, dtype: torch.d
 def why_not_grouped(sizes: Iterable[int], *, device_type: str, dtype: torch.dtype) -> str:
     """Return the reason why grouped products cannot be used, or an empty string.
 
-    torch has one kernel, for bfloat16 on Hopper and later. On earlier GPUs it multiplies group by
-    group, and waits for the device.
+    torch has one kernel, for bfloat16 on capabilities 9 and 10. On other GPUs, those of capability
+    12 included, it multiplies group by group, and waits for the device.
     """
     kinds = (torch.bfloat16,) if device_type == "cuda" else (torch.bfloat16, torch.float32)
     if dtype not in kinds:
         return f"take no {str(dtype).removeprefix('torch.')} on this device"
     if odd := [size for size in sizes if size * dtype.itemsize % 16]:
         return f"take rows of a multiple of 16 bytes, not of {min(odd) * dtype.itemsize}"
-    if device_type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+    if device_type == "cuda" and torch.cuda.get_device_capability()[0] not in (9, 10):
         return "have no kernel on this GPU"
     return ""
 
