@@ -37,6 +37,27 @@ def test_grouped_products_are_those_of_each_expert(counts: list[int], dtype: tor
         torch.testing.assert_close(one.double(), truth, rtol=0, atol=float(4 * tolerance * scale))
 
 
+@pytest.mark.parametrize("limit", [1, 3, 9, 100])
+def test_too_many_rows_are_multiplied_in_parts(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that begin and end within experts, and a limit that is not reached."""
+    counts, sizes = [0, 7, 1, 0, 2], []
+    expected = multiplied(multiply_per_expert, counts, torch.float32)
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def multiply(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return grouped_mm(x, w, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", multiply)
+    monkeypatch.setattr("torchtitan.models.moe.MAX_ELEMENTS", limit * C)
+    for one, other in zip(
+        multiplied(multiply_grouped, counts, torch.float32), expected, strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert max(sizes) == min(limit, sum(counts))
+    assert sum(sizes) == 3 * sum(counts)
+
+
 def test_garbage_of_the_kernel_reaches_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blackwell's kernel leaves what it found in memory in gradients of experts without rows."""
     counts = [0, 7, 0, 0, 2]

@@ -194,6 +194,10 @@ def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor
     )
 
 
+MAX_ELEMENTS = 2**31 - 1
+"""Of the rows of a grouped product. The kernel cannot address more (torchtitan issue 1932)."""
+
+
 class _ZeroGradient(torch.autograd.Function):
     """Returns the weights. Those of empty experts get gradients of zero, whatever backward says."""
 
@@ -217,11 +221,26 @@ def _leaves_garbage(device: torch.device) -> bool:
 
 
 def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Do the same by three grouped products, where `parallel.expert.can_group` allows it."""
+    """Do the same by three grouped products, where `parallel.expert.why_not_grouped` allows it.
+
+    Rows of more elements than a kernel can address are multiplied in parts.
+    """
     ends_E = counts_E.to(x_NC.device, non_blocking=True).cumsum(0, dtype=torch.int32)
     weights = [w.to(x_NC.dtype) for w in weights]
+    limit = MAX_ELEMENTS // max(weights[0].shape[1:])
+    if len(x_NC) <= limit:
+        return _multiply_part(x_NC, ends_E, weights)
+    return torch.cat(
+        [
+            _multiply_part(part, (ends_E - i * limit).clamp(0, len(part)), weights)
+            for i, part in enumerate(x_NC.split(limit))
+        ]
+    )
+
+
+def _multiply_part(x_NC: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
     if _leaves_garbage(x_NC.device):
-        empty_E = (counts_E == 0).to(x_NC.device, non_blocking=True)
+        empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
         weights = [_ZeroGradient.apply(w, empty_E) for w in weights]
     w1, w2, w3 = (w.mT for w in weights)
     hidden_NH = F.silu(F.grouped_mm(x_NC, w1, offs=ends_E)) * F.grouped_mm(x_NC, w3, offs=ends_E)
