@@ -6,19 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan.models import moe
-from torchtitan.models.families import MODELS
-from torchtitan.models.moe import (
-    Experts,
-    multiply_grouped,
-    multiply_grouped_on_blackwell,
-    multiply_per_expert,
-)
-from torchtitan.parallel.expert import (
-    _order_by_expert,
-    apply_grouped_products,
-    why_not_grouped,
-)
+from torchtitan.models.moe import _leaves_garbage, multiply_grouped, multiply_per_expert
+from torchtitan.parallel.expert import _order_by_expert, why_not_grouped
 
 E, C, H = 5, 16, 8
 
@@ -48,61 +37,58 @@ def test_grouped_products_are_those_of_each_expert(counts: list[int], dtype: tor
         torch.testing.assert_close(one.double(), truth, rtol=0, atol=float(4 * tolerance * scale))
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 8, 9])
-def test_more_rows_than_a_kernel_takes_are_multiplied_in_parts(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts end within experts, at their ends, and without a row of some."""
-    counts = [0, 3, 1, 0, 5]
-    monkeypatch.setattr(moe, "MOST_ELEMENTS", most * C)
-    called, kernel = [], moe.F.grouped_mm
-    monkeypatch.setattr(
-        moe.F, "grouped_mm", lambda x, w, offs: called.append(len(x)) or kernel(x, w, offs=offs)
-    )
-    found = multiplied(multiply_grouped, counts, torch.float32)
-    assert max(called) == min(most, 9)
-    assert sum(called) == 3 * 9
-    expected = multiplied(multiply_per_expert, counts, torch.float64)
-    for one, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(
-            one.double(), exact, rtol=0, atol=2e-6 * float(exact.abs().max())
-        )
+@pytest.mark.parametrize("limit", [1, 3, 9, 100])
+def test_too_many_rows_are_multiplied_in_parts(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that begin and end within experts, and a limit that is not reached."""
+    counts, sizes = [0, 7, 1, 0, 2], []
+    expected = multiplied(multiply_per_expert, counts, torch.float32)
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def multiply(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return grouped_mm(x, w, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", multiply)
+    monkeypatch.setattr("torchtitan.models.moe.MAX_ELEMENTS", limit * C)
+    for one, other in zip(
+        multiplied(multiply_grouped, counts, torch.float32), expected, strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert max(sizes) == min(limit, sum(counts))
+    assert sum(sizes) == 3 * sum(counts)
 
 
-def test_blackwell_s_gradients_of_experts_without_rows_are_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The kernel leaves them as they are in memory, here not a number."""
-    counts, kernel = [0, 7, 0, 0, 2], moe.F.grouped_mm
+def test_garbage_of_the_kernel_reaches_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blackwell's kernel leaves what it found in memory in gradients of experts without rows."""
+    counts = [0, 7, 0, 0, 2]
+    expected = multiplied(multiply_grouped, counts, torch.bfloat16)
+    grouped_mm = torch.nn.functional.grouped_mm
 
-    def broken(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    def leave_garbage(grad: Tensor) -> Tensor:
+        return grad.masked_fill((torch.tensor(counts) == 0)[:, None, None], torch.nan)
+
+    def multiply(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
         w = w.view_as(w)
-        w.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0, 2, 3]), float("nan")))
-        return kernel(x, w, offs=offs)
+        w.register_hook(leave_garbage)
+        return grouped_mm(x, w, offs=offs)
 
-    expected = multiplied(multiply_grouped, counts, torch.float32)
-    monkeypatch.setattr(moe.F, "grouped_mm", broken)
-    assert any(t.isnan().any() for t in multiplied(multiply_grouped, counts, torch.float32))
-    found = multiplied(multiply_grouped_on_blackwell, counts, torch.float32)
-    assert all(map(torch.equal, found, expected))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", multiply)
+    assert multiplied(multiply_grouped, counts, torch.bfloat16)[2].isnan().any()
+    monkeypatch.setattr("torchtitan.models.moe._leaves_garbage", lambda device: True)
+    for one, other in zip(
+        multiplied(multiply_grouped, counts, torch.bfloat16), expected, strict=True
+    ):
+        assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("capability", "compute"),
-    [
-        ((8, 9), multiply_per_expert),
-        ((9, 0), multiply_grouped),
-        ((10, 3), multiply_grouped_on_blackwell),
-        ((12, 0), multiply_per_expert),
-    ],
-)
-def test_a_gpu_has_the_products_of_its_generation(
-    capability: tuple[int, int], compute: object, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("major", "groups"), [(8, False), (9, True), (10, True), (12, False)])
+def test_grouped_products_have_kernels_for_two_capabilities(
+    major: int, groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    experts = Experts(MODELS["qwen3_moe"].flavors["tiny8"])
-    apply_grouped_products(experts, device_type="cuda", dtype=torch.bfloat16)
-    assert experts.compute is compute
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    assert (why_not_grouped([64], device_type="cuda", dtype=torch.bfloat16) == "") is groups
+    assert _leaves_garbage(torch.device("cuda")) is (major == 10)
+    assert not _leaves_garbage(torch.device("cpu"))
 
 
 def test_experts_without_rows_have_gradients_of_zero() -> None:

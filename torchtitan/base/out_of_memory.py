@@ -6,28 +6,27 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed import DistBackendError
+import torch.distributed as dist
 
 from torchtitan.base.device import GIB, device_name, device_type, memory_peak_gib
 
 
-def find_out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Return the out-of-memory error of torch or NCCL that caused `error`, if any.
-
-    A pipeline wraps errors.
-    """
+def find_out_of_memory(error: BaseException | None) -> Exception | None:
+    """Return the out-of-memory error that caused `error`, if any. A pipeline wraps errors."""
     while error is not None:
-        is_nccl = isinstance(error, DistBackendError) and "out of memory" in str(error)
-        if isinstance(error, torch.OutOfMemoryError) or is_nccl:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        # NCCL allocates its buffers by itself, and its error quotes CUDA's
+        if isinstance(error, dist.DistBackendError) and "out of memory" in str(error):
             return error
         error = error.__cause__
     return None
 
 
 def describe_out_of_memory(
-    error: BaseException, argv: Sequence[str], *, environ: Mapping[str, str]
+    error: Exception, argv: Sequence[str], *, environ: Mapping[str, str]
 ) -> str:
-    """Return a message with the rank, the error, the peak, and a command that plans the job."""
+    """Return a message with the rank, torch's error, the peak, and a command that plans the job."""
     world_size = environ.get("WORLD_SIZE", "1")
     num_local = environ.get("LOCAL_WORLD_SIZE", world_size)
     command = ["python", "-m", "torchtitan", "plan", "memory", "--ran_out"]

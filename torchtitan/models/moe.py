@@ -42,9 +42,6 @@ from torchtitan.models.interface import (
 )
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
 
-MOST_ELEMENTS = 2**31 - 1
-"""Elements of the rows of one grouped product; with more, the kernel's indices overflow (pytorch/
-torchtitan issue 1932)."""
 TINY = 1e-20
 """Added to the sum that weights are divided by, since all sigmoids may be zero."""
 
@@ -197,44 +194,57 @@ def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor
     )
 
 
-def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Do the same by three grouped products, where `parallel.expert.why_not_grouped` allows it."""
-    counts_E = counts_E.to(x_NC.device, non_blocking=True)
-    ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    most = MOST_ELEMENTS // max(weights[0].shape[1:])
-    if len(x_NC) > most:
-        starts_E, parts = ends_E - counts_E, []
-        for start in range(0, len(x_NC), most):
-            end = start + most
-            inside_E = ends_E.clamp(start, end) - starts_E.clamp(start, end)
-            parts.append(multiply_grouped(x_NC[start:end], inside_E, weights))
-        return torch.cat(parts)
-    w1, w2, w3 = (w.to(x_NC.dtype).mT for w in weights)
-    hidden_NH = F.silu(F.grouped_mm(x_NC, w1, offs=ends_E)) * F.grouped_mm(x_NC, w3, offs=ends_E)
-    return F.grouped_mm(hidden_NH, w2, offs=ends_E)
+MAX_ELEMENTS = 2**31 - 1
+"""Of the rows of a grouped product. The kernel cannot address more (torchtitan issue 1932)."""
 
 
-def multiply_grouped_on_blackwell(
-    x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]
-) -> Tensor:
-    """Do the same on GPUs of capability 10, whose kernel leaves the gradients of experts without
-    rows as they are in memory (pytorch issue 172439)."""
-    counts_E = counts_E.to(x_NC.device, non_blocking=True)
-    return multiply_grouped(x_NC, counts_E, [_ZeroIfEmpty.apply(w, counts_E) for w in weights])
-
-
-class _ZeroIfEmpty(torch.autograd.Function):
-    """Returns the weights, and sets the gradients of experts without rows to zero."""
+class _ZeroGradient(torch.autograd.Function):
+    """Returns the weights. Those of empty experts get gradients of zero, whatever backward says."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, counts_E: Tensor) -> Tensor:
-        ctx.save_for_backward(counts_E)
+    def forward(ctx: Any, weight: Tensor, empty_E: Tensor) -> Tensor:
+        ctx.save_for_backward(empty_E)
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (counts_E,) = ctx.saved_tensors
-        return grads[0].masked_fill((counts_E == 0)[:, None, None], 0.0), None
+        (empty_E,) = ctx.saved_tensors
+        return grads[0].masked_fill(empty_E[:, None, None], 0), None
+
+
+def _leaves_garbage(device: torch.device) -> bool:
+    """Return whether the kernel leaves gradients of experts without rows unwritten.
+
+    On Blackwell it does: pytorch issue 172439, CUTLASS issue 2674.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Do the same by three grouped products, where `parallel.expert.why_not_grouped` allows it.
+
+    Rows of more elements than a kernel can address are multiplied in parts.
+    """
+    ends_E = counts_E.to(x_NC.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+    weights = [w.to(x_NC.dtype) for w in weights]
+    limit = MAX_ELEMENTS // max(weights[0].shape[1:])
+    if len(x_NC) <= limit:
+        return _multiply_part(x_NC, ends_E, weights)
+    return torch.cat(
+        [
+            _multiply_part(part, (ends_E - i * limit).clamp(0, len(part)), weights)
+            for i, part in enumerate(x_NC.split(limit))
+        ]
+    )
+
+
+def _multiply_part(x_NC: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    if _leaves_garbage(x_NC.device):
+        empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        weights = [_ZeroGradient.apply(w, empty_E) for w in weights]
+    w1, w2, w3 = (w.mT for w in weights)
+    hidden_NH = F.silu(F.grouped_mm(x_NC, w1, offs=ends_E)) * F.grouped_mm(x_NC, w3, offs=ends_E)
+    return F.grouped_mm(hidden_NH, w2, offs=ends_E)
 
 
 class Experts(GroupedExperts, CastsWeights):

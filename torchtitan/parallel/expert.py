@@ -39,12 +39,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import Compute, GroupedExperts, LanguageModel
-from torchtitan.models.moe import (
-    multiply_grouped,
-    multiply_grouped_on_blackwell,
-    multiply_per_expert,
-    reorder,
-)
+from torchtitan.models.moe import multiply_grouped, multiply_per_expert, reorder
 from torchtitan.parallel.activation import keep_for_recomputation
 
 logger = logging.getLogger(__name__)
@@ -102,9 +97,8 @@ def apply_grouped_products(model: nn.Module, *, device_type: str, dtype: torch.d
         return
     sizes = {size for experts in ours for p in experts.parameters() for size in p.shape[1:]}
     obstacle = why_not_grouped(sizes, device_type=device_type, dtype=dtype)
-    is_blackwell = device_type == "cuda" and torch.cuda.get_device_capability()[0] == 10
     for experts in ours if not obstacle else []:
-        experts.compute = multiply_grouped_on_blackwell if is_blackwell else multiply_grouped
+        experts.compute = multiply_grouped
     logger.info(
         "Experts are multiplied %s",
         f"one by one: grouped products {obstacle}" if obstacle else "by grouped products",
@@ -114,8 +108,8 @@ def apply_grouped_products(model: nn.Module, *, device_type: str, dtype: torch.d
 def why_not_grouped(sizes: Iterable[int], *, device_type: str, dtype: torch.dtype) -> str:
     """Return the reason why grouped products cannot be used, or an empty string.
 
-    torch has one kernel, for bfloat16 on GPUs of compute capability 9 and 10. On others it
-    multiplies group by group, and waits for the device.
+    torch has one kernel, for bfloat16 on capabilities 9 and 10. On other GPUs, those of capability
+    12 included, it multiplies group by group, and waits for the device.
     """
     kinds = (torch.bfloat16,) if device_type == "cuda" else (torch.bfloat16, torch.float32)
     if dtype not in kinds:
