@@ -376,7 +376,7 @@ def attend(
     q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output, like q, and the log-sum-exp of the scores, float32 (B, H, S)."""
-    if q_BHSD.device.type == "cpu":
+    if _is_on_cpu(q_BHSD):
         return aten._scaled_dot_product_flash_attention_for_cpu(q_BHSD, k_BKTD, v_BKTD, 0.0, causal)
     k_BHTD, v_BHTD = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
     if q_BHSD.dtype == torch.float32:
@@ -402,7 +402,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this block's gradients of q, k and v from the merged output and log-sum-exp."""
     grad, out, lse = grad_BHSD.contiguous(), out_BHSD.contiguous(), lse_BHS.contiguous()
-    if q_BHSD.device.type == "cpu":
+    if _is_on_cpu(q_BHSD):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q_BHSD, k_BKTD, v_BKTD, out, lse, 0.0, causal
         )
@@ -433,6 +433,10 @@ def merge(out_BHSD: Tensor, lse_BHS: Tensor, *, piece_BHSD: Tensor, piece_lse_BH
     share_BHS1 = torch.sigmoid(piece_lse_BHS - lse_BHS)[..., None]
     out_BHSD.add_(share_BHS1 * (piece_BHSD - out_BHSD))
     torch.logaddexp(lse_BHS, piece_lse_BHS, out=lse_BHS)
+
+
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def _repeat_heads(x_BKTD: Tensor, *, like: Tensor) -> Tensor:
