@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from torchtitan.checkpoint.source import WeightSource
     from torchtitan.checkpoint.start import LoadMode, Start
     from torchtitan.hf.export import HFExport
+    from torchtitan.metrics.snapshot import MemorySnapshots
     from torchtitan.metrics.trace import Profiler
     from torchtitan.optim.balance import Balance
     from torchtitan.optim.spikes import SpikeDetector
@@ -151,6 +152,10 @@ def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str
         )
         config = replace(config, parallelism=parallelism, training=training)
     layout = find_layout(config, world_size=world_size)
+    if config.profiling.enable_memory_snapshot:
+        from torchtitan.metrics.snapshot import check_memory_snapshot
+
+        check_memory_snapshot(device_type())
     check_device(config.compile, float8=layout.float8, device_type=device_type())
     uses_float8 = layout.float8 is not None
     training, precision = resolve_precision(
@@ -193,7 +198,7 @@ def build_parts(
         config, layout=layout, state=state, io=io, validator=validator, ledger=ledger
     )
     execution.after_update()  # a checkpoint may have changed the weights
-    sinks, profiler = build_sinks_of(config, device=device, step=progress.step, color=color)
+    sinks, profilers = build_sinks_of(config, device=device, step=progress.step, color=color)
     record_start(ledger, config, layout=layout, device=device, progress=progress, start=start)
     return Run(
         device=device,
@@ -211,7 +216,7 @@ def build_parts(
         validator=validator,
         meter=build_meter_of(config, layout=layout, device=device),
         sinks=sinks,
-        profiler=profiler,
+        profilers=profilers,
         hooks=hooks,
         ledger=ledger,
         training=config.training,
@@ -663,7 +668,7 @@ def build_meter_of(config: Config, *, layout: Layout, device: torch.device) -> M
 
 def build_sinks_of(
     config: Config, *, device: torch.device, step: int, color: bool
-) -> tuple[list[Sink], Profiler | None]:
+) -> tuple[list[Sink], list[Profiler | MemorySnapshots]]:
     """Build what receives the figures, and what records traces."""
     folder, rank = Path(config.job.dump_folder), dist.get_rank()
     sinks = build_sinks(
@@ -676,11 +681,16 @@ def build_sinks_of(
         description=config.job.description,
         sections=own_sections(config),
     )
-    if not config.profiling.enable_profiling:
-        return sinks, None
-    from torchtitan.metrics.trace import Profiler
+    profilers: list[Profiler | MemorySnapshots] = []
+    if config.profiling.enable_profiling:
+        from torchtitan.metrics.trace import Profiler
 
-    return sinks, Profiler(config.profiling, folder=folder, rank=rank, device=device)
+        profilers.append(Profiler(config.profiling, folder=folder, rank=rank, device=device))
+    if config.profiling.enable_memory_snapshot:
+        from torchtitan.metrics.snapshot import MemorySnapshots
+
+        profilers.append(MemorySnapshots(config.profiling, folder=folder, rank=rank, step=step))
+    return sinks, profilers
 
 
 def record_start(
