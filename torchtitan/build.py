@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from torchtitan.checkpoint.source import WeightSource
     from torchtitan.checkpoint.start import LoadMode, Start
     from torchtitan.hf.export import HFExport
-    from torchtitan.metrics.trace import Profiler
+    from torchtitan.metrics.trace import Recorder
     from torchtitan.optim.balance import Balance
     from torchtitan.optim.spikes import SpikeDetector
     from torchtitan.validate import Validator
@@ -193,7 +193,7 @@ def build_parts(
         config, layout=layout, state=state, io=io, validator=validator, ledger=ledger
     )
     execution.after_update()  # a checkpoint may have changed the weights
-    sinks, profiler = build_sinks_of(config, device=device, step=progress.step, color=color)
+    sinks, recorders = build_sinks_of(config, device=device, step=progress.step, color=color)
     record_start(ledger, config, layout=layout, device=device, progress=progress, start=start)
     return Run(
         device=device,
@@ -211,7 +211,7 @@ def build_parts(
         validator=validator,
         meter=build_meter_of(config, layout=layout, device=device),
         sinks=sinks,
-        profiler=profiler,
+        recorders=recorders,
         hooks=hooks,
         ledger=ledger,
         training=config.training,
@@ -663,7 +663,7 @@ def build_meter_of(config: Config, *, layout: Layout, device: torch.device) -> M
 
 def build_sinks_of(
     config: Config, *, device: torch.device, step: int, color: bool
-) -> tuple[list[Sink], Profiler | None]:
+) -> tuple[list[Sink], list[Recorder]]:
     """Build what receives the figures, and what records traces."""
     folder, rank = Path(config.job.dump_folder), dist.get_rank()
     sinks = build_sinks(
@@ -676,11 +676,12 @@ def build_sinks_of(
         description=config.job.description,
         sections=own_sections(config),
     )
-    if not config.profiling.enable_profiling:
-        return sinks, None
-    from torchtitan.metrics.trace import Profiler
+    settings = config.profiling
+    if not (settings.enable_profiling or settings.enable_memory_snapshot):
+        return sinks, []
+    from torchtitan.metrics.trace import build_recorders
 
-    return sinks, Profiler(config.profiling, folder=folder, rank=rank, device=device)
+    return sinks, build_recorders(settings, folder=folder, rank=rank, device=device, step=step)
 
 
 def record_start(
@@ -724,21 +725,17 @@ def log_job(
     config: Config, *, layout: Layout, device: torch.device, precision: str = "as set"
 ) -> None:
     """Log what is trained, where and how; `precision` is the reason for its dtype."""
-    training, seq_len = config.training, config.training.seq_len
+    training, counts, seq_len = config.training, layout.counts, config.training.seq_len
+    active = f" ({counts.num_active:,} active)" if counts.num_idle else ""
     logger.info(
-        "%s %s: %s parameters%s, %.3g FLOPs per token at seq_len %d",
-        config.model.name,
-        describe_model(config.model, spec=layout.spec),
-        f"{layout.counts.num_parameters:,}",
-        f" ({layout.counts.num_active:,} active)" if layout.counts.num_idle else "",
-        layout.counts.flops_per_token(seq_len),
-        seq_len,
+        f"{config.model.name} {describe_model(config.model, spec=layout.spec)}: "
+        f"{counts.num_parameters:,} parameters{active}, "
+        f"{counts.flops_per_token(seq_len):.3g} FLOPs per token at seq_len {seq_len}"
     )
-    samples = plural(layout.samples_per_step(training), "sample")
     logger.info(
-        f"{layout.dims.world_size} x {device_name(device)}, layout: {layout.dims}, {samples} a "
-        f"step, computing in {training.mixed_precision_param} ({precision}) from {training.dtype} "
-        "weights"
+        f"{layout.dims.world_size} x {device_name(device)}, layout: {layout.dims}, "
+        f"{plural(layout.samples_per_step(training), 'sample')} a step, computing in "
+        f"{training.mixed_precision_param} ({precision}) from {training.dtype} weights"
     )
     if layout.architecture.rope_scaling is not None:
         from torchtitan.models.positions import warn_beyond_rope

@@ -45,7 +45,7 @@ from torchtitan.parallel.execution import Execution
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.manager import CheckpointManager
-    from torchtitan.metrics.trace import Profiler
+    from torchtitan.metrics.trace import Recorder
     from torchtitan.optim.balance import Balance
     from torchtitan.optim.spikes import SpikeDetector
     from torchtitan.validate import Validator
@@ -73,7 +73,7 @@ class Run:
     validator: Validator | None
     meter: Meter
     sinks: Sequence[Sink]
-    profiler: Profiler | None
+    recorders: Sequence[Recorder]
     hooks: CallbackRunner
     ledger: Ledger | None
     """Rank 0 only."""
@@ -126,7 +126,7 @@ class Trainer:
         # listed once, because walking through all modules takes a millisecond
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._open = ExitStack()
-        parts = [run.checkpoints, run.profiler, *run.sinks, run.loader, run.validator]
+        parts = [run.checkpoints, *run.recorders, *run.sinks, run.loader, run.validator]
         for part in reversed(parts):  # ExitStack closes in reverse order
             if part is not None:
                 self._open.callback(part.close)
@@ -186,8 +186,8 @@ class Trainer:
                     sync.sync_stop_flags()  # a signal during the save need not wait for a step
                 run.hooks.step(progress.step, self.last_row if logged else None)
                 on_step(progress.step)
-                if run.profiler is not None:
-                    run.profiler.step(progress.step)
+                for recorder in run.recorders:
+                    recorder.step(progress.step)
                 if progress.step % run.training.gc_freq == 0:
                     collect()
             sync.check_pending_norm()

@@ -113,11 +113,9 @@ def build_validation_loader(
     )
     freq = validation.freq
     logger.info(
-        "Validation on %s of %s in %s, after step 1, every %s, and after the last step",
-        plural(batches.num_drawn, "sample"),
-        plural(source.seq_len, "token"),
-        plural(batches.num_batches, "batch"),
-        plural(freq, "step") if freq > 1 else "step",
+        f"Validation on {plural(batches.num_drawn, 'sample')} of "
+        f"{plural(source.seq_len, 'token')} in {plural(batches.num_batches, 'batch')}, after step "
+        f"1, every {plural(freq, 'step') if freq > 1 else 'step'}, and after the last step"
     )
     loader = Loader(
         batches,

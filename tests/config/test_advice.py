@@ -48,7 +48,6 @@ FILES = '[training]\ndataset = "files"\ndataset_path = "texts.jsonl"'
 FOLLOWED: dict[str, tuple[str, list[str]]] = {
     "plugin": ('[experimental]\ncustom_import = "own"', [OWN]),
     "other_config_file": ('[job]\nsave_config_file = "own.toml"', [""]),
-    "snapshot": ("[profiling]\nenable_memory_snapshot = true", [""]),
     "converted_model": ("[model]\nprint_after_conversion = true", [""]),
     "step_in_backward": ("[optimizer]\nearly_step_in_backward = true", [""]),
     "leaked_cycles": ("[training]\ngc_debug = true", ["[training]\ngc_freq = 5"]),

@@ -8,10 +8,9 @@ A rank that hangs is detected by the timeout of the other ranks' collectives:
 `comm.train_timeout_seconds` in a step, `checkpoint.save_timeout_seconds` in a save. Shortly before
 it a C thread of `faulthandler`, which needs no interpreter, writes all threads' stacks to the log.
 
-torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of this rank in memory,
-gloo's and NCCL's apart. NCCL writes its own when one times out, and ends the process by SIGABRT,
-which the launcher takes for a hang. Each rank that ends with an error writes both. gloo does not
-record sends and receives. `python -m torchtitan hang` and torch's `torchfrtrace` read the files.
+torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of each backend. NCCL
+writes its own when one times out, and ends the process by SIGABRT, which the launcher takes for a
+hang. A rank that ends with an error writes both. `python -m torchtitan hang` reads the files.
 """
 
 from __future__ import annotations

@@ -37,18 +37,22 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingConfig:
-    """Profiler traces of training steps."""
+    """Profiler traces of training steps, and snapshots of the GPU's memory."""
 
     enable_profiling: bool = False
     """Write traces on every rank. Recorded steps are slower; results do not change."""
     save_traces_folder: LocalPath = "profile_traces"
     """Folder of the traces, inside dump_folder: step-N/rank_R.json, for chrome://tracing."""
     profile_freq: PositiveInt = 10
-    """Steps from one trace to the next."""
+    """Steps from one trace, or memory snapshot, to the next."""
     profiler_active: PositiveInt = 1
     """Steps in a trace: the last ones of each profile_freq."""
     profiler_warmup: NonNegativeInt = 3
     """Steps before them with the profiler already on, so that its start-up is not recorded."""
+    enable_memory_snapshot: bool = False
+    """Write the GPU allocator's history every profile_freq steps and when memory runs out."""
+    save_memory_snapshot_folder: LocalPath = "memory_snapshot"
+    """Folder of the snapshots, inside dump_folder: iteration_N/rank_R_memory_snapshot.pickle."""
 
     def violations(self) -> Iterator[Violation]:
         """Check that warm-up and recording fit into the interval."""

@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan.base.errors import DataError
+from torchtitan.metrics.snapshot import MemorySnapshots, check_memory_snapshot
 
 if TYPE_CHECKING:
     from torchtitan.metrics.settings import ProfilingConfig
@@ -93,3 +94,24 @@ class Profiler:
             ) from error
         self._num_written += 1
         logger.info("Wrote the trace of step %d to %s", self._step, path)
+
+
+Recorder = Profiler | MemorySnapshots
+"""Records steps until it is closed."""
+
+
+def build_recorders(
+    settings: ProfilingConfig, *, folder: Path, rank: int, device: torch.device, step: int
+) -> list[Recorder]:
+    """Start what `settings` enable. `step` is the last one before.
+
+    Raises:
+        ConfigError: Memory snapshots need a GPU.
+    """
+    recorders: list[Recorder] = []
+    if settings.enable_profiling:
+        recorders.append(Profiler(settings, folder=folder, rank=rank, device=device))
+    if settings.enable_memory_snapshot:
+        check_memory_snapshot(device.type)
+        recorders.append(MemorySnapshots(settings, folder=folder, rank=rank, step=step))
+    return recorders
