@@ -214,7 +214,7 @@ class Campaign:
             else:
                 log = run / "output.txt"
                 train(arguments, world_size=ranks.world_size, log=log, what=name)
-                rows = read_rows(run / "metrics.jsonl")
+                rows = list(read_rows(run / "metrics.jsonl"))
             self._figures[name] = [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
             if not keep:
                 shutil.rmtree(run / "checkpoint")

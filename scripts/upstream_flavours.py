@@ -105,7 +105,7 @@ class Runs:
 
     def _gap(self, name: str, command: str) -> float:
         """Return the largest difference of a loss from one rank's."""
-        rows = read_rows(self.folder / ARTIFACTS / name / "metrics.jsonl")[:STEPS]
+        rows = list(read_rows(self.folder / ARTIFACTS / name / "metrics.jsonl"))[:STEPS]
         shaping = [part for part in re.split(r" (?=--)", command) if SHAPES_LOSS.match(part)]
         batch = rows[0]["num_tokens"] // SEQ_LEN
         key = (*shaping, f"--training.global_batch_size={batch}")
@@ -113,7 +113,7 @@ class Runs:
             one = f"one-rank-{name}-{len(self._references)}"
             code, log = self._start(one, 1, " ".join(key), log=f"{one}.log")
             assert code == 0, log
-            done = read_rows(self.folder / ARTIFACTS / one / "metrics.jsonl")
+            done = list(read_rows(self.folder / ARTIFACTS / one / "metrics.jsonl"))
             self._references[key] = [row["loss"] for row in done]
         pairs = zip(rows, self._references[key], strict=True)
         return max(abs(row["loss"] - loss) for row, loss in pairs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torchtitan.train(torchtitan.load_config(**settings))
     (folder / "comm_traces").mkdir()
     record: dict[str, object] = {"pg_config": {}, "entries": []}
-    (folder / "comm_traces" / "rank_0.json").write_text(json.dumps(record))
+    (folder / "comm_traces" / "gloo_0").write_bytes(pickle.dumps(record))
     return folder
 
 
@@ -381,7 +382,7 @@ def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> No
         "time_created_ns": 0,
     }
     record = {"pg_config": {"0": group}, "entries": [entry]}
-    (RUN / "comm_traces" / "rank_0.json").write_text(json.dumps(record))
+    (RUN / "comm_traces" / "gloo_0").write_bytes(pickle.dumps(record))
     assert hang.main([str(RUN)]) == 0
     (RUN / CONFIG_FILE).write_text(f'x = "{ESCAPE.encode("unicode_escape").decode()}"')
     assert hang.main([str(RUN)]) == 2

@@ -309,7 +309,7 @@ def _rows_of(start: Start, *job: str, folder: Path, **environment: str) -> list[
     """Run a job and return its rows."""
     words = (f"--job.dump_folder={folder}", "--training.dataset=synthetic", *job)
     start("-m", "torchtitan.train", *words, **environment)
-    return read_rows(folder / "metrics.jsonl")
+    return list(read_rows(folder / "metrics.jsonl"))
 
 
 def _compare_with_cpu(start: Start, *, folder: Path, is_toy: bool) -> dict[str, float]:

@@ -52,14 +52,14 @@ def test_jsonl_keeps_every_digit(tmp_path: Path) -> None:
     numbers = {"loss": 0.1 + 0.2, "grad_norm": 2**-1074, "lr": 1 / 3, "num_tokens": 2**60 + 1}
     _write(path, [1], resume_step=0, **numbers)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [_row(1, **numbers)]
-    assert read_rows(path) == [_row(1, **numbers)]
+    assert list(read_rows(path)) == [_row(1, **numbers)]
 
 
 def test_jsonl_is_on_disk_row_by_row(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl", resume_step=0)
     for step in (1, 2):
         sink.write(_row(step))
-        assert len(read_rows(tmp_path / "m.jsonl")) == step
+        assert len(list(read_rows(tmp_path / "m.jsonl"))) == step
     sink.close()
 
 
@@ -70,7 +70,7 @@ def test_jsonl_drops_what_is_trained_again(
     path = tmp_path / "metrics.jsonl"
     _write(path, [1, 2, 4, 6, 8], resume_step=0, loss=1.0)
     _write(path, [6, 8], resume_step=resume_step, loss=2.0)
-    rows = read_rows(path)
+    rows = list(read_rows(path))
     assert [row["step"] for row in rows] == [*kept, 6, 8]
     assert [row["loss"] for row in rows] == [1.0] * len(kept) + [2.0, 2.0]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -90,7 +90,7 @@ def test_lists_are_for_the_file_alone(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=0)
     sink.write(row)
     sink.close()
-    assert read_rows(tmp_path / "metrics.jsonl") == [row]
+    assert list(read_rows(tmp_path / "metrics.jsonl")) == [row]
 
 
 def test_event_files_that_cannot_be_written_are_said_and_not_traced(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_step_that_is_left_out_changes_nothing(
 ) -> None:
     job = [*JOB, *layout, f"--job.dump_folder={tmp_path}", jobs.UNSAVED]
     check_steps(ranks.run(jobs.after_each_step, job, hash_parts, world=2), tmp_path)
-    rows, expected = (read_rows(run / "metrics.jsonl") for run in (tmp_path, alone))
+    rows, expected = (list(read_rows(run / "metrics.jsonl")) for run in (tmp_path, alone))
     for figure in ("loss", "grad_norm"):
         # to rounding, which the steps after the spikes make larger: the loss is at 1/500 by then
         found = [row[figure] for row in rows]
@@ -151,4 +151,4 @@ def test_a_resumed_run_goes_by_the_same_figures(
     ranks.run(jobs.train, [*stopped, "--training.steps=12"], world=1)
     ranks.run(jobs.train, stopped, world=1)
     assert compare.main(["runs", str(alone), str(tmp_path)]) == 0
-    assert read_rows(tmp_path / "metrics.jsonl")[-1]["spikes"] == 2
+    assert list(read_rows(tmp_path / "metrics.jsonl"))[-1]["spikes"] == 2

@@ -147,7 +147,7 @@ def read_ledger(run: Path) -> list[Row]:
         DataError: A row is damaged.
     """
     path = run / LEDGER
-    rows = read_rows(path) if path.exists() else []
+    rows = list(read_rows(path)) if path.exists() else []
     for row in rows:
         for key in ("event", "time"):
             row[key]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.files import load_json, read_text
+from torchtitan.base.files import check_is_file, load_json
 
 Row = dict[str, Any]
 RECORD = "metrics"
@@ -35,27 +35,26 @@ class StoredRow(Row):
         return partial(StoredRow, place=self.place), (dict(self),)
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file. An incomplete last line, left by a crash, is skipped.
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file. An incomplete last line, left by a crash, is skipped.
 
     Raises:
         DataError: The file cannot be read, or another line is not a row.
     """
+    wrong = ""
     try:
-        lines = read_text(path, errors="replace").splitlines(keepends=True)
+        check_is_file(path)
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                if wrong:
+                    raise DataError(f"{wrong}; fix the file or move it away")
+                place = f"{path} line {number}"
+                if (row := _parse(line, place=place)) is not None:
+                    yield row
+                    continue
+                wrong = f"{place} must be a JSON object with a step, got {line.strip()[:60]!r}"
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        row = _parse(line, place=f"{path} line {number}")
-        if row is not None:
-            rows.append(row)
-        elif number < len(lines):
-            raise DataError(
-                f"{path} line {number} must be a JSON object with a step, got "
-                f"{line.strip()[:60]!r}; fix the file or move it away"
-            )
-    return rows
 
 
 def _parse(line: str, *, place: str) -> Row | None:

@@ -54,9 +54,10 @@ class JsonlSink:
         if resume_step == 0 and path.exists() and path.stat().st_size > 0:
             _move_aside(path)
         elif path.exists():
-            kept = [row for row in read_rows(path) if row["step"] <= resume_step]
             temporary = path.with_name(path.name + ".tmp")  # a crash leaves the old file or the new
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            with temporary.open("w", encoding="utf-8") as kept:
+                rows = (row for row in read_rows(path) if row["step"] <= resume_step)
+                kept.writelines(json.dumps(row) + "\n" for row in rows)
             os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 

@@ -124,7 +124,7 @@ def test_ranks_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_resumed_run_counts_its_newest_start_alone(tmp_path: Path) -> None:
     start = Hardware(resumed_from=2, world_size=1, ranks_per_machine=1, device=H100)
-    rows = read_rows(made_up(tmp_path) / "metrics.jsonl")
+    rows = list(read_rows(made_up(tmp_path) / "metrics.jsonl"))
     assert [row["step"] for row in settled(rows, start=start)] == [4]
 
 

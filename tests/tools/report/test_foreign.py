@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -157,10 +158,10 @@ def test_crafted_records_of_a_hang_are_refused(
 ) -> None:
     (tmp_path / "config.toml").write_text("")
     (tmp_path / "comm_traces").mkdir()
-    record = tmp_path / "comm_traces" / "rank_0.json"
+    record = tmp_path / "comm_traces" / "gloo_0"
     if which == "a pipe":
         os.mkfifo(record)
     else:
-        record.write_text(json.dumps(RECORD if which == "whole" else CRAFTED[which]))
+        record.write_bytes(pickle.dumps(RECORD if which == "whole" else CRAFTED[which]))
     assert hang([str(tmp_path)]) == (0 if which == "whole" else 2)
-    assert which == "whole" or "rank_0.json" in capsys.readouterr().err
+    assert which == "whole" or "gloo_0" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def rerun(
         what=what,
         environ=environ,
     )
-    return read_rows(out / "run" / f"{RECORD}.jsonl")
+    return list(read_rows(out / "run" / f"{RECORD}.jsonl"))
 
 
 def check_own(config: Config) -> None:

@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> int:
             say(f"step-{step}: {mistake}")
     if not damaged:
         say("the files of all checkpoints are unchanged")
-    is_equal, rows = not damaged, read_rows(run / f"{RECORD}.jsonl")
+    is_equal, rows = not damaged, list(read_rows(run / f"{RECORD}.jsonl"))
     # what does not need a damaged checkpoint is still trained again
     for stretch, last in _draw(run, options, rows=rows, damaged=damaged):
         is_equal &= _is_equal(run, options, stretch, rows=rows, last=last)

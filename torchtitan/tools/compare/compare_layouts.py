@@ -155,7 +155,7 @@ def _train(
         timeout_s=options.timeout,
     )
     metrics = run / "metrics.jsonl"
-    rows = read_rows(metrics) if metrics.is_file() else []
+    rows = list(read_rows(metrics)) if metrics.is_file() else []
     if not problem and not rows:
         problem = f"trained no step{last_lines(folder / 'output.txt')}"
     seconds = time.monotonic() - start

@@ -200,7 +200,7 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
     for run in (a, b):
         if not (run / "metrics.jsonl").is_file():
             raise DataError(f"each RUN must be a run's folder with a metrics.jsonl, got {run}")
-        rows.append(read_rows(run / "metrics.jsonl"))
+        rows.append(list(read_rows(run / "metrics.jsonl")))
     is_comparable = not tolerance or have_same_samples(a, b)
     found.compare_rows(*rows, skipped=() if is_comparable else (MAX_LOSS,))
     steps = [{*find_steps(run / folder)} for run in (a, b)]

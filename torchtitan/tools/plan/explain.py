@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -74,7 +74,7 @@ def _explain(arguments: argparse.Namespace) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def settled(rows: Sequence[Row], *, start: Hardware) -> list[Row]:
+def settled(rows: Iterable[Row], *, start: Hardware) -> list[Row]:
     """Return the rows of the newest start without the first, which includes the start-up.
 
     Raises:

@@ -53,7 +53,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         DataError: It has no logged step, or a file is damaged.
     """
     path = folder / f"{RECORD}.jsonl"
-    rows = read_rows(path) if path.exists() else []
+    rows = list(read_rows(path)) if path.exists() else []
     if not rows:
         raise DataError(
             f"each RUN must be the job.dump_folder of a run with a logged step in {RECORD}.jsonl, "
