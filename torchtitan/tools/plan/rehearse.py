@@ -105,12 +105,8 @@ def record_step(
     for part in model:
         tape.watch_blocks(part)
         load_evenly(part, dtype=getattr(torch, config.training.mixed_precision_param))
-    source, num = config.training, layout.accumulation
-    if validates:  # two batches: the second finds weights that the first left gathered
-        source, num = validation_source(source, config.validation), 2
-    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
-    samples = _samples(source)
-    batches = [_as_fake(shard.take(samples), fakes) for _ in range(num)]
+    num = None if validates else layout.accumulation
+    batches = _batches(config, num=num, mesh=mesh, fakes=fakes)
     with fake:
         optimizer = build_optimizer_of(config, model=model)
         create_state(optimizer)
@@ -128,8 +124,7 @@ def record_step(
             )
             if balance is not None:
                 balance.begin(divisor)
-            row = _row(layout, rank=dist.get_rank()) if repeats else []
-            with repeat_microbatches(tape, row) if row else nullcontext():
+            with repeat_microbatches(tape, _row(layout)) if repeats else nullcontext():
                 loss_sum = execution.forward_backward(batches, divisor=divisor)
             tape.mark("update", None)
             pool: Pool | None = "host" if offloads else None
@@ -145,11 +140,10 @@ def record_step(
         return tape.ended()
 
 
-def _row(layout: Layout, *, rank: int) -> Sequence[Action]:
-    """Return a rank's actions in the table of the pipeline, if there is one."""
-    if layout.pipeline is None:
-        return []
-    return layout.pipeline.table[rank // (layout.dims.world_size // layout.dims.pp)]
+def _row(layout: Layout) -> Sequence[Action]:
+    """Return this rank's actions in the table of the pipeline."""
+    assert layout.pipeline is not None
+    return layout.pipeline.table[dist.get_rank() // (layout.dims.world_size // layout.dims.pp)]
 
 
 def _without(layout: Layout, skipped: Collection[int]) -> Layout:
@@ -169,6 +163,18 @@ def _without(layout: Layout, skipped: Collection[int]) -> Layout:
         modules = tuple(tuple(m for m in stage if m not in gone) for stage in pipeline.modules)
         pipeline = replace(pipeline, modules=modules)
     return replace(layout, adapt=adapt, pipeline=pipeline)
+
+
+def _batches(
+    config: Config, *, num: int | None, mesh: Mesh, fakes: FakeTensors | None
+) -> list[Batch]:
+    """Return `num` equal batches of this rank, or the validation's if it is None."""
+    source = config.training
+    if num is None:  # two batches: the second finds weights that the first left gathered
+        source, num = validation_source(source, config.validation), 2
+    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
+    samples = _samples(source)
+    return [_as_fake(shard.take(samples), fakes) for _ in range(num)]
 
 
 def _samples(source: TrainingConfig) -> Samples:
