@@ -258,7 +258,7 @@ def scaled_by_microbatches(build: Code) -> Code:
 
 # torch 2.15 reduces FSDP's gradients in a method of its own
 REDUCES = "start_gradient_reduction"
-REDUCES = REDUCES if hasattr(schedules._Stage, REDUCES) else "perform_reduce_grad"
+REDUCES = REDUCES if hasattr(schedules.Stage, REDUCES) else "perform_reduce_grad"
 
 # --- documents
 
@@ -537,7 +537,7 @@ MUTANTS: dict[str, Mutant] = {
         Seen("ddp 2"),
     ),
     "copies not reduced in a pipeline": Mutant(
-        without_sums, schedules._Stage, REDUCES, Seen("pp 2 ZBV x ddp 2")
+        without_sums, schedules.Stage, REDUCES, Seen("pp 2 ZBV x ddp 2")
     ),
     "uneven shards begin elsewhere": Mutant(even_shards, init, "_shard", Seen("fsdp 2 x tp 2")),
     "rows of a tp shard in another order": Mutant(

@@ -223,7 +223,7 @@ class Shapes:
         }
 
 
-class _Stage(PipelineStage):
+class Stage(PipelineStage):
     """A stage that never sends to its own rank."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -280,7 +280,7 @@ class Runtime:
         self._holds_first, self._holds_last = 0 in stages, num_stages - 1 in stages
         self._schedule = _Schedule(
             [
-                _Stage(
+                Stage(
                     module,
                     index,
                     num_stages,

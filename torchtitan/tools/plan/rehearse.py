@@ -2,7 +2,7 @@
 
 The model, FSDP, recomputation and the pipeline run as they are, in a world with simulated other
 ranks (`world.py`), and a tape records them. A rehearsal may skip blocks that are like their
-neighbours; `copies.py` adds them to the record.
+neighbours; `copies.py` adds them to the record. It may repeat microbatches (`microbatches.py`).
 
 Tensors are on a fake CPU, because a fake GPU needs a driver. If a GPU would take another path that
 matters, it is selected explicitly: bfloat16 for "auto", fused kernels as set.
@@ -11,12 +11,13 @@ matters, it is selected explicitly: bfloat16 for "auto", fused kernels as set.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensors
 
@@ -34,7 +35,9 @@ from torchtitan.parallel.context.shard import build_shard
 from torchtitan.parallel.execution import Batch
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.parallelize import allocate
+from torchtitan.parallel.pipeline.schedules import Action
 from torchtitan.tools.plan.copies import CannotCopyError, Template, copy_blocks
+from torchtitan.tools.plan.microbatches import repeat_microbatches
 from torchtitan.tools.plan.tape import Pool, Record, Tape
 from torchtitan.tools.plan.world import axes_by_group, fake_world, load_evenly, stand_ins
 from torchtitan.validate import evaluate, validation_source
@@ -54,11 +57,15 @@ def rehearse(
     layout: Layout,
     rank: int,
     skipped: Collection[int] = (),
+    repeats: bool = False,
     validates: bool = False,
 ) -> Record:
     """Record a step of `rank`, or its validation, without the blocks in `skipped`.
 
     The record starts with the weights and the optimizer's state.
+
+    Raises:
+        CannotCopyError: Microbatches should be repeated (`repeats`) and are not alike.
     """
     with fake_world(rank=rank, world_size=layout.dims.world_size):
         mesh = build_mesh(layout.dims, device_type="cpu")
@@ -67,6 +74,7 @@ def rehearse(
             layout=_without(layout, skipped),
             mesh=mesh,
             fakes=fake_tensors(),
+            repeats=repeats,
             validates=validates,
         )
 
@@ -77,12 +85,14 @@ def record_step(
     layout: Layout,
     mesh: Mesh,
     fakes: FakeTensors | None,
+    repeats: bool = False,
     validates: bool = False,
 ) -> Record:
     """Record a step of this rank of the job. The process group must exist.
 
     Args:
         fakes: Mode that creates fake tensors. None: run a real step on this machine's CPU.
+        repeats: Run a few microbatches of a pipeline's step, and repeat their record.
         validates: Run batches of the validation instead of the step.
     """
     tape, fake = Tape(axes_by_group(mesh)), fakes or nullcontext()
@@ -95,12 +105,8 @@ def record_step(
     for part in model:
         tape.watch_blocks(part)
         load_evenly(part, dtype=getattr(torch, config.training.mixed_precision_param))
-    source, num = config.training, layout.accumulation
-    if validates:  # two batches: the second finds weights that the first left gathered
-        source, num = validation_source(source, config.validation), 2
-    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
-    samples = _samples(source)
-    batches = [_as_fake(shard.take(samples), fakes) for _ in range(num)]
+    num = None if validates else layout.accumulation
+    batches = _batches(config, num=num, mesh=mesh, fakes=fakes)
     with fake:
         optimizer = build_optimizer_of(config, model=model)
         create_state(optimizer)
@@ -118,7 +124,8 @@ def record_step(
             )
             if balance is not None:
                 balance.begin(divisor)
-            loss_sum = execution.forward_backward(batches, divisor=divisor)
+            with repeat_microbatches(tape, _row(layout)) if repeats else nullcontext():
+                loss_sum = execution.forward_backward(batches, divisor=divisor)
             tape.mark("update", None)
             pool: Pool | None = "host" if offloads else None
             for p in parameters:
@@ -131,6 +138,12 @@ def record_step(
                 balance.update(norm=norm)
             execution.after_update()
         return tape.ended()
+
+
+def _row(layout: Layout) -> Sequence[Action]:
+    """Return this rank's actions in the table of the pipeline."""
+    assert layout.pipeline is not None
+    return layout.pipeline.table[dist.get_rank() // (layout.dims.world_size // layout.dims.pp)]
 
 
 def _without(layout: Layout, skipped: Collection[int]) -> Layout:
@@ -150,6 +163,18 @@ def _without(layout: Layout, skipped: Collection[int]) -> Layout:
         modules = tuple(tuple(m for m in stage if m not in gone) for stage in pipeline.modules)
         pipeline = replace(pipeline, modules=modules)
     return replace(layout, adapt=adapt, pipeline=pipeline)
+
+
+def _batches(
+    config: Config, *, num: int | None, mesh: Mesh, fakes: FakeTensors | None
+) -> list[Batch]:
+    """Return `num` equal batches of this rank, or the validation's if it is None."""
+    source = config.training
+    if num is None:  # two batches: the second finds weights that the first left gathered
+        source, num = validation_source(source, config.validation), 2
+    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
+    samples = _samples(source)
+    return [_as_fake(shard.take(samples), fakes) for _ in range(num)]
 
 
 def _samples(source: TrainingConfig) -> Samples:
@@ -181,11 +206,21 @@ def _hold_state(
 
 
 def rehearse_step(config: Config, *, layout: Layout, rank: int, validates: bool = False) -> Record:
-    """Do the same as `rehearse`, but copy most blocks if possible.
+    """Do the same as `rehearse`, but copy most blocks and microbatches if possible.
 
     Accumulation steps, and microbatches that do not change the peak, are skipped by `shorten`.
     """
-    run = partial(rehearse, config, layout=layout, rank=rank, validates=validates)
+    rehearsed = partial(rehearse, config, layout=layout, rank=rank, validates=validates)
+
+    def run(skipped: Collection[int] = ()) -> Record:
+        if layout.pipeline is None or validates:
+            return rehearsed(skipped=skipped)
+        try:
+            return rehearsed(skipped=skipped, repeats=True)
+        except CannotCopyError as error:
+            logger.info("all microbatches are rehearsed: %s", error)
+            return rehearsed(skipped=skipped)
+
     templates, skipped = find_templates(config, layout=layout, rank=rank)
     if templates:
         try:

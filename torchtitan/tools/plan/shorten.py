@@ -10,6 +10,7 @@ Blocks are not compiled, and "auto" precision is bfloat16, as on each device of 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,7 +19,14 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.job import Config
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline.layout import PipelineLayout
-from torchtitan.parallel.pipeline.schedules import Kind, Table, compute_table, count_microbatches
+from torchtitan.parallel.pipeline.schedules import (
+    SCHEDULES,
+    Kind,
+    Table,
+    check_schedule,
+    compute_table,
+    count_microbatches,
+)
 from torchtitan.tools.plan.links import OVERLAPPED
 from torchtitan.tools.plan.tape import Entry, Phase
 
@@ -90,21 +98,29 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
         return None
     pp, num = len(pipeline.table), count_microbatches(pipeline.table)
     stages_per_rank = len(pipeline.modules) // pp
-    peaks, is_full = _peaks(pipeline.table), False
-    for fewer in range(max(peaks) // stages_per_rank, num):  # fewer cannot fill it
+    peaks = _peaks(pipeline.table)
+    name = settings.pipeline_parallel_schedule
+    sizes = {"pp": pp, "stages_per_rank": stages_per_rank}
+
+    def is_allowed(fewer: int) -> bool:
         try:
-            table = compute_table(
-                settings.pipeline_parallel_schedule,
-                pp=pp,
-                stages_per_rank=stages_per_rank,
-                num_microbatches=fewer,
-            )
+            check_schedule(name, num_microbatches=fewer, **sizes)
         except ConfigError:
-            continue
-        if is_full:
-            return table, fewer, num
-        is_full = _peaks(table) == peaks  # the next one finds what the first ones have left
-    return None
+            return False
+        return True
+
+    def is_full(fewer: int) -> bool:
+        return _peaks(compute_table(name, num_microbatches=fewer, **sizes)) == peaks
+
+    # fewer cannot fill it
+    allowed = [n for n in range(max(1, max(peaks) // stages_per_rank), num) if is_allowed(n)]
+    if not SCHEDULES[name].in_rounds:  # more microbatches never have a lower peak
+        allowed = allowed[bisect_left(allowed, True, key=is_full) :]
+    full = next((index for index, fewer in enumerate(allowed) if is_full(fewer)), num)
+    if full + 1 >= len(allowed):
+        return None
+    fewer = allowed[full + 1]  # finds what the first ones have left
+    return compute_table(name, num_microbatches=fewer, **sizes), fewer, num
 
 
 def _peaks(table: Table) -> list[int]:

@@ -138,8 +138,7 @@ class Tape(DispatchMode):
         if storage._cdata in self._live:
             self.name(tensor, kind=kind, pool=pool)
         else:
-            with self.within(pool=pool):
-                self._bear(storage, storage.nbytes(), ("state", ""), kind)
+            self.bear(storage, Entry("birth", storage.nbytes(), ("state", ""), kind, pool))
         if pool == "host":
             self._on_host.add(storage._cdata)
 
@@ -153,7 +152,8 @@ class Tape(DispatchMode):
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """Record a change of a storage's size."""
         if self._live.get(storage._cdata, (0, -1))[0] != size:
-            self._bear(storage, size, ("resize", self._modules[-1]), "gathered weights")
+            where = ("resize", self._modules[-1])
+            self.bear(storage, Entry("birth", size, where, "gathered weights", self.pool))
 
     def watch_blocks(self, model: nn.Module) -> None:
         """Start pieces at blocks of `model`, and record the names of modules."""
@@ -216,7 +216,8 @@ class Tape(DispatchMode):
         for tensor in find_tensors(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
-                self._bear(storage, storage.nbytes(), (name, self._modules[-1]), kind)
+                where = (name, self._modules[-1])
+                self.bear(storage, Entry("birth", storage.nbytes(), where, kind, self.pool))
         if self._on_host and self.record.pieces[-1].phase != "update":
             self._note_copies(func, args, kwargs, out)
         if is_message:
@@ -282,17 +283,20 @@ class Tape(DispatchMode):
         flops = 2 * left.numel() * right.shape[1]
         self._append(Entry("product", flops, (name, self._modules[-1], shapes)))
 
-    def _bear(
-        self, storage: torch.UntypedStorage, size: int, where: tuple[str, ...], kind: Kind
-    ) -> None:
+    def bear(self, storage: torch.UntypedStorage, entry: Entry) -> None:
+        """Record the birth of a storage, and later its death. A resized one dies first."""
         key = storage._cdata
         if key in self._live:
             self._die(key)
         else:
             weakref.finalize(storage, self._drop, key)
-        self._live[key] = size, len(self.record.entries) if size else -1
-        if size:
-            self._append(Entry("birth", size, where, kind, self.pool))
+        self._live[key] = entry.size, len(self.record.entries) if entry.size else -1
+        if entry.size:
+            self._append(entry)
+
+    def birth(self, tensor: Tensor) -> int:
+        """Return the index of the birth of a live tensor's storage, or -1."""
+        return self._live.get(tensor.untyped_storage()._cdata, (0, -1))[1]
 
     def _drop(self, key: int) -> None:
         self._die(key)

@@ -141,12 +141,12 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
             (loss, "FEWEST_TOKENS", {"cpu": loss.FEWEST_TOKENS["cuda"]}),
             (loss, "_add_product", _added_at_once(loss._add_product, tape, are_fake=are_fake)),
         ):
-            stack.enter_context(_replaced(owner, name, value))
+            stack.enter_context(replaced(owner, name, value))
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Set an attribute of a class or module for the time of the context."""
     is_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
