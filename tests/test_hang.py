@@ -153,8 +153,17 @@ def test_nccl_s_own_file_is_read_and_runs_nothing(tmp_path: Path) -> None:
             )
         ]
     }
+    # NCCL's own record is the newest
+    write_record(tmp_path / "nccl_0", [nccl(6, group="fsdp")], **ranks)
+    assert [call.number for call in read_calls(tmp_path, prefix="rank_")[0]] == [7]
+    (tmp_path / "rank_0").rename(tmp_path / "rank_1")
+    assert [call.number for call in read_calls(tmp_path, prefix="rank_")[0]] == [6]
     write_record(file, os.getcwd, **ranks)
     with pytest.raises(DataError, match="getcwd"):
+        read_calls(tmp_path, prefix="rank_")
+    # a bytearray of 512 MiB, which unpickling would allocate before it finds no bytes
+    file.write_bytes(b"\x80\x05\x96" + (1 << 29).to_bytes(8, "little") + b".")
+    with pytest.raises(DataError, match="KeyError"):
         read_calls(tmp_path, prefix="rank_")
 
 

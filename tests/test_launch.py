@@ -83,6 +83,9 @@ def test_the_folder_is_that_of_the_command(program: list[str], tmp_path: Path) -
     assert find(f"--job.dump_folder={folder}") == folder
     assert find() == Path("outputs")
     assert find("--job.dump_folder=~nobody_of_this_name/x") is None
+    gone = ("--job.config_file", str(tmp_path / "gone.toml"))
+    assert find(*gone) is None
+    assert find(*gone, f"--job.dump_folder={folder}") == folder
     other = Namespace(training_script="other", training_script_args=[f"--job.dump_folder={folder}"])
     assert find_places(other, since=0.0) is None
 

@@ -17,6 +17,7 @@ import torchtitan
 
 SOURCES = Path(torchtitan.__file__).parent
 SOME_BUILDS: dict[str, str] = {
+    "torch._C._cuda_attach_out_of_memory_observer": "built with CUDA",
     "torch._C._distributed_c10d._dump_nccl_trace": "built with NCCL",
     "torch.distributed.pipelining.schedules.InferenceMode": "2.12 and newer",
     "torch.distributed.pipelining.schedules.InferenceMode.STATIC": "2.12 and newer",

@@ -666,6 +666,11 @@ def build_sinks_of(
 ) -> tuple[list[Sink], list[Recorder]]:
     """Build what receives the figures, and what records traces."""
     folder, rank = Path(config.job.dump_folder), dist.get_rank()
+    settings, recorders = config.profiling, []
+    if settings.enable_profiling or settings.enable_memory_snapshot:
+        from torchtitan.metrics.trace import build_recorders
+
+        recorders = build_recorders(settings, folder=folder, rank=rank, device=device, step=step)
     sinks = build_sinks(
         config.metrics,
         folder=folder,
@@ -676,12 +681,7 @@ def build_sinks_of(
         description=config.job.description,
         sections=own_sections(config),
     )
-    settings = config.profiling
-    if not (settings.enable_profiling or settings.enable_memory_snapshot):
-        return sinks, []
-    from torchtitan.metrics.trace import build_recorders
-
-    return sinks, build_recorders(settings, folder=folder, rank=rank, device=device, step=step)
+    return sinks, recorders
 
 
 def record_start(

@@ -5,7 +5,8 @@ end with one message and code 2 on any number of ranks, and a scheduler requeues
 So this entry calls torchrun's own parser and `run`, and only translates the result. Arguments,
 restarts and rendezvous are torchrun's.
 
-NCCL ends a rank by SIGABRT when a collective times out. That is a hang, so the code is 4.
+NCCL ends a rank by SIGABRT when a collective times out or a link fails, after it has written its
+record. Another start may help, so the code is 4.
 
 SIGTERM, SIGINT and SIGUSR1 stop the job: torchrun forwards them to the ranks, which save and exit.
 It kills them after 30 seconds, too soon for a large checkpoint; `--shutdown_timeout` (torch 2.13 or
@@ -104,7 +105,7 @@ class Places:
         """Return whether a rank wrote its collectives."""
         return self.records.is_dir() and any(map(self._only_new, self.records.iterdir()))
 
-    def has_nccl_timeout(self, rank: int, failure: ProcessFailure) -> bool:
+    def was_aborted_by_nccl(self, rank: int, failure: ProcessFailure) -> bool:
         """Return whether NCCL ended a rank: by SIGABRT, after it had written its record."""
         record = self.records / f"{self.prefix}{rank}"
         return failure.exitcode == -signal.SIGABRT and bool(self._only_new(record))
@@ -119,8 +120,8 @@ def exit_code_of_job(error: ChildFailedError, places: Places | None) -> int:
     for failure in (first, *error.failures.values()):
         if failure.exitcode in REPORTED:
             return failure.exitcode
-    is_timeout = places is not None and places.has_nccl_timeout(rank, first)
-    if first.exitcode in KILLED_IN_SETUP or is_timeout:
+    is_nccl = places is not None and places.was_aborted_by_nccl(rank, first)
+    if first.exitcode in KILLED_IN_SETUP or is_nccl:
         return StoppedError.exit_code
     return max(first.exitcode, 1)  # negative: a signal
 
@@ -138,17 +139,23 @@ def find_places(arguments: argparse.Namespace, *, since: float) -> Places | None
         ("comm", "save_traces_folder"): CommConfig.save_traces_folder,
         ("comm", "save_traces_file_prefix"): CommConfig.save_traces_file_prefix,
     }
+    given = {key: _find_option(words, f"--{'.'.join(key)}") for key in found}
+    file = _find_option(words, "--job.config_file")
     try:
-        if (file := _find_option(words, "--job.config_file")) is not None:
-            for layer in read_layers(Setting(file, COMMAND_LINE, CONFIG_FILE, file)):
-                found |= {key: str(layer[key].value) for key in found if key in layer}
-        given = {key: _find_option(words, f"--{'.'.join(key)}") for key in found}
-        found |= {key: value for key, value in given.items() if value is not None}
-        folder, records, prefix = found.values()
+        layers = read_layers(Setting(file, COMMAND_LINE, CONFIG_FILE, file)) if file else []
+    except UserError:  # it was changed since the start
+        if given["job", "dump_folder"] is None:
+            return None
+        layers = []
+    for layer in layers:
+        found |= {key: str(layer[key].value) for key in found if key in layer}
+    found |= {key: value for key, value in given.items() if value is not None}
+    folder, records, prefix = found.values()
+    try:
         path = Path(folder).expanduser()
-        return Places(folder=path, records=path / records, prefix=prefix, since=since)
-    except (UserError, RuntimeError):  # RuntimeError: no such home
+    except RuntimeError:  # no such home
         return None
+    return Places(folder=path, records=path / records, prefix=prefix, since=since)
 
 
 def _find_option(words: Sequence[str], name: str) -> str | None:
@@ -179,8 +186,8 @@ def describe_failure(error: ChildFailedError, places: Places | None) -> str:
         if first.exitcode < 0:
             cause = f"by {_signal_name(-first.exitcode)}"
             cause += ", perhaps of the OOM killer" if first.exitcode == -signal.SIGKILL else ""
-        if places and places.has_nccl_timeout(rank, first):
-            cause += " of NCCL, since a collective timed out"
+        if places and places.was_aborted_by_nccl(rank, first):
+            cause += " of NCCL: a collective timed out, or a link failed"
         lines.append(f"rank {rank} was the first to end on {socket.gethostname()}, {cause}")
         if len(codes) > 1:
             lines.append(f"  codes: {', '.join(f'rank {n}: {code}' for n, code in codes.items())}")

@@ -246,7 +246,8 @@ def main(argv: Sequence[str], *, undo: ExitStack) -> int:
             return UserError.exit_code
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
             note_in_file(traceback.format_exc())
-            write_collectives()
+            with suppress(OSError, RuntimeError):  # this error matters more
+                write_collectives()
             from torchtitan.base.out_of_memory import describe_out_of_memory, find_out_of_memory
 
             if (ran_out := find_out_of_memory(error)) is None:

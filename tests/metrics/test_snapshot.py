@@ -44,6 +44,7 @@ def test_on_schedule_and_out_of_memory(
     (out_of_memory,) = observers
     out_of_memory(0, 1024, 2048, 512)
     snapshots.close()
+    out_of_memory(0, 1024, 2048, 512)  # of a later run of this process
     found = {p.relative_to(tmp_path).as_posix(): p.read_text() for p in tmp_path.rglob("*.*")}
     name = "rank_3_memory_snapshot.pickle"
     recording = "{'enabled': 'all'}"

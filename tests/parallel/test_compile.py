@@ -289,3 +289,6 @@ def test_the_compiler_of_generated_code_is_needed(
     check_compile(CompileConfig(enable=True, backend="aot_eager"), device_type=device)
     (tmp_path / needed).touch(mode=0o755)
     check_compile(inductor, device_type=device)
+    monkeypatch.setenv("CC" if device == "cuda" else "CXX", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=naming("compile", tmp_path / "gone")):
+        check_compile(inductor, device_type=device)

@@ -135,22 +135,19 @@ def dump_stacks_on_stall(
 
 
 PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
-GLOO = "gloo_"
-"""Prefix of gloo's records. Those of NCCL have `comm.save_traces_file_prefix`."""
+GLOO, NCCL = "gloo_", "nccl_"
+"""Prefixes of written records. Those that NCCL writes have `comm.save_traces_file_prefix`."""
 NEWEST = 1000
 """Collectives in a record of gloo, of about 1 KB each."""
 
 
 def enable_recorder(settings: CommConfig, *, dump_folder: Path, rank: int) -> None:
-    """Enable torch's flight recorder. Call this before the first process group is created.
-
-    Files of this rank from an earlier start are removed.
-    """
+    """Enable torch's flight recorder before the first process group, and remove older records."""
     if not settings.trace_buf_size:
         return
     folder = dump_folder / settings.save_traces_folder
     prefix = str(folder / settings.save_traces_file_prefix)
-    for file in (f"{prefix}{rank}", folder / f"{GLOO}{rank}"):
+    for file in (f"{prefix}{rank}", folder / f"{GLOO}{rank}", folder / f"{NCCL}{rank}"):
         Path(file).unlink(missing_ok=True)
     if torch.cuda.is_available():
         folder.mkdir(parents=True, exist_ok=True)  # NCCL does not create it
@@ -175,4 +172,4 @@ def write_collectives() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{GLOO}{rank}").write_bytes(pickle.dumps(known))
     if torch.cuda.is_available():
-        Path(f"{prefix}{rank}").write_bytes(torch._C._distributed_c10d._dump_nccl_trace())
+        (folder / f"{NCCL}{rank}").write_bytes(torch._C._distributed_c10d._dump_nccl_trace())

@@ -51,8 +51,8 @@ def read_rows(path: Path) -> Iterator[Row]:
                 place = f"{path} line {number}"
                 if (row := _parse(line, place=place)) is not None:
                     yield row
-                    continue
-                wrong = f"{place} must be a JSON object with a step, got {line.strip()[:60]!r}"
+                elif line.endswith("\n"):  # else it may still be written
+                    wrong = f"{place} must be a JSON object with a step, got {line.strip()[:60]!r}"
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 

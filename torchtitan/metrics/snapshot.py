@@ -2,7 +2,8 @@
 
 Once the model is built, torch's allocator records its last `MAX_ENTRIES` allocations and frees with
 their stacks. They are written every `profile_freq` steps, and when the device runs out of memory,
-which shows what filled it. The recording needs host memory and slows the host; no number changes.
+which shows what filled it. The recording needs host memory and slows the host. Results do not
+change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_ENTRIES = 100_000
 
 
 def check_memory_snapshot(device_type: str) -> None:
-    """Check that this machine has an allocator that records.
+    """Check that the device is a GPU, whose allocator can record.
 
     Raises:
         ConfigError: The device is not a GPU.
@@ -43,6 +44,7 @@ class MemorySnapshots:
         self._rank = rank
         self._profile_freq = settings.profile_freq
         self._step = step
+        self._is_open = True
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ENTRIES)
         torch._C._cuda_attach_out_of_memory_observer(self._write_out_of_memory)
 
@@ -57,11 +59,14 @@ class MemorySnapshots:
             self._write(f"iteration_{step}")
 
     def close(self) -> None:
-        """Stop recording."""
+        """Stop recording. The observer of the allocator stays, and does nothing."""
+        self._is_open = False
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_out_of_memory(self, *_: int) -> None:
         """Called by the allocator before it raises, so that nothing is freed yet."""
+        if not self._is_open:
+            return
         try:
             self._write(f"iteration_{self._step + 1}_exit")
         except DataError as error:  # must not replace the error of the allocator

@@ -108,10 +108,11 @@ def build_recorders(
     Raises:
         ConfigError: Memory snapshots need a GPU.
     """
+    if settings.enable_memory_snapshot:
+        check_memory_snapshot(device.type)
     recorders: list[Recorder] = []
     if settings.enable_profiling:
         recorders.append(Profiler(settings, folder=folder, rank=rank, device=device))
     if settings.enable_memory_snapshot:
-        check_memory_snapshot(device.type)
         recorders.append(MemorySnapshots(settings, folder=folder, rank=rank, step=step))
     return recorders

@@ -223,7 +223,8 @@ def _leaves_garbage(device: torch.device) -> bool:
 def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Do the same by three grouped products, where `parallel.expert.why_not_grouped` allows it.
 
-    Rows of more elements than a kernel can address are multiplied in parts.
+    Rows of more elements than a kernel can address are multiplied in parts, whose gradients of the
+    weights are rounded before they are added.
     """
     ends_E = counts_E.to(x_NC.device, non_blocking=True).cumsum(0, dtype=torch.int32)
     weights = [w.to(x_NC.dtype) for w in weights]

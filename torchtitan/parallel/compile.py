@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -63,15 +64,14 @@ def check_compile(settings: CompileConfig, *, device_type: str) -> None:
         ConfigError: One of them is missing.
     """
     check_backend(settings, is_installed=True)
-    language, names, variable = ("C++", ("g++", "clang++"), "CXX")
-    if device_type == "cuda":
-        language, names, variable = ("C", ("gcc", "clang"), "CC")
-    has_one = variable in os.environ or any(map(shutil.which, names))
-    if settings.backend == "inductor" and not has_one:
+    language, variable = ("C", "CC") if device_type == "cuda" else ("C++", "CXX")
+    known = {"C": ["gcc", "clang"], "C++": ["clang++" if sys.platform == "darwin" else "g++"]}
+    names = [os.environ[variable]] if variable in os.environ else known[language]
+    if settings.backend == "inductor" and not any(map(shutil.which, names)):
         raise ConfigError.at(
             "compile.enable",
-            f"needs a {language} compiler on this machine: {' or '.join(names)}, or another that "
-            f"{variable} names; install one, or set compile.enable = false",
+            f"needs a {language} compiler on this machine, {' or '.join(names)}; install one, name "
+            f"one by the variable {variable}, or set compile.enable = false",
         )
 
 

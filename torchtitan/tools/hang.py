@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torchtitan.base.errors import DataError, printable
 from torchtitan.base.files import check_is_file
@@ -92,14 +92,16 @@ def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
     Raises:
         DataError: There are no records, or one cannot be read.
     """
-    from torchtitan.mesh.faults import GLOO
+    from torchtitan.mesh.faults import GLOO, NCCL
 
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     calls: defaultdict[int, list[Call]] = defaultdict(list)
-    for start in (prefix, GLOO):
+    for start in (prefix, NCCL, GLOO):
         for file in files:
             if match := re.fullmatch(rf"{re.escape(start)}(\d+)", file.name):
-                calls[int(match[1])] += _read(file)
+                rank = int(match[1])
+                if start != NCCL or rank not in calls:  # NCCL's own record is newer
+                    calls[rank] += _read(file)
     if not calls:
         raise DataError(
             f"{folder} has no records of ranks; they are written when a collective fails, unless "
@@ -132,8 +134,15 @@ def _read(file: Path) -> list[Call]:
 class _Plain(pickle._Unpickler):
     """Unpickles only numbers, strings, lists and dictionaries.
 
-    Python's unpickler in C could be made to allocate any amount of memory.
+    Python's unpickler in C could be made to allocate any amount of memory, and so could
+    bytearrays, which are allocated before they are read.
     """
+
+    dispatch: ClassVar = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]
+    }
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}")

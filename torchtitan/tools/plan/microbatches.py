@@ -1,10 +1,10 @@
 """Rehearse a few microbatches of a pipeline, and repeat their record for the others.
 
-A stage does for a microbatch what it did for the one before. So two microbatches of each kind run,
-and the second is the *template* of the others: their entries are appended to the tape where the
-schedule computes them, and what the template allocated in forward and freed in backward is born and
-dies again. All else runs in full: the schedule with its messages and the buffers for them, gathers
-of weights, and reductions.
+A stage does for a microbatch what it did for the one before. So the first microbatch of a kind is
+the *template* of the others, the second one if backward is split: its entries are appended to the
+tape where the schedule computes the others, and what the template allocated in forward and freed in
+backward is born and dies again. All else runs in full: the schedule with its messages and the
+buffers for them, gathers of weights, and reductions.
 
 A template must free all that it allocates except its results, and nothing else. Otherwise all
 microbatches have to run.
