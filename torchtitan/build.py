@@ -734,7 +734,7 @@ def log_job(
     )
     logger.info(
         f"{layout.dims.world_size} x {device_name(device)}, layout: {layout.dims}, "
-        f"{plural(layout.samples_per_step(training), 'sample')} a step, computing in "
+        f"{plural(layout.samples_per_step(training), 'sample')} per step, computing in "
         f"{training.mixed_precision_param} ({precision}) from {training.dtype} weights"
     )
     if layout.architecture.rope_scaling is not None:

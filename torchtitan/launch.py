@@ -97,21 +97,18 @@ class Places:
     since: float
     """Time of the start. Older files are those of an earlier run."""
 
-    def find_logs(self, rank: int) -> list[Path]:
-        """Return the log of a rank, if it has one."""
-        return self._only_new(self.folder / "logs" / f"rank_{rank}.log")
-
     def has_records(self) -> bool:
         """Return whether a rank wrote its collectives."""
-        return self.records.is_dir() and any(map(self._only_new, self.records.iterdir()))
+        return self.records.is_dir() and any(map(self.is_new, self.records.iterdir()))
 
     def was_aborted_by_nccl(self, rank: int, failure: ProcessFailure) -> bool:
         """Return whether NCCL ended a rank: by SIGABRT, after it had written its record."""
         record = self.records / f"{self.prefix}{rank}"
-        return failure.exitcode == -signal.SIGABRT and bool(self._only_new(record))
+        return failure.exitcode == -signal.SIGABRT and self.is_new(record)
 
-    def _only_new(self, file: Path) -> list[Path]:
-        return [file] if file.is_file() and file.stat().st_mtime >= self.since else []
+    def is_new(self, file: Path) -> bool:
+        """Return whether a file was written since the start."""
+        return file.is_file() and file.stat().st_mtime >= self.since
 
 
 def exit_code_of_job(error: ChildFailedError, places: Places | None) -> int:
@@ -191,7 +188,8 @@ def describe_failure(error: ChildFailedError, places: Places | None) -> str:
         lines.append(f"rank {rank} was the first to end on {socket.gethostname()}, {cause}")
         if len(codes) > 1:
             lines.append(f"  codes: {', '.join(f'rank {n}: {code}' for n, code in codes.items())}")
-        lines += [f"  log: {log}" for log in (places.find_logs(rank) if places else ())]
+        if places and places.is_new(log := places.folder / "logs" / f"rank_{rank}.log"):
+            lines.append(f"  log: {log}")
         if places and any(places.folder.glob("checkpoint/step-*")):
             lines.append("  run the same command to resume from the last checkpoint")
     if places and places.has_records():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,14 +75,27 @@ class MemorySnapshots:
 
     def _write(self, name: str) -> None:
         path = self._folder / name / f"rank_{self._rank}_memory_snapshot.pickle"
-        temporary = path.with_suffix(".tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(temporary))
-            os.replace(temporary, path)
-        except OSError as error:
-            raise DataError(
-                f"profiling.save_memory_snapshot_folder must be writable, got {path}: "
-                f"{error.strerror}"
-            ) from error
+        write_complete(
+            path, torch.cuda.memory._dump_snapshot, key="profiling.save_memory_snapshot_folder"
+        )
         logger.info("Wrote a memory snapshot to %s", path)
+
+
+def write_complete(path: Path, write: Callable[[str], object], *, key: str) -> None:
+    """Call `write` with a temporary name, and rename the file: readers never see a partial one.
+
+    Args:
+        path: The file. Its folder is created.
+        write: Writes the file of a name.
+        key: Setting of the folder.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(str(temporary))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"{key} must be writable, got {path}: {error.strerror}") from error

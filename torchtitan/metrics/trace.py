@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from torchtitan.base.errors import DataError
-from torchtitan.metrics.snapshot import MemorySnapshots, check_memory_snapshot
+from torchtitan.metrics.snapshot import MemorySnapshots, check_memory_snapshot, write_complete
 
 if TYPE_CHECKING:
     from torchtitan.metrics.settings import ProfilingConfig
@@ -81,17 +80,8 @@ class Profiler:
     def _write(self, trace: profile) -> None:
         if self._step is None:  # called by `close`: the trace is incomplete
             return
-        folder = self._folder / f"step-{self._step}"
-        path = folder / f"rank_{self._rank}.json"
-        temporary = path.with_suffix(".json.tmp")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(temporary))
-            os.replace(temporary, path)  # readers never see a partial trace
-        except OSError as error:
-            raise DataError(
-                f"profiling.save_traces_folder must be writable, got {path}: {error.strerror}"
-            ) from error
+        path = self._folder / f"step-{self._step}" / f"rank_{self._rank}.json"
+        write_complete(path, trace.export_chrome_trace, key="profiling.save_traces_folder")
         self._num_written += 1
         logger.info("Wrote the trace of step %d to %s", self._step, path)
 

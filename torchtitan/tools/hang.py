@@ -50,7 +50,7 @@ class Call:
     where: str
     """Innermost line outside of libraries."""
     is_completed: bool = False
-    """NCCL says so; gloo never does."""
+    """Recorded by NCCL only."""
 
     def __str__(self) -> str:
         axis = self.group[1].removeprefix("mesh_").replace("undefined", "an unnamed group")
@@ -214,7 +214,7 @@ def find_blocked(calls: Mapping[int, Sequence[Call]], *, late: float) -> dict[in
 def _may_wait_in(made: Sequence[Call]) -> list[Call]:
     """Return the calls of a rank that may not have returned, in their order.
 
-    A rank calls NCCL far ahead of its device, and each call says whether it is completed. It waits
+    A rank calls NCCL far ahead of its device, and the record has the state of each call. It waits
     for gloo at once, so only its last call may be open.
     """
     nccl = [call for call in made if call.group[0] == "nccl" and not call.is_completed]

@@ -86,7 +86,7 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
             "or a device with more memory"
         )
     if len(found) > 1:
-        yield f"\nthe fastest of them: {min(found, key=_seconds)[0]}\n"
+        yield f"\nthe fastest of them: {fastest}\n"
     yield "\nBounds, and limits as of `memory` and `step`.\n"
     if arguments.write is not None:
         yield f"\nwritten, with the fastest of them: {arguments.write}\n"
@@ -97,7 +97,7 @@ def _measure(job: Sent, recompute: Recompute) -> Measured:
 
 
 def _seconds(found: tuple[Candidate, Tried]) -> float:
-    """Return the middle of the bounds, by which the formulas rank too."""
+    """Return the middle of the bounds, as the formulas do."""
     time = found[1].time
     return (time.best + time.worst) / 2
 

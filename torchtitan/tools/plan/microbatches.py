@@ -1,8 +1,8 @@
-"""Rehearse a few microbatches of a pipeline, and repeat their record for the others.
+"""Rehearse a few microbatches of a pipeline, and repeat their record for the rest.
 
 A stage does for a microbatch what it did for the one before. So the first microbatch of a kind is
-the *template* of the others, the second one if backward is split: its entries are appended to the
-tape where the schedule computes the others, and what the template allocated in forward and freed in
+the *template* of the rest, the second one if backward is split: its entries are appended to the
+tape where the schedule computes them, and what the template allocated in forward and freed in
 backward is born and dies again. All else runs in full: the schedule with its messages and the
 buffers for them, gathers of weights, and reductions.
 
@@ -34,7 +34,7 @@ gradients of the first one become those to which later ones are added."""
 
 @contextmanager
 def repeat_microbatches(tape: Tape, row: Sequence[Action]) -> Iterator[None]:
-    """Run a few microbatches of a rank's row of the table, and repeat their record for the others.
+    """Run a few microbatches of a rank's row of the table, and repeat their record for the rest.
 
     Raises:
         CannotCopyError: A template keeps or frees more than its own storages.
@@ -126,7 +126,7 @@ class _Repeater:
 
     def __init__(self, tape: Tape, row: Sequence[Action]) -> None:
         self.mistake: str | None = None
-        """Why a template cannot be repeated. Raised late: torch would log the whole schedule."""
+        """Why a template cannot be repeated. Raised late: torch would log the full schedule."""
         self._tape = tape
         # the first stage has no gradient of an input
         self._row = cycle(a for a in row if a.stage or a.kind != "backward_input")
