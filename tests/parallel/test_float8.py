@@ -9,6 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from tests.distributed import jobs as training_jobs
 from tests.distributed.rank_pool import RankPool
@@ -19,7 +26,7 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel import float8
-from torchtitan.parallel.float8 import apply_float8, check_float8, find_converted
+from torchtitan.parallel.float8 import apply_float8, check_float8, check_layers, find_converted
 from torchtitan.parallel.settings import Float8Config
 
 # a head that float8 could take
@@ -99,6 +106,17 @@ def test_the_head_and_what_is_named_stay() -> None:
         built(Float8Config(filter_fqns=("layers",)))
 
 
+def test_sizes_that_shards_cannot_multiply_are_refused() -> None:
+    model = MODELS["llama3"].build_meta(replace(TINY, dim=32, hidden_dim=96))
+    check_layers(model, settings=Float8Config(), tp=1)
+    check_layers(model, settings=EMULATED, tp=4)
+    with pytest.raises(ConfigError, match=naming("tensor_parallel_degree", "4", "layers.0.attention.wq")):
+        check_layers(model, settings=Float8Config(), tp=4)
+    kept = Float8Config(filter_fqns=("w1", "w2", "w3", "attention"))
+    with pytest.raises(ConfigError, match="filter_fqns"):
+        check_layers(model, settings=kept, tp=4)
+
+
 def test_experts_and_their_router_stay() -> None:
     """Sizes that float8 could take."""
     spec = MODELS["qwen3_moe"]
@@ -126,19 +144,75 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         check_float8(EMULATED, device_type="cpu")
 
 
-def test_sharded_and_alone_it_trains_alike(ranks: RankPool, tmp_path: Path) -> None:
-    """And its checkpoint's tensors have the names and shapes that bfloat16's have."""
+LAYOUTS = {
+    "fsdp2": ["--parallelism.data_parallel_shard_degree=2"],
+    "tp2": ["--parallelism.tensor_parallel_degree=2"],
+    "pp2": ["--parallelism.pipeline_parallel_degree=2"],
+}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_layouts_train_alike(ranks: RankPool, tmp_path: Path, recipe: str) -> None:
+    """And their checkpoints' tensors have the names and shapes that bfloat16's have."""
     pytest.importorskip("torchao")
     precision = ["--training.mixed_precision_param=bfloat16", "--training.steps=4"]
+    precision += ["--model.vocab_size=272", "--lr_scheduler.warmup_steps=2"]
     options = ["--model.converters=float8", "--quantize.linear.float8.emulate"]
-    options += ["--quantize.linear.float8.recipe_name=rowwise", *precision]
+    options += [f"--quantize.linear.float8.recipe_name={recipe}", *precision]
     results = {}
-    for name, extra, world in (("plain", precision, 1), ("alone", options, 1), ("two", options, 2)):
+    jobs = {"plain": (precision, 1), "alone": (options, 1)}
+    jobs |= {name: ([*options, *layout], 2) for name, layout in LAYOUTS.items()}
+    for name, (extra, world) in jobs.items():
         job = [*training_jobs.write_job(tmp_path, name=name), *extra]
-        results[name] = ranks.run(training_jobs.train, job, world=world)[0]
-    losses = {name: [row["loss"] for row in result.rows] for name, result in results.items()}
-    assert losses["alone"] == pytest.approx(losses["two"], rel=2e-3)
+        results[name] = ranks.run(training_jobs.train, job, world=world)
+    losses = {name: [row["loss"] for row in found[0].rows] for name, found in results.items()}
+    shapes = {
+        name: {key: tensor.shape for result in found for key, tensor in result.final.items()}
+        for name, found in results.items()
+    }
     assert losses["alone"] == pytest.approx(losses["plain"], rel=1e-2)
     assert losses["alone"] != losses["plain"]
-    shapes = [{name: t.shape for name, t in result.final.items()} for result in results.values()]
-    assert shapes[0] == shapes[1] == shapes[2]
+    for name in LAYOUTS:
+        assert losses[name] == pytest.approx(losses["alone"], rel=2e-3), name
+        assert shapes[name] == shapes["alone"] == shapes["plain"], name
+
+
+def product(sharded: str, recipe: str) -> list[Tensor]:
+    """Return the output and gradients of a float8 layer, whose shards differ in range by 1000."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (32, 64), (16, 64), (16, 32)
+    weight, x, grad = (torch.randn(shape, generator=generator) for shape in shapes)
+    weight[16:] *= 1000
+    weight[:, 32:] *= 1000
+    layer = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
+    layer[0].weight.data.copy_(weight)
+    apply_float8(layer, settings=Float8Config(emulate=True, recipe_name=recipe))  # type: ignore[arg-type]
+    if sharded:
+        styles = {
+            "columns": ColwiseParallel(output_layouts=Replicate()),
+            "rows": RowwiseParallel(input_layouts=Replicate()),
+        }
+        parallelize_module(layer[0], init_device_mesh("cpu", (2,)), styles[sharded])
+    x = x.bfloat16().requires_grad_()
+    out = layer(x)
+    out.backward(grad.bfloat16())
+    gradient = layer[0].weight.grad
+    assert gradient is not None
+    assert x.grad is not None
+    if isinstance(gradient, DTensor):
+        gradient = gradient.full_tensor()
+    return [each.detach().double() for each in (out, x.grad, gradient)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("sharded", ["columns", "rows"])
+def test_shards_have_the_scale_of_the_tensor(ranks: RankPool, sharded: str, recipe: str) -> None:
+    """A scale per shard would round the smaller one otherwise, by about 3 %."""
+    pytest.importorskip("torchao")
+    expected = product("", recipe)
+    for found in ranks.run(product, sharded, recipe, world=2):
+        for one, other in zip(found, expected, strict=True):
+            # by row and column: each has numbers of its own size, rounded to bfloat16 twice
+            for dim in (0, 1):
+                gap = (one - other).norm(dim=dim) / other.norm(dim=dim)
+                assert gap.max() < 2**-6

@@ -125,8 +125,6 @@ class ModelConfig:
         Requires("training.mixed_precision_param", ("bfloat16", "auto")),
         Requires("training.dtype", "float32"),
         Requires("lora.rank", 0),
-        Requires("parallelism.tensor_parallel_degree", 1),
-        Requires("parallelism.pipeline_parallel_degree", 1),
     ] = ()
     """Conversions of layers before training: "float8", configured in [quantize.linear.float8]."""
     vocab_size: PositiveInt | None = None

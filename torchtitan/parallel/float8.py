@@ -6,6 +6,10 @@ of it, is scaled to this small range by its largest absolute value, which is com
 product. The remaining computation stays bfloat16, and weights and optimizer float32. The layer's
 parameter stays the same, so checkpoints are interchangeable.
 
+Under tensor parallelism factors are DTensors. torchao takes the largest value of a sharded tensor
+over all of its shards, so the scales are those of one rank. Weights and activations are gathered in
+bfloat16.
+
 The output head stays bfloat16, because the loss is most sensitive to its rounding. So do experts,
 which are not linear layers, and their router, which computes in float32.
 """
@@ -84,6 +88,26 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
             f"must leave a linear layer whose sizes are multiples of {MULTIPLE}",
         )
     return converted
+
+
+def check_layers(model: nn.Module, *, settings: Float8Config, tp: int) -> None:
+    """Check the layers to convert, and that tensor parallelism leaves sizes that can be multiplied.
+
+    Raises:
+        ConfigError: A filter matches no layer, no layer is left, or `tp` is too large.
+    """
+    converted = find_converted(model, settings=settings)
+    uneven = [
+        f"{name} {tuple(module.weight.shape)}"
+        for name, module in model.named_modules()
+        if name in converted and any(size % (MULTIPLE * tp) for size in module.weight.shape)
+    ]
+    if uneven and not settings.emulate:
+        raise ConfigError.at(
+            ("parallelism.tensor_parallel_degree", "model.converters"),
+            f"must leave multiples of {MULTIPLE} of the sizes of float8 layers, got {tp} for "
+            f"{', '.join(uneven[:4])}; exclude them with {SECTION}.filter_fqns",
+        )
 
 
 def apply_float8(model: nn.Module, *, settings: Float8Config) -> None:

@@ -105,9 +105,10 @@ def check_parallel(
 
         mistakes.of(lambda: check_attention(model, parallelism=parallelism))
     if float8 is not None:
-        from torchtitan.parallel.float8 import find_converted
+        from torchtitan.parallel.float8 import check_layers
 
-        mistakes.of(lambda: find_converted(model, settings=float8))
+        tp = parallelism.tensor_parallel_degree
+        mistakes.of(lambda: check_layers(model, settings=float8, tp=tp))
     if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
         mistakes.add(
             "parallelism.pipeline_parallel_degree",
