@@ -155,15 +155,15 @@ class _Head:
         part = logits_MV.shape[1]
         rank = 0 if self.group is None else dist.get_rank(self.group)
         whole = part if self.group is None else part * dist.get_world_size(self.group)
-        place_M = labels_M - rank * part
-        is_here_M = (place_M >= 0) & (place_M < part)
-        column_M1 = place_M.where(is_here_M, 0)[:, None]
+        place_M = labels_M - rank * part  # negative without a loss
+        column_M1 = place_M.clamp(0, part - 1)[:, None]
+        is_here_M = place_M == column_M1.squeeze(1)
         largest_M = logits_MV.amax(1)
         if self.group is not None:
             dist.all_reduce(largest_M, dist.ReduceOp.MAX, group=self.group)
         # all relative to the largest: added back, it would round small differences away
         logits_MV.sub_(largest_M[:, None])
-        at_label_M = logits_MV.gather(1, column_M1).squeeze(1).where(is_here_M, 0.0)
+        at_label_M = logits_MV.gather(1, column_M1).squeeze(1).masked_fill_(~is_here_M, 0.0)
         sums_2M = torch.stack((logits_MV.exp_().sum(1), at_label_M))
         if self.group is not None:
             dist.all_reduce(sums_2M, group=self.group)
@@ -171,11 +171,11 @@ class _Head:
         is_due_M = labels_M != IGNORE_INDEX
         if slope:  # softmax less one at the label
             logits_MV.mul_((is_due_M / sum_M)[:, None])
-            slope_M1 = logits_MV.gather(1, column_M1) - (is_here_M & is_due_M)[:, None].float()
+            slope_M1 = logits_MV.gather(1, column_M1).add_(is_here_M[:, None], alpha=-1)
             logits_MV.scatter_(1, column_M1, slope_M1)
-        is_known_M = (labels_M >= 0) & (labels_M < whole)
+        is_unknown_M = labels_M != labels_M.clamp(0, whole - 1)
         loss_M = sum_M.log() - at_label_M
-        return loss_M.where(is_known_M, torch.nan).where(is_due_M, 0.0)
+        return loss_M.masked_fill_(is_unknown_M, torch.nan).masked_fill_(~is_due_M, 0.0)
 
 
 @dataclass(frozen=True)
