@@ -28,6 +28,7 @@ DEVICE = (
     f"{', '.join(DEVICES)} (default H100), a driver's name of one of them, or a file of "
     "`scripts/benchmark.py gpu --calibrate`"
 )
+STOPS = (signal.SIGTERM, signal.SIGINT)
 RANKS = ("gpu", "rank", "proc", "device", "ngpu", "world", "nnodes")
 """Parts of names under which other programs take the number of ranks."""
 
@@ -58,10 +59,10 @@ VERBS: Mapping[str, Verb] = {
 def main(argv: Sequence[str]) -> int:
     """Print the answer and return 0, or print one line for each mistake and return 2.
 
-    SIGTERM ends the command with code 143, after its processes have ended.
+    SIGTERM and Ctrl-C end the command with code 128 + n, after its processes have ended.
     """
     arguments, settings = _parser().parse_known_args(argv)
-    before = signal.signal(signal.SIGTERM, _stop)
+    before = {number: signal.signal(number, _stop) for number in STOPS}
     try:
         answer = _answer(arguments, settings)
         for part in [answer] if isinstance(answer, str) else answer:
@@ -71,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 
