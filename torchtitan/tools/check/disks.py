@@ -66,6 +66,7 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
                 f"of rank 0"
             )
     state = "not writable" if least is None else f"{least / GIB:.1f} GiB free"
+    state += f", a checkpoint takes about {needed / GIB:.2f} GiB" if needed else ""
     return Checked(name="checkpoints", summary=f"{folder}: {state}", faults=faults)
 
 
