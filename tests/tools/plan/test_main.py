@@ -114,7 +114,9 @@ def test_help_needs_no_torch(verb: list[str]) -> None:
         "    sys.exit(end.code or 'torch' in sys.modules)"
     )
     words = [sys.executable, "-c", code, *verb, "--help"]
-    assert subprocess.run(words, capture_output=True, check=False).returncode == 0
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "--job.config_file" in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

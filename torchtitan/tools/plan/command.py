@@ -28,6 +28,10 @@ DEVICE = (
     f"{', '.join(DEVICES)} (default H100), a driver's name of one of them, or a file of "
     "`scripts/benchmark.py gpu --calibrate`"
 )
+SETTINGS = (
+    "Every other option is a setting of the job, as for the trainer: --job.config_file FILE, "
+    "--training.seq_len 4096."
+)
 STOPS = (signal.SIGTERM, signal.SIGINT)
 RANKS = ("gpu", "rank", "proc", "device", "ngpu", "world", "nnodes")
 """Parts of names under which other programs take the number of ranks."""
@@ -134,7 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, verb in VERBS.items():
-        command = commands.add_parser(name, help=verb.summary, allow_abbrev=False)
+        command = commands.add_parser(
+            name,
+            help=verb.summary,
+            epilog=SETTINGS if verb.plans_job else None,
+            allow_abbrev=False,
+        )
         if verb.plans_job:
             add = command.add_argument
             add("--world_size", type=int, metavar="N", help="number of ranks (GPUs); required")
