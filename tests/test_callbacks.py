@@ -101,11 +101,17 @@ def test_what_is_no_exception_is_an_error_too_but_an_interrupt_is_none() -> None
         CallbackRunner([Raises(KeyboardInterrupt())], device=CPU).checkpoint(1, Path())
 
 
-def test_a_text_asks_for_the_end() -> None:
-    hooks = CallbackRunner([Answers(None), Answers("enough")], device=CPU)
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("text", ["enough", ""])
+def test_a_text_asks_for_the_end(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = CallbackRunner([Answers(None), Answers(text)], device=CPU)
+    assert hooks.end("a signal") == "a signal"
     hooks.step(1, None)
     assert hooks.stops
     assert not hooks.has_failed()
+    monkeypatch.setattr(hooks, "_anywhere", True)
+    assert hooks.end(None) is None  # it finished
+    assert text in str(hooks.end("a callback"))
 
 
 def test_figures_of_a_validation_are_numbers_with_new_names() -> None:

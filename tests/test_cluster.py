@@ -194,6 +194,8 @@ exit "${code:-$ENDS}"
         ({"ENDS": "0"}, False, 0, 1, False),
         ({"ENDS": "2"}, False, 2, 1, False),
         ({"ENDS": "4"}, False, 4, 1, True),
+        ({"ENDS": "4", "SLURM_RESTART_COUNT": "1", "MAX_REQUEUES": "2"}, False, 4, 1, True),
+        ({"ENDS": "4", "SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "2"}, False, 4, 1, False),
         ({"ENDS": "0", "ASKED": "4"}, True, 4, 1, True),
         ({"ENDS": "0", "CHECK": "1"}, False, 0, 2, False),
         ({"ENDS": "2", "CHECK": "1"}, False, 2, 1, False),

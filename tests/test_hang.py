@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,8 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     assert "all_reduce(" in shown.stdout + shown.stderr
     (records / "gloo_1").unlink()
     told = run_module("torchtitan", "hang", tmp_path / "run")
-    assert "It started with rank 1: other ranks wait for it, and it left no record" in told.stdout
+    assert f"It started with rank 1 (on {socket.gethostname()}, process " in told.stdout
+    assert "it left no record" in told.stdout
 
 
 def run_module(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -94,6 +96,11 @@ def test_a_chain_leads_to_where_it_began(tmp_path: Path) -> None:
     text = describe(calls, late=50, logs=tmp_path)
     assert text.count("It started with") == 1
     assert "It started with rank 3" in text
+    log = [f"INFO x: rank 3 on {host}, process 7\n" for host in ("node8", "node9")]
+    (tmp_path / "rank_3.log").write_text("".join([*log, "the end\n"]))
+    text = describe(calls, late=50, logs=tmp_path)
+    assert naming("rank 3", "node9", 7, "the end").search(text)  # its newest start
+    assert "rank 3 (on node8" not in text
     # it comes at last, when the others have given up
     calls[3] = [call(WORLD, 2), call(RIGHT, 5, at=151.0)]
     assert 3 not in find_blocked(calls, late=50)

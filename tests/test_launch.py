@@ -44,9 +44,11 @@ def test_a_killed_rank(tmp_path: Path) -> None:
     (records / "gloo_0").touch()
     command = f"python -m torchtitan hang '{folder}'"
     assert command in failed({2: -signal.SIGKILL, 0: 1}, folder)
-    # the ranks have printed why they stopped, but not who hangs
-    [line] = failed({0: 4}, folder).splitlines()
-    assert command in line
+    # the ranks have printed their errors, but neither that it was a hang nor who hangs
+    said = failed({0: 4}, folder)
+    assert all(part in said for part in ("rank 0", "code 4", "same command", command))
+    (records / "gloo_0").unlink()
+    assert failed({0: 4}, folder) == ""  # a signal or the deadline
 
 
 def test_what_an_earlier_run_left_is_not_named(tmp_path: Path) -> None:

@@ -318,6 +318,7 @@ def test_callbacks_follow_a_run(tmp_path: Path) -> None:
     assert result.reason is not None
     assert callback.seen[:-1] == [(row["step"], row["loss"]) for row in result.rows]
     assert str(callback.seen[-1]) in result.reason
+    assert "enough" in result.reason
 
 
 @pytest.mark.parametrize(

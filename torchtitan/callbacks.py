@@ -60,10 +60,9 @@ class CallbackRunner:
 
     def __init__(self, callbacks: Sequence[object], *, device: torch.device) -> None:
         self._callbacks, self._device = list(callbacks), device
-        self._anywhere = False
-        self._error = ""
-        self.stops = False
-        """Whether a callback asks to stop the run."""
+        self._anywhere, self._error = False, ""
+        self.stops = ""
+        """Why a callback asks to stop the run; empty if none does."""
 
     def has_failed(self) -> bool:
         """Return whether a callback has raised an error."""
@@ -89,7 +88,7 @@ class CallbackRunner:
                 self._fail(f"on_step must return a text or None, got {asked!r:.80}")
             else:
                 logger.warning("A callback asks to stop the run: %s", asked)
-                self.stops = True
+                self.stops = self.stops or asked or "no reason given"
 
     def validation(self, step: int, row: Mapping[str, object]) -> dict[str, Any]:
         """Call `on_validation`; return figures to add to the row."""
@@ -110,15 +109,20 @@ class CallbackRunner:
         """Call `on_checkpoint` after a save, or when a background save has started."""
         self._call("on_checkpoint", step, path)
 
-    def end(self, reason: str | None) -> None:
-        """Call `on_end`. Collective.
+    def end(self, reason: str | None) -> str | None:
+        """Call `on_end`; return the reason and the texts of callbacks that asked. Collective.
 
         Raises:
             ConfigError: A callback failed, now or since the last exchange.
         """
+        if self._anywhere and reason is not None:
+            asked = [""] * dist.get_world_size()
+            dist.all_gather_object(asked, self.stops)
+            reason = ": ".join([reason, *filter(None, dict.fromkeys(asked))])
         self._call("on_end", reason)
         if self._anywhere:
             self.raise_failure()
+        return reason
 
     def raise_failure(self) -> None:
         """Raise the first error of any rank. Collective.

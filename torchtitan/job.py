@@ -149,7 +149,7 @@ class Config:
                 "rate is 0; raise it, or set min_lr_factor",
             )
         num_warmup = schedule.num_warmup_steps(total or steps)
-        if num_warmup > steps > 0:
+        if num_warmup > steps >= (10 if self.training.num_epochs is None else 1):  # fewer: a try
             yield Violation(
                 ("lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps", "training.steps"),
                 f"the warmup has {num_warmup} steps and the run {steps}: the learning rate ends at "

@@ -177,6 +177,7 @@ def describe_failure(error: ChildFailedError, places: Places | None) -> str:
     """
     rank, first = error.get_first_failure()
     codes = {number: each.exitcode for number, each in error.failures.items()}
+    has_records = places is not None and places.has_records()
     lines = []
     if first.exitcode not in (*REPORTED, *KILLED_IN_SETUP):
         cause = f"with exit code {first.exitcode}"
@@ -190,9 +191,11 @@ def describe_failure(error: ChildFailedError, places: Places | None) -> str:
             lines.append(f"  codes: {', '.join(f'rank {n}: {code}' for n, code in codes.items())}")
         if places and places.is_new(log := places.folder / "logs" / f"rank_{rank}.log"):
             lines.append(f"  log: {log}")
-        if places and any(places.folder.glob("checkpoint/step-*")):
-            lines.append("  run the same command to resume from the last checkpoint")
-    if places and places.has_records():
+    elif first.exitcode == StoppedError.exit_code and has_records:
+        lines.append(f"rank {rank} waited too long for another rank, exit code {first.exitcode}")
+    if lines and places and any(places.folder.glob("checkpoint/step-*")):
+        lines.append("  run the same command to resume from the last checkpoint")
+    if places and has_records:
         hang = f"python -m torchtitan hang {shlex.quote(str(places.folder))}"
         lines.append(f"  to name a rank that other ranks waited for: {hang}")
     return printable("\n".join(lines).strip()) + "\n" * bool(lines)

@@ -114,6 +114,7 @@ def train_job(
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     shown = log_to(folder, launch=launch, color=color)
+    note_in_file(f"rank {launch.rank} on {os.uname().nodename}, process {os.getpid()}", "INFO")
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     undo.callback(end_process_group)  # only a group that this call created
     began = time.monotonic()

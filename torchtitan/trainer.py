@@ -110,7 +110,7 @@ class Trainer:
         self.last_row: Row | None = None
         checkpoints, dims, hooks = run.checkpoints, run.mesh.dims, run.hooks
         self._stop = stop = stop or StopRequest()
-        stop.callback_requested = lambda: hooks.stops  # not `run`, which refers to stop
+        stop.callback_requested = lambda: bool(hooks.stops)  # not `run`, which refers to stop
         run.loader.waiting = stop.waiting_for_data
         if run.validator is not None:
             run.validator.limit_waits(stop.waiting_for_data)
@@ -193,9 +193,7 @@ class Trainer:
             sync.check_pending_norm()
             if run.spikes is not None:
                 run.spikes.log_pending()
-        reason = None if finished else sync.stopped
-        run.hooks.end(reason)
-        return reason
+        return run.hooks.end(None if finished else sync.stopped)
 
     def _next_microbatches(self) -> list[Samples] | None:
         """Return the samples of the next step, or None if the run was stopped while it waited for

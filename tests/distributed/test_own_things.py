@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_elastic import LOGGED, samples
+from torchtitan.metrics.ledger import read_ledger
 
 
 class Counted:
@@ -84,6 +85,7 @@ def test_a_callback_on_one_rank_stops_all_and_it_is_saved(ranks: RankPool, tmp_p
     first, _ = ranks.run(jobs.train, job, world=2)
     assert first.rows[-1]["step"] == 3
     assert (tmp_path / "run" / "checkpoint" / "step-3" / "manifest.json").is_file()
+    assert "enough" in read_ledger(tmp_path / "run")[-1]["reason"]
 
 
 @pytest.mark.parametrize("own", ["training", "validation", "both"])

@@ -81,11 +81,10 @@ def _propagate_torch_loggers() -> None:
             logger.propagate = True
 
 
-def note_in_file(message: str) -> None:
-    """Log an error to this process's file only, because the console shows it in another way."""
-    record = logging.makeLogRecord(
-        {"name": __name__, "levelno": logging.ERROR, "levelname": "ERROR", "msg": message}
-    )
+def note_in_file(message: str, level: str = "ERROR") -> None:
+    """Log to this process's file only, such as an error that the console shows in another way."""
+    facts = {"name": __name__, "levelno": getattr(logging, level), "levelname": level}
+    record = logging.makeLogRecord({**facts, "msg": message})
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)

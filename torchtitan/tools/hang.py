@@ -255,29 +255,26 @@ def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) ->
     ]
     awaited = {rank for one in blocked.values() for rank in one.waits_for}
     for rank in sorted(awaited - blocked.keys()):
-        lines.append("")
+        log = logs / f"rank_{rank}.log"
+        text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        origin = f"It started with rank {rank}{_place(text)}: other ranks wait for it"
         if rank in silent:
-            lines.append(
-                f"It started with rank {rank}: other ranks wait for it, and it left no record, so "
-                "it was killed, or hangs outside of a collective"
-            )
+            origin += ", and it left no record, so it was killed, or hangs outside of a collective"
         else:
-            made = calls[rank]
-            latest = max(made, key=lambda call: call.at, default=None)
-            last = f"its last call was {latest}" if latest else "it made no call"
-            lines.append(f"It started with rank {rank}: other ranks wait for it; {last}")
-        lines += _last_lines(logs / f"rank_{rank}.log")
+            latest = max(calls[rank], key=lambda call: call.at, default=None)
+            origin += f"; its last call was {latest}" if latest else "; it made no call"
+        ends = [f"    {line}" for line in text.splitlines()[-LAST_LINES:]]
+        lines += ["", origin, f"  {log} {'ends with:' if ends else 'is missing or empty'}", *ends]
     lines += ["", *find_unlike(calls)]
     if not blocked:
         lines.append("No rank waits for another in the recorded collectives.")
     return "\n".join(lines).strip() + "\n"
 
 
-def _last_lines(log: Path) -> list[str]:
-    if not log.is_file():
-        return [f"  {log} does not exist"]
-    ends = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-    return [f"  {log} ends with:", *(f"    {line}" for line in ends)]
+def _place(log: str) -> str:
+    """Return host and process that a rank's newest start wrote in its log, in parentheses."""
+    places = re.findall(r"rank \d+ (on \S+, process \d+)$", log, re.MULTILINE)
+    return f" ({places[-1]})" if places else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

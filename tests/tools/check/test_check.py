@@ -222,6 +222,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert [line.split()[:2] for line in run.stdout.splitlines()[1:]] == [
         [name, "ok"] for name in ("alike", "memory", "checkpoints", "data", "products")
     ]
+    [*_, size, unit] = run.stdout.splitlines()[3].split()
+    assert unit == "GiB"
+    assert 0 < float(size) < 0.1
     run = subprocess.run(
         [*command, "--model.flavour=x"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_matrix import cp
+from tests.naming import naming
 from torchtitan.config.sources import to_toml
-from torchtitan.job import load_config
+from torchtitan.job import CONFIG_FILE, load_config
 from torchtitan.metrics.ledger import LEDGER, Ledger
 from torchtitan.tools.compare import command
 from torchtitan.tools.compare.compare_runs import Comparison, compare_runs, have_same_samples
@@ -70,6 +71,28 @@ def test_max_loss_is_that_of_the_data_parallel_ranks(runs: dict[str, Path]) -> N
     assert found["cp"] == pytest.approx(found["alone"], rel=1e-5)
     assert min(a - b for a, b in zip(found["a"], found["alone"], strict=True)) >= 0
     assert max(a - b for a, b in zip(found["a"], found["alone"], strict=True)) > 0
+
+
+def test_settings_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    words = {
+        a: ["--optimizer.lr=1e-3"],
+        b: ["--optimizer.lr=2e-3", "--lr_scheduler.total_steps=99"],
+    }
+    for run, options in words.items():
+        job = jobs.write_job(tmp_path, name=run.name)
+        run.mkdir()
+        (run / CONFIG_FILE).write_text(to_toml(load_config([*job, *options])))
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert compare(a, b) == 0
+    said = capsys.readouterr().out
+    assert naming("optimizer.lr", 0.001, 0.002).search(said)
+    assert naming("lr_scheduler.total_steps", 20, 99).search(said)
+    assert str(b) not in said  # folders always differ
+    assert compare(a, a) == 0
+    assert "optimizer.lr" not in capsys.readouterr().out
+    (b / CONFIG_FILE).unlink()
+    assert compare(a, b) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from tests.tools.plan.jobs import planned
 from torchtitan.job import load_config
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.tools.plan import layout
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.candidates import (
     FRAGMENTED,
@@ -29,6 +32,8 @@ from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.records import rehearse_rank
+from torchtitan.tools.plan.step import StepTime
+from torchtitan.tools.plan.tried import Tried
 
 LARGE = [
     *("--model.dim=1024", "--model.hidden_dim=2816", "--model.num_layers=8"),
@@ -117,6 +122,43 @@ def test_what_does_not_fit_is_left_out(
 def test_a_model_that_tp_does_not_divide(tmp_path: Path) -> None:
     job = planned(tmp_path, "--model.vocab_size=263", world=4)
     assert {candidate.dims.tp for candidate in enumerate_layouts(job, samples=8)} == {1}
+
+
+def test_a_signal_ends_the_search_with_the_best_until_then(
+    job: Planned,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = list(enumerate_layouts(job, samples=32))
+    slow, fast = (replace(found[0], recompute=recompute) for recompute in ("full", "none"))
+
+    def results(*_: object, **__: object) -> Iterator[Tried]:
+        for seconds in (2.0, 1.0):
+            both = (seconds, seconds)
+            time = StepTime(
+                worst=seconds,
+                best=seconds,
+                resources={"products": both},
+                tokens_per_second=both,
+                mfu=both,
+            )
+            yield Tried(memory=1, time=time)
+        raise SystemExit(130)
+
+    monkeypatch.setattr(layout, "open_pool", nullcontext)
+    monkeypatch.setattr(layout, "_rank", lambda *_, **__: [slow, fast, slow])
+    monkeypatch.setattr(layout, "run_in", results)
+    written = tmp_path / "best.toml"
+    parts: list[str] = []
+    with pytest.raises(SystemExit) as ended:  # a list keeps what came before the error
+        parts.extend(layout.plan_layout(job, Namespace(global_batch=32, write=written)))
+    assert ended.value.code == 130
+    [*_, first, second, best, file, _] = parts
+    assert str(slow) in first
+    assert str(fast) in second
+    assert str(fast) in best
+    assert str(written) in file
+    assert load_config([f"--job.config_file={written}"]).activation_checkpoint.mode == "none"
 
 
 @pytest.mark.long

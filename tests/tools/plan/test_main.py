@@ -114,25 +114,28 @@ def test_help_needs_no_torch(verb: list[str]) -> None:
         "    sys.exit(end.code or 'torch' in sys.modules)"
     )
     words = [sys.executable, "-c", code, *verb, "--help"]
-    assert subprocess.run(words, capture_output=True, check=False).returncode == 0
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "--job.config_file" in done.stdout
 
 
-def test_sigterm_keeps_what_was_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_keeps_what_was_found(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
 
     def answer(*_: object) -> Iterator[str]:
         yield "a row\n"
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         yield "never"
 
     monkeypatch.setattr(command, "_answer", answer)
     with pytest.raises(SystemExit) as ended:
         main(["layout"])
-    assert ended.value.code == 128 + signal.SIGTERM
+    assert ended.value.code == 128 + number
     assert capsys.readouterr().out == "a row\n"
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(number) == before
 
 
 def test_pictures(tmp_path: Path) -> None:

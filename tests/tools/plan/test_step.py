@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing.pool import Pool
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -244,7 +246,25 @@ def test_what_cannot_be_rehearsed_is_refused(
 def test_processes_answer_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     with open_pool(2) as pool:
         assert list(run_in(pool, abs, [-1, -2], names=["one", "two"])) == [1, 2]
-    assert "rehearsed 2 of 2: two" in capsys.readouterr().err
+    assert "rehearsed 2 of 2" in capsys.readouterr().err
+
+
+def test_each_result_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that come before their turn, while an earlier one takes long."""
+
+    class Backwards:
+        def imap_unordered(self, work: Any, items: Any) -> Backwards:
+            self.results = [work(item) for item in items]
+            return self
+
+        def next(self, timeout: float) -> object:
+            return self.results.pop()
+
+    found = run_in(cast(Pool, Backwards()), abs, [-1, -2], names=["one", "two"])
+    assert next(found) == 1
+    said = capsys.readouterr().err
+    assert said.index("1 of 2: two") < said.index("2 of 2: one")
+    assert list(found) == [2]
 
 
 @pytest.mark.usefixtures("in_process")

@@ -66,6 +66,7 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
                 f"of rank 0"
             )
     state = "not writable" if least is None else f"{least / GIB:.1f} GiB free"
+    state += f", a checkpoint takes about {needed / GIB:.3g} GiB" if needed else ""
     return Checked(name="checkpoints", summary=f"{folder}: {state}", faults=faults)
 
 
@@ -105,7 +106,9 @@ def check_data(ranks: Ranks, config: Config) -> Checked:
                 f"all machines must read the same data; on {machine}, "
                 f"{plural(len(names), 'file')} {differ} on the first machine, such as {names[0]}"
             )
-    return Checked(name="data", summary=plural(max(0, len(first) - 1), "file"), faults=faults)
+    num = len(first) - 1  # without the tokenizer
+    summary = plural(num, "file") if num > 0 else "no files to compare"
+    return Checked(name="data", summary=summary, faults=faults)
 
 
 def list_data(config: Config) -> dict[str, str]:

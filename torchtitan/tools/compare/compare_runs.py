@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.errors import DataError, printable
+from torchtitan.base.files import read_text
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.load import read_tensors
 from torchtitan.checkpoint.reader import read_metadata
 from torchtitan.checkpoint.storage import METADATA, find_steps
+from torchtitan.config.sources import flatten, parse
+from torchtitan.job import CONFIG_FILE
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row, read_rows
@@ -34,6 +37,7 @@ TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak", "slowe
 OF_RANKS = ("rank_", "world_size")
 """State of single ranks, which differs between layouts."""
 MAX_LOSS = "max_loss"
+DUMP_FOLDER = ("job", "dump_folder")
 BYTES_AT_ONCE = 2**26
 
 
@@ -214,6 +218,26 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
     return found
 
 
+def differing_settings(a: Path, b: Path) -> list[str]:
+    """Return the settings of the newest starts that differ, with both values.
+
+    Raises:
+        ConfigError: A run's settings cannot be read.
+    """
+    files = [run / CONFIG_FILE for run in (a, b)]
+    if not all(file.is_file() for file in files):
+        return []
+    x, y = (flatten(parse(read_text(f), origin=str(f)), origin=str(f)) for f in files)
+    given = {
+        path: tuple(s[path].given if path in s else "not set" for s in (x, y)) for path in x | y
+    }
+    return [
+        f"{'.'.join(path)}: {values[0]} and {values[1]}"
+        for path, values in given.items()
+        if values[0] != values[1] and path != DUMP_FOLDER
+    ]
+
+
 def main(options: argparse.Namespace) -> int:
     """Compare two runs, print the result and return the exit code."""
     tolerance = options.tolerance
@@ -228,6 +252,8 @@ def main(options: argparse.Namespace) -> int:
         say("max_loss is left out: the data-parallel ranks had different samples")
     if len(found.table) == 1:
         say("only figures were compared: no step has a checkpoint in both runs")
+    if settings := differing_settings(options.a, options.b):
+        say("\n  ".join(["settings that differ, in A and in B:", *settings]))
     if found.differences:
         say(f"different; first: {found.differences[0]}")
         return 1

@@ -28,6 +28,11 @@ DEVICE = (
     f"{', '.join(DEVICES)} (default H100), a driver's name of one of them, or a file of "
     "`scripts/benchmark.py gpu --calibrate`"
 )
+SETTINGS = (
+    "Every other option is a setting of the job, as for the trainer: --job.config_file FILE, "
+    "--training.seq_len 4096."
+)
+STOPS = (signal.SIGTERM, signal.SIGINT)
 RANKS = ("gpu", "rank", "proc", "device", "ngpu", "world", "nnodes")
 """Parts of names under which other programs take the number of ranks."""
 
@@ -58,10 +63,10 @@ VERBS: Mapping[str, Verb] = {
 def main(argv: Sequence[str]) -> int:
     """Print the answer and return 0, or print one line for each mistake and return 2.
 
-    SIGTERM ends the command with code 143, after its processes have ended.
+    SIGTERM and Ctrl-C end the command with code 128 + n, after its processes have ended.
     """
     arguments, settings = _parser().parse_known_args(argv)
-    before = signal.signal(signal.SIGTERM, _stop)
+    before = {number: signal.signal(number, _stop) for number in STOPS}
     try:
         answer = _answer(arguments, settings)
         for part in [answer] if isinstance(answer, str) else answer:
@@ -71,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 
@@ -132,7 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, verb in VERBS.items():
-        command = commands.add_parser(name, help=verb.summary, allow_abbrev=False)
+        command = commands.add_parser(
+            name,
+            help=verb.summary,
+            epilog=SETTINGS if verb.plans_job else None,
+            allow_abbrev=False,
+        )
         if verb.plans_job:
             add = command.add_argument
             add("--world_size", type=int, metavar="N", help="number of ranks (GPUs); required")

@@ -10,10 +10,13 @@ import argparse
 import sys
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.pool import Pool
+from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
 from torchtitan.config.sources import to_toml
+from torchtitan.job import Config
 from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.candidates import (
     RECOMPUTES,
@@ -34,7 +37,8 @@ SHOWN, TRIED = 3, 12
 def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
     """Yield a table of the best layouts, each row as soon as it is found.
 
-    The job of the fastest one is written to the file in `arguments.write`, if set.
+    The job of the fastest one is written to the file in `arguments.write`, if set. A signal ends
+    the search; the fastest layout until then is still named.
 
     Raises:
         ConfigError: No layout fits.
@@ -48,48 +52,67 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
     )
     found: list[tuple[Candidate, Tried]] = []
     with open_pool(TRIED) as pool:
-        work = partial(_measure, send(planned.config, planned))
-        names = [f"recompute {recompute}, on one device" for recompute in RECOMPUTES]
-        figures = run_in(pool, work, RECOMPUTES, names=names)
-        measured = dict(zip(RECOMPUTES, figures, strict=True))
-        sys.stderr.write("ranking all layouts by formulas\n")
-        ranked = rank_candidates(planned, samples=samples, measured=measured)
-        if not ranked:
-            raise ConfigError(
-                f"no layout of {planned.world_size} x {device.name} with {samples} samples per "
-                "step fits by the formulas; use more ranks, another --global_batch or shorter "
-                "sequences"
-            )
+        ranked = _rank(pool, planned, samples=samples)
         yield (
             f"{len(ranked)} layouts fit by the formulas; rehearsed, the best that fit:\n\n"
             f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout\n"
         )
-        best = ranked[:TRIED]
+        best, stop = ranked[:TRIED], None
         jobs = [send(candidate.apply(planned.config), planned) for candidate in best]
         results = run_in(pool, try_job, jobs, names=[str(candidate) for candidate in best])
-        for candidate, tried in zip(best, results, strict=True):
-            if tried is None or tried.memory > device.memory:
-                continue
-            yield _row(candidate, tried)
-            found.append((candidate, tried))
-            fastest = min(found, key=_seconds)[0]
-            sys.stderr.write(f"fastest so far: {fastest}\n")
-            if fastest is candidate and arguments.write is not None:
-                config = candidate.apply(planned.config)
-                arguments.write.parent.mkdir(parents=True, exist_ok=True)
-                arguments.write.write_text(to_toml(config, only_changed=True), encoding="utf-8")
-            if len(found) == SHOWN:
-                break
+        try:
+            for candidate, tried in zip(best, results, strict=True):
+                if tried is None or tried.memory > device.memory:
+                    continue
+                yield _row(candidate, tried)
+                found.append((candidate, tried))
+                fastest = min(found, key=_seconds)[0]
+                sys.stderr.write(f"fastest so far: {fastest}\n")
+                if fastest is candidate and arguments.write is not None:
+                    _write(candidate.apply(planned.config), arguments.write)
+                if len(found) == SHOWN:
+                    break
+        except SystemExit as error:  # a signal
+            if not found:
+                raise
+            stop = error
     if not found:
         raise ConfigError(
             f"the {plural(len(best), 'best layout')} do not fit {device.name}; use more ranks, "
             "or a device with more memory"
         )
-    if len(found) > 1:
-        yield f"\nthe fastest of them: {fastest}\n"
-    yield "\nBounds, and limits as of `memory` and `step`.\n"
+    yield f"\nthe fastest of them: {fastest}\n"
     if arguments.write is not None:
-        yield f"\nwritten, with the fastest of them: {arguments.write}\n"
+        yield f"written, with the fastest of them: {arguments.write}\n"
+    yield "\nBounds, and limits as of `memory` and `step`.\n"
+    if stop is not None:
+        raise stop
+
+
+def _rank(pool: Pool, planned: Planned, *, samples: int) -> list[Candidate]:
+    """Return the layouts that fit by the formulas, the fastest first.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    work = partial(_measure, send(planned.config, planned))
+    names = [f"recompute {recompute}, on one device" for recompute in RECOMPUTES]
+    figures = run_in(pool, work, RECOMPUTES, names=names)
+    measured = dict(zip(RECOMPUTES, figures, strict=True))
+    sys.stderr.write("ranking all layouts by formulas\n")
+    ranked = rank_candidates(planned, samples=samples, measured=measured)
+    if not ranked:
+        raise ConfigError(
+            f"no layout of {planned.world_size} x {planned.device.name} with {samples} samples "
+            "per step fits by the formulas; use more ranks, another --global_batch or shorter "
+            "sequences"
+        )
+    return ranked
+
+
+def _write(config: Config, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(to_toml(config, only_changed=True), encoding="utf-8")
 
 
 def _measure(job: Sent, recompute: Recompute) -> Measured:

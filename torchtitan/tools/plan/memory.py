@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from torchtitan.checkpoint.manager import PINNED
 from torchtitan.tools.plan.account import KINDS, Account, replay
@@ -15,7 +18,7 @@ from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.records import rehearse_ranks
 from torchtitan.tools.plan.remedies import plan_remedies
 from torchtitan.tools.plan.step import time_step
-from torchtitan.tools.plan.tape import Record
+from torchtitan.tools.plan.tape import Kind, Record
 from torchtitan.tools.plan.tried import Tried
 
 NUM_TENANTS = 8
@@ -35,6 +38,7 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
         planned.headline(),
         _table(planned, accounts, [staged(planned, record) for record in records]),
         _verdict(planned, fullest),
+        *([_checkpoint(planned, records)] if planned.config.checkpoint.enable else []),
         _peak(fullest_rank, fullest),
         _limits(planned),
     ]
@@ -63,6 +67,26 @@ def staged(planned: Planned, record: Record) -> int:
         if piece.phase == "state"
         for entry in record.entries[piece.start : end]
     )
+
+
+def checkpoint_bytes(planned: Planned, records: Sequence[Record]) -> int:
+    """Return the bytes of a full checkpoint: the weights, and the optimizer's state in proportion
+    to the weights of the planned ranks."""
+    sizes: Counter[Kind] = Counter()
+    for record in records:
+        for piece, end in record.bounds():
+            if piece.phase == "state":
+                for entry in record.entries[piece.start : end]:
+                    sizes[entry.kind] += entry.size
+    itemsize = getattr(torch, planned.config.training.dtype).itemsize
+    weights = planned.layout.counts.num_parameters * itemsize
+    return round(weights * sizes.total() / sizes["weights"])
+
+
+def _checkpoint(planned: Planned, records: Sequence[Record]) -> str:
+    size, num = checkpoint_bytes(planned, records), planned.config.checkpoint.keep_latest_k
+    kept = f"the {num} newest that are kept {_size(num * size)}" if num else "all are kept"
+    return f"a checkpoint takes {_size(size)}, {kept} (checkpoint.keep_latest_k)"
 
 
 def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int]) -> str:

@@ -42,19 +42,26 @@ def open_pool(num_jobs: int) -> Iterator[Pool]:
 def run_in(
     pool: Pool, work: Callable[[T], U], items: Sequence[T], *, names: Sequence[str]
 ) -> Iterator[U]:
-    """Yield the result for each item in order, and report progress by the items' names."""
+    """Yield the result for each item in order, and report progress by the items' names, each as
+    soon as it is done."""
     sys.stderr.write(f"rehearsing {len(items)}: {'; '.join(names)}\n")
-    results, start = pool.imap(work, items), time.monotonic()
-    for number, name in enumerate(names, start=1):
-        result = None
-        while result is None:
+    results = pool.imap_unordered(partial(_numbered, work), enumerate(items))
+    start, done = time.monotonic(), dict[int, U]()
+    for number, name in enumerate(names):
+        while number not in done:
             try:
-                result = [results.next(timeout=PATIENCE)]
+                other, result = results.next(timeout=PATIENCE)
             except multiprocessing.TimeoutError:
                 elapsed = time.monotonic() - start
                 sys.stderr.write(f"still rehearsing {name}, {elapsed:.0f} s\n")
-        sys.stderr.write(f"rehearsed {number} of {len(items)}: {name}\n")
-        yield result[0]
+                continue
+            done[other] = result
+            sys.stderr.write(f"rehearsed {len(done)} of {len(items)}: {names[other]}\n")
+        yield done[number]
+
+
+def _numbered(work: Callable[[T], U], item: tuple[int, T]) -> tuple[int, U]:
+    return item[0], work(item[1])
 
 
 def rehearse_rank(planned: Planned, rank: int, *, validates: bool = True) -> Record:
