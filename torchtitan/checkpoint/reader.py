@@ -30,7 +30,7 @@ from itertools import chain, product
 from math import prod
 from pathlib import Path
 from pickle import STOP
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -58,7 +57,8 @@ from torchtitan.base.files import check_is_file
 from torchtitan.base.log import plural
 from torchtitan.checkpoint.rows import Places, overlap
 from torchtitan.checkpoint.storage import METADATA
-from torchtitan.checkpoint.stored import StoredPiece
+from torchtitan.checkpoint.stored import LARGE, Place, StoredPiece
+from torchtitan.checkpoint.templates import Templates
 from torchtitan.mesh.ranks import reason, reasons
 
 _MAX_SPLIT = 6
@@ -167,14 +167,12 @@ def _table(rows: Sequence[Sequence[int]], num_columns: int) -> npt.NDArray[np.in
     return flat.reshape(len(rows), num_columns)
 
 
-Place: TypeAlias = _StorageInfo
-"""File, offset and length of a piece."""
 _MAX_DIMS = 64
 _MAX_EQUAL_HASHES = 8
 """Limit of keys with one hash: a dictionary compares each key with all of these."""
 _CLASSES = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
-    *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size),
+    *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, Place, torch.Size),
 )
 _NAMES = (
     *((cls.__module__, cls.__qualname__) for cls in _CLASSES),
@@ -324,7 +322,7 @@ def _index(key: Any) -> MetadataIndex:
     return MetadataIndex(name, None if offset is None else _size(offset), hint)
 
 
-def _place(value: Any) -> _StorageInfo:
+def _place(value: Any) -> Place:
     path, offset, length = _fields(value, Place, "relative_path", "offset", "length")
     if not (type(path) is str and type(offset) is type(length) is int):
         raise CheckpointError("it has a location that is not a file name and two numbers")
@@ -444,6 +442,7 @@ class TensorReader(PieceReader):
         """Open a folder; pass `metadata` if another rank has read it."""
         super().__init__(folder, read_metadata(folder) if metadata is None else metadata)
         self._file: tuple[Path, BufferedReader] | None = None
+        self._templates = Templates()
 
     def check_whole(self, names: Collection[str]) -> None:
         """Raise CheckpointError for a tensor with missing elements: they would not change."""
@@ -487,17 +486,25 @@ class TensorReader(PieceReader):
         return self._file[1]
 
     @contextmanager
-    def open_piece(self, index: MetadataIndex) -> Iterator[StoredPiece]:
-        """Open a piece and compare it with the metadata."""
+    def open_piece(self, index: MetadataIndex) -> Iterator[StoredPiece | Tensor]:
+        """Open a piece and compare it with the metadata; a small one is read."""
         place: Place = self.storage_data[index]
+        dtype, shape = self.entries[index.fqn].properties.dtype, self.stored_shape(index)
         file = Path(self.path) / place.relative_path
         try:
             stream = self._open(file)
             num_bytes = os.fstat(stream.fileno()).st_size
-            if min(place.offset, place.length) < 0 or place.offset + place.length > num_bytes:
+            begin, end = place.offset, place.offset + place.length
+            if min(begin, place.length) < 0 or end > num_bytes:
                 raise CheckpointError("it is cut short")
-            piece = StoredPiece(stream, offset=place.offset, length=place.length)
-            self._check_stored(piece.content, index)
+            piece: Any
+            if place.length < LARGE:
+                piece = self._templates.load(stream, slice(begin, end), dtype=dtype, shape=shape)
+                content = piece
+            else:
+                piece = StoredPiece(stream, offset=begin, length=place.length)
+                content = piece.content
+            _check_stored(content, index.fqn, dtype=dtype, shape=shape)
             yield piece
         except Exception as error:  # damaged bytes can make reading fail in any way
             raise CheckpointError(
@@ -505,18 +512,21 @@ class TensorReader(PieceReader):
                 f"checkpoint"
             ) from error
 
-    def copy(self, piece: StoredPiece, region: tuple[slice, ...], *, into: Tensor) -> None:
+    def copy(self, piece: StoredPiece | Tensor, region: tuple[slice, ...], *, into: Tensor) -> None:
         """Copy a region of an open piece."""
-        piece.read(region, into=into)
+        if isinstance(piece, StoredPiece):
+            piece.read(region, into=into)
+        else:
+            super().copy(piece, region, into=into)
 
-    def _check_stored(self, piece: Any, index: MetadataIndex) -> None:
-        """Raise CheckpointError if a piece has another type or shape: copying would convert it."""
-        dtype, shape = self.entries[index.fqn].properties.dtype, self.stored_shape(index)
-        listed = f"{METADATA} lists {dtype} {list(shape)}"
-        if not isinstance(piece, Tensor) or piece.layout != torch.strided:
-            raise CheckpointError(f"'{index.fqn}' is not a plain tensor; {listed}")
-        if piece.dtype != dtype or piece.shape != shape:
-            raise CheckpointError(f"'{index.fqn}' is {piece.dtype} {list(piece.shape)}; {listed}")
+
+def _check_stored(content: Any, name: str, *, dtype: torch.dtype, shape: torch.Size) -> None:
+    """Raise CheckpointError if a piece has another type or shape: copying would convert it."""
+    listed = f"{METADATA} lists {dtype} {list(shape)}"
+    if not isinstance(content, Tensor) or content.layout != torch.strided:
+        raise CheckpointError(f"'{name}' is not a plain tensor; {listed}")
+    if content.dtype != dtype or content.shape != shape:
+        raise CheckpointError(f"'{name}' is {content.dtype} {list(content.shape)}; {listed}")
 
 
 def fill(

@@ -19,14 +19,17 @@ import io
 import os
 import struct
 import sys
-from typing import IO, Any, cast
+from typing import IO, Any, TypeAlias, cast
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from torchtitan.base.errors import CheckpointError
 
+Place: TypeAlias = _StorageInfo
+"""File, offset and length of a piece."""
 LARGE = 1 << 20
 """Number of bytes from which allocating memory costs more than parsing the zip."""
 _HEADER = struct.Struct("<4s22xHH")
@@ -47,7 +50,7 @@ class StoredPiece:
         if record is not None:
             self._begin, num_bytes = record
             self.content = self._load("meta")
-        if record is None or not _lies_as_in_memory(self.content, num_bytes):
+        if record is None or not lies_as_in_memory(self.content, num_bytes):
             self._begin = None
             self.content = self._load("cpu")
 
@@ -83,7 +86,7 @@ class StoredPiece:
             into.copy_(there.as_strided(part.shape, part.stride()))
 
 
-def _lies_as_in_memory(content: Any, num_bytes: int) -> bool:
+def lies_as_in_memory(content: Any, num_bytes: int) -> bool:
     """Return whether `num_bytes` are exactly the elements of a contiguous tensor."""
     return (
         type(content) is Tensor
@@ -120,6 +123,17 @@ def read_records(file: IO[bytes]) -> list[ZipInfo]:
     return records
 
 
+def parse_archive(archive: bytes) -> tuple[list[ZipInfo], tuple[int, int] | None]:
+    """Return the records of an archive, and offset and size of its elements as `StoredPiece` does.
+
+    Raises:
+        CheckpointError: A record is compressed, or the archive is damaged.
+    """
+    window = _Window(io.BytesIO(archive), 0, len(archive))
+    records = read_records(cast(IO[bytes], window))
+    return records, _find_elements(records, window)
+
+
 def _find_elements(records: list[ZipInfo], window: _Window) -> tuple[int, int] | None:
     """Return offset and size of the archive's only storage; None if it has several, or another byte
     order."""
@@ -150,7 +164,7 @@ def _place(record: ZipInfo, window: _Window) -> tuple[int, int] | None:
 class _Window(io.RawIOBase):
     """A part of a file as a file object."""
 
-    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+    def __init__(self, file: io.BufferedIOBase, offset: int, length: int) -> None:
         self._file = file
         self._offset = offset
         self.length = length

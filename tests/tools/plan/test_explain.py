@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from torchtitan.resume_rules import Job
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import DEVICES
-from torchtitan.tools.plan.explain import device_of, settled
+from torchtitan.tools.plan.explain import device_of, read_columns, settled
 from torchtitan.tools.plan.job import place
 from torchtitan.tools.plan.records import rehearse_rank
 from torchtitan.train import main as train
@@ -126,6 +127,26 @@ def test_a_resumed_run_counts_its_newest_start_alone(tmp_path: Path) -> None:
     start = Hardware(resumed_from=2, world_size=1, ranks_per_machine=1, device=H100)
     rows = list(read_rows(made_up(tmp_path) / "metrics.jsonl"))
     assert [row["step"] for row in settled(rows, start=start)] == [4]
+
+
+def test_rows_are_read_one_by_one(tmp_path: Path) -> None:
+    """A column is 8 bytes per row: of 4,000 rows far less than one megabyte."""
+    run = made_up(tmp_path)
+    lines = (run / "metrics.jsonl").read_text().splitlines()[-1]
+    row = json.loads(lines) | {"mfu": None}
+    text = "".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, 4001))
+    (run / "metrics.jsonl").write_text(text)
+    start = Hardware(resumed_from=0, world_size=1, ranks_per_machine=1, device=H100)
+    tracemalloc.start()
+    try:
+        columns = read_columns(settled(read_rows(run / "metrics.jsonl"), start=start))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1e6
+    assert [*columns["step"]] == [*range(2, 4001)]
+    assert {*columns["step_time_s"]} == {2.0}
+    assert not columns["mfu"]
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,14 +7,18 @@ import math
 import random
 import shutil
 import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from weakref import ref
 
+import numpy as np
 import pytest
 
 from torchtitan.metrics.ledger import Ledger
+from torchtitan.metrics.rows import StoredRow
 from torchtitan.tools.report.command import main
-from torchtitan.tools.report.read import events, name_runs, read_run, thinned
+from torchtitan.tools.report.read import events, name_runs, read_figures, read_run, thinned
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -86,13 +90,51 @@ def test_thinning_keeps_ends_and_spikes() -> None:
     points = [(step, draw.random()) for step in range(100_000)]
     points[54_321] = (54_321, 50.0)
     points[54_322] = (54_322, -50.0)
-    steps, values = thinned(points, num_buckets=2000)
+    columns = np.array([step for step, _ in points]), np.array([value for _, value in points])
+    steps, values = thinned(*columns, num_buckets=2000)
     assert len(steps) <= 4002
     assert steps == sorted(steps)
     assert (steps[0], steps[-1]) == (0, 99_999)
     assert {(54_321, 50.0), (54_322, -50.0)} < set(zip(steps, values, strict=True))
     assert set(zip(steps, values, strict=True)) < set(points)
-    assert thinned(points[:9], num_buckets=2000) == (list(range(9)), [v for _, v in points[:9]])
+    nine = [column[:9] for column in columns]
+    assert thinned(*nine, num_buckets=2000) == (list(range(9)), [v for _, v in points[:9]])
+
+
+def test_figures_are_those_of_the_rows_and_no_row_is_kept() -> None:
+    """The oracle keeps all rows: of each step the newest finite value."""
+    draw, read_so_far = random.Random(3), list[ref[StoredRow]]()
+    drawn = (1.5, -2.0, 10**400, math.nan, math.inf, None)
+    rows: list[dict[str, float | None]] = [
+        {"step": draw.randrange(300)}
+        | {name: draw.choice(drawn) for name in draw.sample("abcd", 2)}
+        for _ in range(600)
+    ]
+    most = 0
+
+    def read() -> Iterator[StoredRow]:
+        nonlocal most
+        for row in rows:
+            stored = StoredRow(row)
+            read_so_far.append(ref(stored))
+            most = max(most, sum(one() is not None for one in read_so_far))
+            yield stored
+
+    figures = read_figures(read(), "abcde")
+    assert figures is not None
+    assert most <= 2
+    assert figures.last == rows[-1]
+    assert set(figures.values) == set("abcd")
+    for name in "abcde":
+        finite = [
+            (row["step"], value)
+            for row in rows
+            if (value := row.get(name)) is not None and abs(value) < 10
+        ]
+        newest = dict(sorted(dict(finite).items(), key=lambda item: item[0] or 0))
+        assert figures.curve(name) == ([*newest], [*newest.values()])
+        assert figures.newest(name) == (finite[-1][1] if finite else None)
+    assert read_figures([], "abc") is None
 
 
 def test_100_000_rows_stay_small(tmp_path: Path) -> None:

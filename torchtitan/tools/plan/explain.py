@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +32,8 @@ from torchtitan.tools.plan.step import StepTime, time_step
 
 CPU = "(OMP_NUM_THREADS)"
 """Part of a CPU's name in `base/device.py`."""
+NEEDED = ("memory_peak_gib", "step_time_s", "data_time_s")
+SPEED = {"step_time_s": "step, s", "tokens_per_second": "tokens/s", "mfu": "MFU, %"}
 RANK_FILE = re.compile(r"metrics\.rank_([0-9]{1,9})\.jsonl")
 
 
@@ -43,8 +47,8 @@ def _explain(arguments: argparse.Namespace) -> str:
     run: Path = arguments.run
     config = Job.stored_in(run / CONFIG_FILE).config
     start = read_hardware(run)
-    rows = settled(read_rows(run / "metrics.jsonl"), start=start)
-    peaks = _peaks(run, start=start)
+    measured = read_columns(settled(read_rows(run / "metrics.jsonl"), start=start))
+    peaks = {0: max(measured["memory_peak_gib"]), **_peaks_of_others(run, start=start)}
     device = device_of(start.device, asked=arguments.device)
     on_cpu = CPU in start.device
     is_same = device is not None and device is device_named(start.device)
@@ -58,12 +62,12 @@ def _explain(arguments: argparse.Namespace) -> str:
     accounts = [replay(record) for record in records]
     parts = [
         planned.headline(),
-        f"measured on {start.world_size} x {start.device}, {len(rows)} rows after the first "
-        f"of the start at step {start.resumed_from}",
+        f"measured on {start.world_size} x {start.device}, {len(measured['step'])} rows after the "
+        f"first of the start at step {start.resumed_from}",
         _memory(peaks, planned, accounts, comparable=not on_cpu),
     ]
     found = None if device is None else time_step(planned, records)
-    parts.append(_speed(rows, found, comparable=is_same))
+    parts.append(_speed(measured, found, comparable=is_same))
     if not is_same:
         parts.append(
             f"Not compared: step time, tokens/s and MFU, because the plan has no peaks of "
@@ -74,19 +78,38 @@ def _explain(arguments: argparse.Namespace) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def settled(rows: Iterable[Row], *, start: Hardware) -> list[Row]:
-    """Return the rows of the newest start without the first, which includes the start-up.
+def settled(rows: Iterable[Row], *, start: Hardware) -> Iterator[Row]:
+    """Yield the rows of the newest start without the first, which includes the start-up.
 
     Raises:
         ConfigError: No row is left.
     """
-    found = [row for row in rows if row["step"] > start.resumed_from][1:]
-    if not found:
+    found = islice((row for row in rows if row["step"] > start.resumed_from), 1, None)
+    first = next(found, None)
+    if first is None:
         raise ConfigError(
             "metrics.jsonl must have two rows since the newest start, because the first includes "
             "the start-up; train more steps, or lower metrics.log_freq"
         )
-    return found
+    yield first
+    yield from found
+
+
+def read_columns(rows: Iterable[Row]) -> dict[str, array[float]]:
+    """Return the finite values of each figure shown, in 8 bytes each; a row takes 1 KiB.
+
+    Raises:
+        DataError: A row lacks one of NEEDED, or a figure is not a number.
+    """
+    columns = {name: array("d") for name in ("step", *NEEDED, *SPEED)}
+    for row in rows:
+        for name, column in columns.items():
+            value = figure_of(row, name)
+            if value is not None:
+                column.append(value)
+            elif name in NEEDED:
+                row[name]  # names the line if it is missing
+    return columns
 
 
 def device_of(recorded: str, *, asked: str | None) -> Device | None:
@@ -101,10 +124,9 @@ def device_of(recorded: str, *, asked: str | None) -> Device | None:
     )
 
 
-def _peaks(run: Path, *, start: Hardware) -> dict[int, float]:
-    """Return the peak in GiB of each rank that has written its figures."""
-    files = {0: run / "metrics.jsonl"}
-    files |= {int(m[1]): path for path in run.iterdir() if (m := RANK_FILE.fullmatch(path.name))}
+def _peaks_of_others(run: Path, *, start: Hardware) -> dict[int, float]:
+    """Return the peak in GiB of each rank but 0 that has written its figures."""
+    files = {int(m[1]): path for path in run.iterdir() if (m := RANK_FILE.fullmatch(path.name))}
     return {
         rank: max(row["memory_peak_gib"] for row in settled(read_rows(path), start=start))
         for rank, path in sorted(files.items())
@@ -137,7 +159,9 @@ def _memory(
     return "\n".join(lines)
 
 
-def _speed(rows: Sequence[Row], found: StepTime | None, *, comparable: bool) -> str:
+def _speed(
+    measured: Mapping[str, Sequence[float]], found: StepTime | None, *, comparable: bool
+) -> str:
     lines = [f"{'':<12}{'measured':>12}{'lowest':>12}{'highest':>12}   predicted"]
     bounds: Mapping[str, tuple[float, float]] = (
         {}
@@ -148,9 +172,8 @@ def _speed(rows: Sequence[Row], found: StepTime | None, *, comparable: bool) -> 
             "mfu": found.mfu,
         }
     )
-    names = {"step_time_s": "step, s", "tokens_per_second": "tokens/s", "mfu": "MFU, %"}
-    for key, name in names.items():
-        values = [value for row in rows if (value := figure_of(row, key)) is not None]
+    for key, name in SPEED.items():
+        values = measured[key]
         line = f"{name:<12}"
         figures = (median(values), min(values), max(values)) if values else ()
         line += "".join(f"{n:>12.4g}" for n in figures) if values else f"{'none':>12}{'':24}"
@@ -158,13 +181,13 @@ def _speed(rows: Sequence[Row], found: StepTime | None, *, comparable: bool) -> 
             line += f"   {bounds[key][0]:.4g} to {bounds[key][1]:.4g}"
         lines.append(line)
     if found is not None and comparable:
-        lines.append(_verdict(rows, best=found.best, worst=found.worst))
+        lines.append(_verdict(measured, best=found.best, worst=found.worst))
     return "\n".join(lines)
 
 
-def _verdict(rows: Sequence[Row], *, best: float, worst: float) -> str:
+def _verdict(measured: Mapping[str, Sequence[float]], *, best: float, worst: float) -> str:
     """Describe where the measured time of a step is between the bounds."""
-    step, data = (median(row[key] for row in rows) for key in ("step_time_s", "data_time_s"))
+    step, data = (median(measured[key]) for key in ("step_time_s", "data_time_s"))
     if step < best:
         return f"faster than the best bound by {100 * (1 - step / best):.0f} %"
     if step <= worst:

@@ -15,7 +15,7 @@ from torchtitan.metrics.rows import figure_of
 from torchtitan.models.settings import given_sizes
 from torchtitan.parallel.layout import Layout
 from torchtitan.tools.report.pictures import draw_layout, draw_pipeline
-from torchtitan.tools.report.read import PANELS, RunRecord, curve, events
+from torchtitan.tools.report.read import PANELS, RunRecord, events
 
 HERE = Path(__file__).parent
 MOST_CHARACTERS = 80
@@ -46,13 +46,13 @@ def build_page(runs: Sequence[RunRecord]) -> str:
 def _panels(runs: Sequence[RunRecord]) -> Iterator[dict[str, object]]:
     """Yield the charts of all figures that a row has. One without finite values has no curve."""
     for title, label, figures in PANELS:
-        if all(row.get(name) is None for run in runs for row in run.rows for name in figures):
+        if not any(name in run.figures.values for run in runs for name in figures):
             continue
         curves = [
             {"run": number, "figure": figure, "steps": steps, "values": values}
             for number, run in enumerate(runs)
             for figure in figures
-            for steps, values in [curve(run.rows, figure)]
+            for steps, values in [run.figures.curve(figure)]
             if steps
         ]
         yield {"title": title, "label": label, "curves": curves}
@@ -93,13 +93,12 @@ def _section(number: int, run: RunRecord) -> str:
 
 
 def _facts(run: RunRecord) -> Iterator[tuple[str, object]]:
-    last = run.rows[-1]
+    last = run.figures.last
     yield "steps", last["step"]
     yield "tokens", f"{figure_of(last, 'num_tokens') or 0:,.0f}"
     for key in ("loss", "validation_loss"):
-        values = [value for row in run.rows if (value := figure_of(row, key)) is not None]
-        if values:
-            yield f"last {key.replace('_', ' ')}", f"{values[-1]:.5g}"
+        if (value := run.figures.newest(key)) is not None:
+            yield f"last {key.replace('_', ' ')}", f"{value:.5g}"
     if run.job is not None:
         config = run.job.config
         yield "model", _model(config, run.layout)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise, repeat
+from math import nan
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.base.log import plural
@@ -29,6 +35,56 @@ PANELS: Sequence[tuple[str, str, tuple[str, ...]]] = (
 )
 """Title, label of the y axis, and figures of each chart."""
 NUM_BUCKETS = 2000
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a run's rows by column, in 8 bytes each; rows as dictionaries take 1 KiB each."""
+
+    last: Row
+    """The last row."""
+    steps: npt.NDArray[np.int64]
+    """Step of each row, in the order of the file."""
+    values: dict[str, Floats]
+    """Figures that a row has, by name; NaN in rows where they are missing or not finite."""
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Return the ascending steps and finite values of a figure, thinned."""
+        there = np.isfinite(self.values.get(name, np.empty(0)))
+        if not there.any():
+            return [], []
+        values, newest_first = self.values[name][there][::-1], self.steps[there][::-1]
+        steps, places = np.unique(newest_first, return_index=True)  # of equal steps the newest
+        return thinned(steps, values[places], num_buckets=NUM_BUCKETS)
+
+    def newest(self, name: str) -> float | None:
+        """Return the last finite value of a figure."""
+        values = self.values.get(name, np.empty(0))
+        finite = values[np.isfinite(values)]
+        return float(finite[-1]) if len(finite) else None
+
+
+def read_figures(rows: Iterable[Row], names: Collection[str]) -> Figures | None:
+    """Read the figures `names` of each row; None if there is no row.
+
+    Raises:
+        DataError: A figure is not a number.
+    """
+    last, steps, columns = None, array("q"), dict[str, "array[float]"]()
+    for last in rows:
+        for name in names:
+            if last.get(name) is not None:
+                column, value = columns.setdefault(name, array("d")), figure_of(last, name)
+                column.extend(repeat(nan, len(steps) - len(column)))  # rows before without it
+                column.append(nan if value is None else value)
+        steps.append(last["step"])
+    if last is None:
+        return None
+    for column in columns.values():
+        column.extend(repeat(nan, len(steps) - len(column)))
+    values = {name: np.asarray(column) for name, column in columns.items()}
+    return Figures(last, np.asarray(steps), values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +93,7 @@ class RunRecord:
 
     name: str
     folder: Path
-    rows: list[Row]
+    figures: Figures
     ledger: list[Row]
     job: Job | None
     """None: this version cannot read the settings."""
@@ -53,8 +109,9 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         DataError: It has no logged step, or a file is damaged.
     """
     path = folder / f"{RECORD}.jsonl"
-    rows = list(read_rows(path)) if path.exists() else []
-    if not rows:
+    names = [name for _, _, names in PANELS for name in names]
+    figures = read_figures(read_rows(path) if path.exists() else (), names)
+    if figures is None:
         raise DataError(
             f"each RUN must be the job.dump_folder of a run with a logged step in {RECORD}.jsonl, "
             f"got {folder}"
@@ -73,7 +130,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
     return RunRecord(
         name=name,
         folder=folder,
-        rows=rows,
+        figures=figures,
         ledger=ledger,
         job=job,
         hardware=hardware,
@@ -90,28 +147,22 @@ def name_runs(folders: Sequence[Path]) -> dict[str, Path]:
     return {str(Path(*path.parts[-length:])): path for path in paths}
 
 
-def curve(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return the ascending steps and finite values of a figure, thinned."""
-    found = {row["step"]: value for row in rows if (value := figure_of(row, name)) is not None}
-    return thinned(sorted(found.items()), num_buckets=NUM_BUCKETS)
-
-
 def thinned(
-    points: Sequence[tuple[int, float]], *, num_buckets: int
+    steps: npt.NDArray[np.int64], values: Floats, *, num_buckets: int
 ) -> tuple[list[int], list[float]]:
     """Return steps and values of the ends, and of the extremes in each of `num_buckets` parts.
 
     A screen shows no more points, and no spike is lost.
     """
-    if len(points) > 2 * num_buckets:
-        kept = {0, len(points) - 1}
-        for bucket in range(num_buckets):
-            first = bucket * len(points) // num_buckets
-            indices = range(first, (bucket + 1) * len(points) // num_buckets)
-            kept.add(min(indices, key=lambda i: points[i][1]))
-            kept.add(max(indices, key=lambda i: points[i][1]))
-        points = [points[i] for i in sorted(kept)]
-    return [step for step, _ in points], [value for _, value in points]
+    if len(steps) > 2 * num_buckets:
+        edges = [bucket * len(steps) // num_buckets for bucket in range(num_buckets + 1)]
+        kept = {0, len(steps) - 1}
+        for first, end in pairwise(edges):
+            part = values[first:end]
+            kept |= {first + int(part.argmin()), first + int(part.argmax())}
+        places = sorted(kept)
+        steps, values = steps[places], values[places]
+    return steps.tolist(), values.tolist()
 
 
 def events(run: RunRecord) -> list[dict[str, object]]:
