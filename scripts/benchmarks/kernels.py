@@ -220,7 +220,7 @@ def _experts(dtype: torch.dtype, *, rows: Sequence[int]) -> Iterator[tuple[Resul
     inputs = [_draw(*shape, dtype=dtype) / shape[-1] ** 0.5 for shape in shapes]
 
     def ours(x: Tensor, *weights: Tensor) -> Tensor:
-        return multiply_grouped(x, torch.tensor(rows), weights)
+        return multiply_grouped(x, torch.tensor(rows, device=x.device), weights)
 
     def exact(x: Tensor, *weights: Tensor) -> Tensor:
         parts = zip(x.split(list(rows)), *weights, strict=True)

@@ -182,6 +182,12 @@ def _multiply_rows(rows_TKC: Tensor, x_TC: Tensor, *, dtype: torch.dtype) -> Ten
     return (x_TC[:, None].to(dtype) * rows_TKC).sum(-1)
 
 
+def invert(order_N: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    places_N = torch.arange(len(order_N), device=order_N.device)
+    return torch.empty_like(order_N).scatter_(0, order_N, places_N)
+
+
 class _Reorder(torch.autograd.Function):
     """See `reorder`."""
 
@@ -193,8 +199,10 @@ class _Reorder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (back_N,) = ctx.saved_tensors
-        return add_rows(grads[0], back_N.unflatten(0, (-1, ctx.times))), None, None, None
+        (back_N,), times = ctx.saved_tensors, ctx.times
+        grad = grads[0]
+        dx = grad[back_N] if times == 1 else add_rows(grad, back_N.unflatten(0, (-1, times)))
+        return dx, None, None, None
 
 
 def reorder(x: Tensor, order_N: Tensor, back_N: Tensor, times: int = 1) -> Tensor:
@@ -295,7 +303,7 @@ def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) 
     Rows of more elements than a kernel can address are multiplied in parts, whose gradients of the
     weights are rounded before they are added.
     """
-    ends_E = counts_E.to(x_NC.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
     weights = [w.to(x_NC.dtype) for w in weights]
     limit = MAX_ELEMENTS // max(weights[0].shape[1:])
     if len(x_NC) <= limit:
@@ -330,16 +338,16 @@ class Experts(GroupedExperts, CastsWeights):
         self.compute: Compute = multiply_per_expert
 
     def forward(self, x_BSC: Tensor, ids_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
-        """Return the weighted sum of the results of each token's experts, added in float32."""
+        """Return the weighted sum of each token's experts (B S, C), added in float32."""
         num_chosen = ids_BSK.shape[-1]
         sorted_N, order_N = ids_BSK.flatten().sort(stable=True)
-        back_N = order_N.argsort()
+        back_N = invert(order_N)
         experts_E = torch.arange(len(self.w1), device=x_BSC.device)
         ends_E = torch.searchsorted(sorted_N, experts_E, right=True)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         x_NC = reorder(x_BSC.flatten(0, 1), order_N, back_N, num_chosen)
         out_NC = self.exchange(self.compute, x_NC, counts_E, (self.w1, self.w2, self.w3))
-        return combine(out_NC, weights_BSK.flatten(0, 1), order_N, back_N).view_as(x_BSC)
+        return combine(out_NC, weights_BSK.flatten(0, 1), order_N, back_N)
 
 
 class MoE(MoELayer, CastsWeights):
@@ -366,7 +374,8 @@ class MoE(MoELayer, CastsWeights):
 
     def route(self, x_BSC: Tensor) -> Tensor:
         """Send each token to its experts."""
-        return self.experts(x_BSC, *self.router(x_BSC, self.expert_bias))
+        # FSDP, which shards the experts, warns of modules that return views
+        return self.experts(x_BSC, *self.router(x_BSC, self.expert_bias)).view_as(x_BSC)
 
 
 class MoEBlock(Block):
