@@ -11,7 +11,7 @@ without an operator. They are replaced here, and in no other file:
     tokens that other ranks send to experts          an even load is assumed
     gradients in small chunks for the norm           only on a CPU
     RMSNorm as several operators                     a GPU has one kernel for it
-    sums of experts' rows as several operators       so have these
+    sums of experts' rows as several operators       a GPU has one kernel for them
     the head's gradient in thousands of products     those of one chunk are copied
     the garbage collector                            it would run at any time
 
@@ -37,6 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.library import _scoped_library
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.mesh.dims import Mesh
@@ -48,7 +49,14 @@ from torchtitan.optim import clip, loss
 from torchtitan.parallel.expert import Exchange
 from torchtitan.tools.plan.tape import WORLD, Tape
 
-FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default)
+
+def _multiply_wide(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return torch.bmm(left.to(out_dtype), right.to(out_dtype))
+
+
+aten = torch.ops.aten
+FUSED = (aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default)
+KERNELS = {**{op: decomposition_table[op] for op in FUSED}, aten.bmm.dtype: _multiply_wide}
 """Operators with a kernel on a GPU only. With one on a CPU too, dispatch takes a GPU's path: these
 operators, and their own rules for autograd and DTensor. A norm whose input and weight have
 different types remains several operators, as on a GPU."""
@@ -128,11 +136,9 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
         return worked
 
     sharding = ("unshard", "wait_for_unshard", "reshard", "post_backward")
-    with ExitStack() as stack, _no_garbage_collection():
-        kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        for operator in FUSED:
-            kernels.impl(operator, decomposition_table[operator], "CPU")
-        kernels.impl(torch.ops.aten.bmm.dtype, _multiply_wide, "CPU")
+    with ExitStack() as stack, _no_garbage_collection(), _scoped_library("aten", "IMPL") as kernels:
+        for operator, kernel in KERNELS.items():
+            kernels.impl(operator, kernel, "CPU")
         for owner, name, value in (
             *((FSDPParamGroup, name, of_block(getattr(FSDPParamGroup, name))) for name in sharding),
             (torch.UntypedStorage, "resize_", resized),
@@ -192,10 +198,6 @@ def _added_at_once(
                 add(total_VC, left_VM, right_MC)
 
     return added
-
-
-def _multiply_wide(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return torch.bmm(left.to(out_dtype), right.to(out_dtype))
 
 
 def load_evenly(model: nn.Module, *, dtype: torch.dtype) -> None:
