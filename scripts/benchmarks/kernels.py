@@ -26,7 +26,7 @@ from torchtitan.base.device import device_type
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.init import fill_normal, make_key
 from torchtitan.models.interface import Documents
-from torchtitan.models.moe import multiply_grouped
+from torchtitan.models.moe import combine, invert, multiply_grouped, reorder
 from torchtitan.optim.loss import IGNORE_INDEX, build_loss
 from torchtitan.parallel.context import attention as context
 from torchtitan.parallel.context.layout import Block, SequenceLayout, find_blocks
@@ -73,6 +73,7 @@ def checks() -> dict[str, Check]:
         "experts": partial(_experts, rows=(32, 64, 16, 48)),
         "experts, some without rows": partial(_experts, rows=(0, 96, 0, 64)),
         "experts, one with all rows": partial(_experts, rows=(0, 0, 160, 0)),
+        "rows of experts": _rows,
         "norm": _norm,
         "loss": _loss,
     }
@@ -220,13 +221,32 @@ def _experts(dtype: torch.dtype, *, rows: Sequence[int]) -> Iterator[tuple[Resul
     inputs = [_draw(*shape, dtype=dtype) / shape[-1] ** 0.5 for shape in shapes]
 
     def ours(x: Tensor, *weights: Tensor) -> Tensor:
-        return multiply_grouped(x, torch.tensor(rows), weights)
+        return multiply_grouped(x, torch.tensor(rows, device=x.device), weights)
 
     def exact(x: Tensor, *weights: Tensor) -> Tensor:
         parts = zip(x.split(list(rows)), *weights, strict=True)
         return torch.cat([(F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT for x, w1, w2, w3 in parts])
 
     yield _both(ours, exact, inputs, _draw(sum(rows), dim, dtype=dtype))
+
+
+def _rows(dtype: torch.dtype) -> Iterator[tuple[Results, Results]]:
+    """Rows that are sorted, changed, and added by weight."""
+    tokens, num_chosen, dim = 96, 4, 64
+    order_N = torch.randperm(tokens * num_chosen)
+    inputs = [_draw(tokens, dim, dtype=dtype), _draw(len(order_N), dim, dtype=dtype)]
+    weights_TK = torch.rand(tokens, num_chosen)
+
+    def ours(x_TC: Tensor, y_NC: Tensor, weights_TK: Tensor) -> Tensor:
+        order = order_N.to(x_TC.device)
+        back = invert(order)
+        return combine(reorder(x_TC, order, back, num_chosen) * y_NC, weights_TK, order, back)
+
+    def exact(x_TC: Tensor, y_NC: Tensor, weights_TK: Tensor) -> Tensor:
+        y_TKC = y_NC[order_N.argsort()].view(tokens, num_chosen, dim)
+        return (x_TC[:, None] * y_TKC * weights_TK[..., None]).sum(1)
+
+    yield _both(ours, exact, [*inputs, weights_TK], _draw(tokens, dim, dtype=dtype))
 
 
 def _norm(dtype: torch.dtype) -> Iterator[tuple[Results, Results]]:

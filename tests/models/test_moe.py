@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -94,8 +94,8 @@ def in_the_wrong_order(self: Experts, x_TC: Tensor, ids_TK: Tensor, weights_TK: 
 def combined_by_expert(self: Experts, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """The results are not brought back from the order of the experts."""
     with pytest.MonkeyPatch.context() as patch:
-        plain = moe.reorder
-        patch.setattr(moe, "reorder", lambda x, o, b, k=1: x if k == 1 else plain(x, o, b, k))
+        plain = moe.combine
+        patch.setattr(moe, "combine", lambda x, w, *_: plain(x, w, *[torch.arange(len(x))] * 2))
         return CORRECT_EXPERTS(self, x_TC, ids_TK, weights_TK)
 
 
@@ -199,6 +199,36 @@ def test_scores_are_float32_in_bfloat16_too() -> None:
     wide.router.gate.weight.data.mul_(1 + 2**-12)
     assert torch.equal(wide.router(x)[1], weights)
     assert torch.equal(wide(x), layer(x))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The branches of a GPU, with a CPU's product under the name of the one that it lacks."""
+    monkeypatch.setattr(moe, "_has_kernels", lambda rows: rows.dtype == torch.bfloat16)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("bmm.dtype", lambda x, y, out_dtype: x.to(out_dtype) @ y.to(out_dtype), "CPU")
+        yield
+
+
+def errors_in_bfloat16(config: MoEConfig) -> dict[str, float]:
+    """The distances from float64, from the same numbers of bfloat16, of a router in float32."""
+    layer, x = some(config, torch.bfloat16)
+    exact, _ = some(config)
+    exact.load_state_dict(layer.state_dict())
+    found = gradients(lambda layer, x: layer(x), layer, x)
+    expected = gradients(lambda layer, x: layer(x), exact, x.double())
+    return {n: float((found[n] - e).norm() / e.norm()) for n, e in expected.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kernels_of_a_gpu_lose_no_more_than_copies_in_float32(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    copied = errors_in_bfloat16(CONFIGS[name])
+    request.getfixturevalue("kernels")
+    found = errors_in_bfloat16(CONFIGS[name])
+    assert max(found.values()) < 0.05
+    assert {n for n, error in found.items() if error > 1.05 * copied[n]} == set()
 
 
 def test_nothing_is_added_up_by_scattering() -> None:

@@ -30,7 +30,7 @@ def scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    assert q.shape[1] == k.shape[1] == v.shape[1]  # neither kernel groups heads
+    assert q.shape[1] == k.shape[1] == v.shape[1]
     found = scores(q, k, causal=causal)
     return (found.softmax(-1) @ v.float()).to(q.dtype), found.logsumexp(-1)
 
@@ -52,7 +52,9 @@ def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, s
     assert q.dtype == torch.bfloat16
     assert dropout_p == 0
     seed = torch.zeros(2, dtype=torch.uint64)
-    out, lse = forward(q, k, v, causal=is_causal)
+    # heads in groups: query head i attends to head i // (H / K), as the kernel defines it
+    group = [i // (q.shape[1] // k.shape[1]) for i in range(q.shape[1])]
+    out, lse = forward(q, k[:, group], v[:, group], causal=is_causal)
     return out, lse, None, None, q.shape[2], k.shape[2], seed, seed[0], torch.empty(0)
 
 

@@ -146,6 +146,48 @@ class _WithLoss(torch.autograd.Function):
         return grads[0], ctx.loss
 
 
+def _has_kernels(rows_NC: Tensor) -> bool:
+    """Return whether sums of rows, and products with float32 results, are one kernel each."""
+    return rows_NC.is_cuda and rows_NC.dtype == torch.bfloat16 and torch.version.hip is None
+
+
+def add_rows(rows_NC: Tensor, index_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    """Return the weighted sum of K rows for each token, in order (T, C), added in float32.
+
+    On a GPU it reads each row once. Otherwise there are copies of all rows, the weighted ones in
+    the dtype of the weights.
+    """
+    if not _has_kernels(rows_NC):
+        rows_TKC = rows_NC[index_TK]
+        if weights_TK is not None:
+            rows_TKC = rows_TKC * weights_TK[..., None]
+        return rows_TKC.sum(1).to(rows_NC.dtype)
+    if weights_TK is None:
+        return F.embedding_bag(index_TK, rows_NC, mode="sum")
+    # the kernel takes bfloat16 weights: two of them hold 16 bits of a float32 one
+    high_TK = weights_TK.to(rows_NC.dtype)
+    low_TK = (weights_TK - high_TK).to(rows_NC.dtype)
+    return F.embedding_bag(
+        index_TK.repeat_interleave(2, 1),
+        rows_NC,
+        mode="sum",
+        per_sample_weights=torch.stack([high_TK, low_TK], -1).flatten(1),
+    )
+
+
+def _multiply_rows(rows_TKC: Tensor, x_TC: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Return the products of each token's rows with x (T, K), added in `dtype`."""
+    if _has_kernels(rows_TKC):
+        return torch.bmm(rows_TKC, x_TC[..., None], out_dtype=dtype).squeeze(-1)
+    return (x_TC[:, None].to(dtype) * rows_TKC).sum(-1)
+
+
+def invert(order_N: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    places_N = torch.arange(len(order_N), device=order_N.device)
+    return torch.empty_like(order_N).scatter_(0, order_N, places_N)
+
+
 class _Reorder(torch.autograd.Function):
     """See `reorder`."""
 
@@ -157,8 +199,10 @@ class _Reorder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (back_N,) = ctx.saved_tensors
-        return grads[0][back_N].unflatten(0, (-1, ctx.times)).sum(1), None, None, None
+        (back_N,), times = ctx.saved_tensors, ctx.times
+        grad = grads[0]
+        dx = grad[back_N] if times == 1 else add_rows(grad, back_N.unflatten(0, (-1, times)))
+        return dx, None, None, None
 
 
 def reorder(x: Tensor, order_N: Tensor, back_N: Tensor, times: int = 1) -> Tensor:
@@ -171,6 +215,39 @@ def reorder(x: Tensor, order_N: Tensor, back_N: Tensor, times: int = 1) -> Tenso
         times: Number of copies of each row.
     """
     rows: Tensor = _Reorder.apply(x, order_N, back_N, times)
+    return rows
+
+
+class _Combine(torch.autograd.Function):
+    """See `combine`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NC: Tensor, weights_TK: Tensor, order_N: Tensor, back_N: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x_NC, weights_TK, order_N, back_N)
+        return add_rows(x_NC, back_N.view_as(weights_TK), weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NC, weights_TK, order_N, back_N = ctx.saved_tensors
+        token_N1 = order_N[:, None] // weights_TK.shape[1]
+        dx_NC = add_rows(grads[0], token_N1, weights_TK.flatten()[order_N, None])
+        rows_TKC = x_NC[back_N.view_as(weights_TK)]
+        dtype = weights_TK.dtype
+        return dx_NC, _multiply_rows(rows_TKC, grads[0], dtype=dtype), None, None
+
+
+def combine(x_NC: Tensor, weights_TK: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
+    """Return the weighted sum of each token's K rows (T, C).
+
+    Args:
+        x_NC: Rows, permuted by `order_N`.
+        weights_TK: Weights, in the order of the tokens.
+        order_N: Row i belongs to choice order[i], of token order[i] // K.
+        back_N: Inverse permutation of `order_N`.
+    """
+    rows: Tensor = _Combine.apply(x_NC, weights_TK, order_N, back_N)
     return rows
 
 
@@ -226,7 +303,7 @@ def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) 
     Rows of more elements than a kernel can address are multiplied in parts, whose gradients of the
     weights are rounded before they are added.
     """
-    ends_E = counts_E.to(x_NC.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
     weights = [w.to(x_NC.dtype) for w in weights]
     limit = MAX_ELEMENTS // max(weights[0].shape[1:])
     if len(x_NC) <= limit:
@@ -261,17 +338,16 @@ class Experts(GroupedExperts, CastsWeights):
         self.compute: Compute = multiply_per_expert
 
     def forward(self, x_BSC: Tensor, ids_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
-        """Return the weighted sum of the results of each token's experts, added in float32."""
+        """Return the weighted sum of each token's experts (B S, C), added in float32."""
         num_chosen = ids_BSK.shape[-1]
         sorted_N, order_N = ids_BSK.flatten().sort(stable=True)
-        back_N = order_N.argsort()
+        back_N = invert(order_N)
         experts_E = torch.arange(len(self.w1), device=x_BSC.device)
         ends_E = torch.searchsorted(sorted_N, experts_E, right=True)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         x_NC = reorder(x_BSC.flatten(0, 1), order_N, back_N, num_chosen)
         out_NC = self.exchange(self.compute, x_NC, counts_E, (self.w1, self.w2, self.w3))
-        out_BSKC = reorder(out_NC, back_N, order_N).unflatten(0, ids_BSK.shape)
-        return (out_BSKC.to(weights_BSK.dtype) * weights_BSK[..., None]).sum(-2).to(x_BSC.dtype)
+        return combine(out_NC, weights_BSK.flatten(0, 1), order_N, back_N)
 
 
 class MoE(MoELayer, CastsWeights):
@@ -298,7 +374,8 @@ class MoE(MoELayer, CastsWeights):
 
     def route(self, x_BSC: Tensor) -> Tensor:
         """Send each token to its experts."""
-        return self.experts(x_BSC, *self.router(x_BSC, self.expert_bias))
+        # FSDP, which shards the experts, warns of modules that return views
+        return self.experts(x_BSC, *self.router(x_BSC, self.expert_bias)).view_as(x_BSC)
 
 
 class MoEBlock(Block):

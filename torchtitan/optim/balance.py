@@ -195,7 +195,8 @@ class Balance:
         num = self._counts_LE.shape[1]
         self._counts_LE[row] += _counts(ids_BSK, text_BS, num=num).sum(0)
         self._sums_LF[row, 0] += text_BS.sum()
-        self._sums_LF[row, 1] += (torch.special.entr(_shares(scores_BSE)).sum(-1) * text_BS).sum()
+        shares_BSE = _shares(scores_BSE)  # special.entr would be compiled at its first use on a GPU
+        self._sums_LF[row, 1] -= (torch.xlogy(shares_BSE, shares_BSE).sum(-1) * text_BS).sum()
         self._is_new = True
 
     def _loss(self, row: int, logits_BSE: Tensor, scores_BSE: Tensor, ids_BSK: Tensor) -> Tensor:

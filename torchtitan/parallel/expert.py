@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import Compute, GroupedExperts, LanguageModel
-from torchtitan.models.moe import multiply_grouped, multiply_per_expert, reorder
+from torchtitan.models.moe import invert, multiply_grouped, multiply_per_expert, reorder
 from torchtitan.parallel.activation import keep_for_recomputation
 
 logger = logging.getLogger(__name__)
@@ -132,28 +132,36 @@ class Exchange:
     ) -> Tensor:
         """Multiply rows that are sorted by expert, `counts_E` rows per expert, on all ranks."""
         counts_RL = counts_E.unflatten(0, (self._size, -1))
-        sent, received, received_RL = keep_for_recomputation(
-            lambda: self._exchange_counts(counts_RL)
+        sent, received, counts_L, order_M, back_M = keep_for_recomputation(
+            lambda: self._prepare(counts_RL, compute)
         )
         x_MC = _AllToAllRows.apply(x_NC, sent, received, self._group)
-        on_device_RL = received_RL.to(x_NC.device, non_blocking=True)
-        order_M = _order_by_expert(on_device_RL, num_rows=len(x_MC))
-        back_M = order_M.argsort()
         local = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
-        out_MC = compute(reorder(x_MC, order_M, back_M), received_RL.sum(0), local)
+        out_MC = compute(reorder(x_MC, order_M, back_M), counts_L, local)
         out_MC = reorder(out_MC, back_M, order_M)
         out_NC: Tensor = _AllToAllRows.apply(out_MC, received, sent, self._group)
         return out_NC
 
-    def _exchange_counts(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """Return the numbers of rows sent to each rank and received from each rank, and on the
-        host those received by rank and expert."""
+    def _prepare(
+        self, counts_RL: Tensor, compute: Compute
+    ) -> tuple[list[int], list[int], Tensor, Tensor, Tensor]:
+        """Return the numbers of rows sent to each rank, received from each rank and per expert,
+        and the order by expert of those received, with its inverse."""
+        sent, received, received_RL, on_host_RL = self._exchange_counts(counts_RL)
+        order_M = _order_by_expert(received_RL, num_rows=sum(received))
+        # only products of one expert at a time need the numbers on the host
+        counts_RL = on_host_RL if compute is multiply_per_expert else received_RL
+        return sent, received, counts_RL.sum(0), order_M, invert(order_M)
+
+    def _exchange_counts(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor, Tensor]:
+        """Return the numbers of rows sent to each rank and received from each rank, and those
+        received by rank and expert, on the device and on the host."""
         received_RL = torch.empty_like(counts_RL)
         dist.all_to_all_single(received_RL, counts_RL.contiguous(), group=self._group)
         sent_R1 = counts_RL.sum(1, keepdim=True)
         on_host = torch.cat([sent_R1, received_RL], 1).cpu()  # the host waits for the device
-        received_RL = on_host[:, 1:]
-        return on_host[:, 0].tolist(), received_RL.sum(1).tolist(), received_RL
+        on_host_RL = on_host[:, 1:]
+        return on_host[:, 0].tolist(), on_host_RL.sum(1).tolist(), received_RL, on_host_RL
 
 
 def _order_by_expert(received_RL: Tensor, *, num_rows: int) -> Tensor:

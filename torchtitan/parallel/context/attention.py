@@ -25,8 +25,10 @@ attention does not return it, so the operators below it are called, one per kind
 dtype. Backward takes the *merged* output and log-sum-exp, so the gradients of a block are right
 without the other blocks. No kernel stores a matrix of scores or takes a mask.
 
-The two CUDA kernels agree with float64 on an H100 (scripts/benchmarks/kernels.py); speed was
-measured on CPUs only. The 16-bit one needs a head width that is a multiple of 8.
+On an H100 the two CUDA kernels agreed with float64 (scripts/benchmarks/kernels.py) when both took
+copies of the keys and values that heads share. The 16-bit one now takes them as they are in
+forward: this is tested against a plain kernel only. Speed was measured on CPUs only. The 16-bit
+kernel needs a head width that is a multiple of 8.
 
 Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, T keys, D head width,
 N ranks. 2 is keys and values.
@@ -378,14 +380,14 @@ def attend(
     """Return the output, like q, and the log-sum-exp of the scores, float32 (B, H, S)."""
     if _is_on_cpu(q_BHSD):
         return aten._scaled_dot_product_flash_attention_for_cpu(q_BHSD, k_BKTD, v_BKTD, 0.0, causal)
-    k_BHTD, v_BHTD = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
     if q_BHSD.dtype == torch.float32:
+        k_BHTD, v_BHTD = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
         out_BHSD, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q_BHSD, k_BHTD, v_BHTD, None, True, 0.0, causal
         )
         return out_BHSD, lse[..., : q_BHSD.shape[2]]
     out_BHSD, lse_BHS, *_ = aten._scaled_dot_product_flash_attention(
-        q_BHSD, k_BHTD, v_BHTD, 0.0, causal
+        q_BHSD, k_BKTD, v_BKTD, 0.0, causal
     )
     return out_BHSD, lse_BHS
 
@@ -406,6 +408,7 @@ def attend_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q_BHSD, k_BKTD, v_BKTD, out, lse, 0.0, causal
         )
+    # the 16-bit kernel groups heads too, but rounds the sums of their gradients to 16 bits
     k, v = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
     unused = torch.zeros((), dtype=torch.int64, device=q_BHSD.device)  # dropout state
     if q_BHSD.dtype == torch.float32:
@@ -446,4 +449,4 @@ def _repeat_heads(x_BKTD: Tensor, *, like: Tensor) -> Tensor:
 
 def _sum_heads(grad_BHTD: Tensor, *, like: Tensor) -> Tensor:
     """Sum the gradients of each key/value head's copies, in float32."""
-    return grad_BHTD.unflatten(1, (like.shape[1], -1)).float().sum(2)
+    return grad_BHTD.unflatten(1, (like.shape[1], -1)).sum(2, dtype=torch.float32)

@@ -55,6 +55,8 @@ MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of operators that communicate."""
 UNREGISTERED = ("flash_attention_for_cpu", "_grouped_mm")
 """Products without a formula in torch's registry of FLOPs."""
+WITH_A_VECTOR = torch.ops.aten.bmm.dtype
+"""A product of `models/moe.py` of rows with one vector each, whose cost is that of reading them."""
 WORLD = "world"
 """The axis of all ranks of the job."""
 
@@ -223,7 +225,9 @@ class Tape(DispatchMode):
         if is_message:
             if "wait_tensor" not in name and "wrap_tensor" not in name:
                 self._note_message(name, args, out)
-        elif func._overloadpacket in flop_registry or any(part in name for part in UNREGISTERED):
+        elif func is not WITH_A_VECTOR and (
+            func._overloadpacket in flop_registry or any(part in name for part in UNREGISTERED)
+        ):
             self._note_product(func, args, kwargs, out)
         elif is_pass(func) and (size := count_bytes(func, args, kwargs, out)):
             pool: Pool = "host" if self._of_host(written(func, args, kwargs)) else "compute"

@@ -11,6 +11,7 @@ without an operator. They are replaced here, and in no other file:
     tokens that other ranks send to experts          an even load is assumed
     gradients in small chunks for the norm           only on a CPU
     RMSNorm as several operators                     a GPU has one kernel for it
+    sums of experts' rows as several operators       a GPU has one kernel for them
     the head's gradient in thousands of products     those of one chunk are copied
     the garbage collector                            it would run at any time
 
@@ -36,17 +37,26 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.library import _scoped_library
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import end_process_group
+from torchtitan.models import moe
 from torchtitan.models.interface import Compute, GroupedExperts
 from torchtitan.models.moe import multiply_grouped, multiply_per_expert
 from torchtitan.optim import clip, loss
 from torchtitan.parallel.expert import Exchange
 from torchtitan.tools.plan.tape import WORLD, Tape
 
-FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default)
+
+def _multiply_wide(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return torch.bmm(left.to(out_dtype), right.to(out_dtype))
+
+
+aten = torch.ops.aten
+FUSED = (aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default)
+KERNELS = {**{op: decomposition_table[op] for op in FUSED}, aten.bmm.dtype: _multiply_wide}
 """Operators with a kernel on a GPU only. With one on a CPU too, dispatch takes a GPU's path: these
 operators, and their own rules for autograd and DTensor. A norm whose input and weight have
 different types remains several operators, as on a GPU."""
@@ -126,10 +136,9 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
         return worked
 
     sharding = ("unshard", "wait_for_unshard", "reshard", "post_backward")
-    with ExitStack() as stack, _no_garbage_collection():
-        kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        for operator in FUSED:
-            kernels.impl(operator, decomposition_table[operator], "CPU")
+    with ExitStack() as stack, _no_garbage_collection(), _scoped_library("aten", "IMPL") as kernels:
+        for operator, kernel in KERNELS.items():
+            kernels.impl(operator, kernel, "CPU")
         for owner, name, value in (
             *((FSDPParamGroup, name, of_block(getattr(FSDPParamGroup, name))) for name in sharding),
             (torch.UntypedStorage, "resize_", resized),
@@ -138,6 +147,7 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
             (FSDPParam, "reset_sharded_param", _keep),
             (clip, "CHUNK", 1 << 62),
+            (moe, "_has_kernels", lambda rows: rows.dtype == torch.bfloat16),
             (loss, "FEWEST_TOKENS", {"cpu": loss.FEWEST_TOKENS["cuda"]}),
             (loss, "_add_product", _added_at_once(loss._add_product, tape, are_fake=are_fake)),
         ):
@@ -238,7 +248,7 @@ class _EvenExchange(Exchange):
         self._num_rows = len(x_NC)
         return super().__call__(partial(_compute_evenly, compute), x_NC, *args)
 
-    def _exchange_counts(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor]:
+    def _exchange_counts(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor, Tensor]:
         came_RL = torch.empty_like(counts_RL)
         dist.all_to_all_single(came_RL, counts_RL.contiguous(), group=self._group)
         torch.cat([counts_RL.sum(1, keepdim=True), came_RL], 1)
@@ -247,7 +257,7 @@ class _EvenExchange(Exchange):
         sent = [sum(even[rank * local :][:local]) for rank in range(ranks)]
         own = dist.get_rank(self._group)
         came = torch.tensor([even[own * local :][:local]] * ranks)
-        return sent, [sent[own]] * ranks, came
+        return sent, [sent[own]] * ranks, came, came
 
 
 def _keep(_: FSDPParam) -> None:
