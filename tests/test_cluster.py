@@ -212,7 +212,8 @@ def test_code_4_alone_queues_the_job_again(
 ) -> None:
     """With launchers in place of srun, that end as they are told, or when they are asked to."""
     control = "#!/bin/bash\n[[ $1 == requeue ]] && touch queued || echo host\n"
-    for name, text in (("scontrol", control), ("srun", LAUNCHER)):
+    python = '#!/bin/bash\n[[ ! -f queued ]] && echo "$*" > named\n'
+    for name, text in (("scontrol", control), ("srun", LAUNCHER), ("python", python)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "host", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
@@ -236,6 +237,11 @@ def test_code_4_alone_queues_the_job_again(
     started = (tmp_path / "started").read_text().splitlines()
     assert len(started) == num_started
     assert (tmp_path / "queued").exists() == is_queued
+    if code == 4 and not is_asked:  # before the next start, which removes the records
+        named = (tmp_path / "named").read_text()
+        assert named == "-m torchtitan hang --training.steps=3\n"
+    else:
+        assert not (tmp_path / "named").exists()
     assert "--rdzv_endpoint host:20007" in started[0]
     assert started[-1].endswith("--training.steps=3")
 

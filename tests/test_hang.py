@@ -72,9 +72,10 @@ def run_module(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "config.toml" in capsys.readouterr().err
-    with pytest.raises(DataError, match=naming(tmp_path, "comm.trace_buf_size")):
+    for words in ([str(tmp_path)], [f"--job.dump_folder={tmp_path}", "--training.steps=3"]):
+        assert main(words) == 2
+        assert str(tmp_path / "config.toml") in capsys.readouterr().err
+    with pytest.raises(DataError, match=naming(tmp_path, "comm.trace_buf_size", "logs")):
         read_calls(tmp_path, prefix="rank_")
 
 

@@ -1,6 +1,7 @@
 """Name the rank that the other ranks of a run waited for.
 
     python -m torchtitan hang outputs/run
+    python -m torchtitan hang --job.config_file F    # the folder of a job with these settings
 
 When a rank hangs, all other ranks fail with timeouts, which do not name it. But each rank records
 its collectives (`mesh/faults.py`). All ranks of a group call the same collectives in the same
@@ -70,10 +71,12 @@ def main(argv: Sequence[str]) -> int:
     """Print the ranks that waited, and for whom, and return 0; return 2 without records."""
     parser = build_parser("hang", __doc__)
     parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
-    run: Path = parser.parse_args(argv).run
-    from torchtitan.job import CONFIG_FILE
+    has_settings = any(word.startswith("--") and "." in word for word in argv)
+    run: Path | None = None if has_settings else parser.parse_args(argv).run
+    from torchtitan.job import CONFIG_FILE, load_config
     from torchtitan.resume_rules import Job
 
+    run = run or Path(load_config(argv).job.dump_folder)
     comm = Job.stored_in(run / CONFIG_FILE).config.comm
     folder, prefix = run / comm.save_traces_folder, comm.save_traces_file_prefix
     calls = read_calls(folder, prefix=prefix)
@@ -104,8 +107,9 @@ def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
                     calls[rank] += _read(file)
     if not calls:
         raise DataError(
-            f"{folder} has no records of ranks; they are written when a collective fails, unless "
-            "comm.trace_buf_size is 0"
+            f"{folder} has no records of ranks; they are written when a collective fails or times "
+            "out (in a save after checkpoint.save_timeout_seconds), unless comm.trace_buf_size is "
+            "0. Until then logs/rank_N.log of each rank that waits has its stacks"
         )
     return dict(sorted(calls.items()))
 
