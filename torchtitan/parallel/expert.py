@@ -17,8 +17,8 @@ narrow, and all of its ranks would multiply the same tokens.
 
 The host must ask for the number of rows before it can allocate memory for them. This waits for the
 device once per layer, only in forward: backward uses the same numbers, and a recomputed block has
-recorded them. (torch's `all_to_all_single_autograd` leaks memory under recomputation, and a fixed
-capacity per expert would drop tokens.)
+recorded them, with the order of the rows. (torch's `all_to_all_single_autograd` leaks memory under
+recomputation, and a fixed capacity per expert would drop tokens.)
 
 Shapes: N rows of this rank, M rows received, C width, R ranks, E experts, L experts per rank.
 """
