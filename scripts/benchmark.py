@@ -18,7 +18,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from scripts.benchmarks import checkpoint, data, gpu, loss, pairs, pipeline, startup, train
+from scripts.benchmarks import (
+    checkpoint,
+    data,
+    generate,
+    gpu,
+    loss,
+    pairs,
+    pipeline,
+    startup,
+    train,
+)
 from torchtitan.base.errors import UserError
 from torchtitan.base.urls import local_path
 
@@ -27,6 +37,7 @@ COMMANDS = {
     "startup": startup,
     "data": data,
     "checkpoint": checkpoint,
+    "generate": generate,
     "loss": loss,
     "pipeline": pipeline,
     "gpu": gpu,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from torchtitan.metrics import stragglers
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.stragglers import KINDS, Stragglers, medians_of_others
 
@@ -115,6 +116,56 @@ def test_a_meter_gathers_the_time_since_the_last_report() -> None:
         row = meter.report(2, figures={}, rank_times=both)
         assert (row["slowest_rank"], row["slowest_update_ratio"]) == (0, 8)
         assert not [name for name in row if "rank_times" in name]
+
+
+class Device:
+    """A device that ends an update late: until the host waits for it, its events have no time."""
+
+    def __init__(self) -> None:
+        self.now, self.num_ended = 0.0, 0
+        self.events: list[Event] = []
+
+    def event(self, *, enable_timing: bool) -> Event:
+        assert enable_timing
+        self.events.append(Event(self))
+        return self.events[-1]
+
+
+class Event:
+    """Stands in for `torch.cuda.Event`."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, 0.0
+
+    def record(self) -> None:
+        self.at = self.device.now
+
+    def synchronize(self) -> None:
+        self.device.num_ended = self.device.events.index(self) + 1
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.device.events.index(end) < self.device.num_ended, "not ready"
+        return 1e3 * (end.at - self.at)
+
+
+def test_on_a_gpu_the_host_waits_for_no_update_that_was_just_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The logged step's update counts for the next row."""
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    monkeypatch.setattr(stragglers, "to_device", lambda values, _: torch.tensor(values))
+    one = Stragglers(ratio=2, num_stages=1, hosts=["a", "b"], device=torch.device("cuda"))
+    found = []
+    for updates in ([1.0], [3.0], [5.0, 2.0, 8.0], [0.5, 0.5]):
+        for seconds in updates:
+            with one.updating():
+                device.now += seconds
+            device.now += 7  # forward and backward
+        found.append([float(x) for x in one.measure(data_seconds=6.0, num_steps=len(updates))])
+        assert device.num_ended <= len(device.events) - 2
+    wanted = [[6.0, 0.0], [6.0, 1.0], [2.0, 10 / 3], [3.0, 4.25]]
+    assert found == [pytest.approx(row, abs=1e-9) for row in wanted]
 
 
 def train_slowed(job: list[str], slowed: str) -> tuple[list[str], dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.models.reference import LATENT, VARIANTS, random_decoder, reference_of
 from tests.models.reference import LATENT_NAMES as NAMES
 from torchtitan.models import mla
-from torchtitan.models.attention import KVCache
+from torchtitan.models.cache import KVCache
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.interface import cast
@@ -215,13 +215,12 @@ def test_a_layer_is_what_the_paper_says() -> None:
 @torch.no_grad()
 def test_the_cache_holds_latents_alone() -> None:
     model = random_decoder(LATENT)
-    cache = KVCache(model.config, max_lens=[7, 9])
+    cache = KVCache(model.config)
     model(TOKENS[:, :5], cache=cache)
+    cache.join([], num_more=2)
     for layer in cache.layers.values():
-        for sequence, length in zip(layer, (7, 9), strict=True):
-            stored = sequence._kv
-            assert stored is not None
-            assert [tuple(t.shape) for t in stored] == [(1, 1, length, 16), (1, 1, length, 8)]
+        assert layer.stored is not None
+        assert [t.shape for t in layer.stored] == [(len(TOKENS), 1, 7, 16), (len(TOKENS), 1, 7, 8)]
 
 
 def test_16_bits_round_weights_and_not_the_bias() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.models.test_document_attention import LENGTHS, tensors
 from tests.parallel.test_context_attention import Watch, error, in_float64, results
 from torchtitan.models import attention
-from torchtitan.models.attention import SequenceCache, attend_cached, causal_attention
+from torchtitan.models.attention import causal_attention
 from torchtitan.models.interface import Documents
 
 
@@ -48,18 +48,6 @@ def test_a_window_of_the_sequence_changes_no_bit(window: int) -> None:
         ours = results(partial(causal_attention, window=window), tensors(), documents)
         plain = results(causal_attention, tensors(), documents)
         assert all(torch.equal(ours[name], plain[name]) for name in plain)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("prompt", [1, 3, 12])
-def test_the_cache_ends_at_the_window(prompt: int) -> None:
-    q, k, v, _ = tensors()
-    cache = [SequenceCache(30) for _ in range(3)]
-    parts = [prompt, *[1] * (30 - prompt)]
-    given = zip(*(x.split(parts, dim=2) for x in (q, k, v)), strict=True)
-    outs = [attend_cached(*part, cache=cache, window=5) for part in given]
-    expected = causal_attention(q, k, v, window=5)
-    torch.testing.assert_close(torch.cat(outs, dim=2), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("lengths", [None, (4096,), (4000, 96)])

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
+from tests.test_host_waits import Waits
 from torchtitan.optim.muon import Box, Muon, cost, orthogonalize, plan_work
-from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.optimizer import build_optimizer, optimizer_step, supports_found_inf
 from torchtitan.optim.settings import OptimizerConfig
 
 SETTINGS = OptimizerConfig(name="Muon", lr=0.02, weight_decay=0.3, muon_excluded_params=("emb*",))
@@ -112,6 +113,50 @@ def test_one_device_agrees_with_torch(dtype: torch.dtype, ranks: RankPool) -> No
     assert result.keys() == expected.keys()
     for name, value in result.items():
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def skip_steps(kinds: str) -> list[dict[str, Tensor]]:
+    """Train with steps to be left out between others; return the weights and state after each.
+
+    Args:
+        kinds: "." for a step, "x" for one with gradients and a norm that are not finite.
+    """
+    holder = model(values(0))
+    optimizer = build_optimizer(holder, settings=SETTINGS)
+    assert supports_found_inf(optimizer, device=torch.device("cpu"))
+    waits, seen, step = Waits(), [], 0
+    for kind in kinds:
+        step += kind == "."
+        for name, p in holder.named_parameters():
+            p.grad = values(step)[name] if kind == "." else torch.full_like(p, torch.nan)
+        with waits.counting():
+            optimizer_step(optimizer, norm=torch.tensor(1.0 if kind == "." else torch.inf))
+        seen.append({name: p.detach().clone() for name, p in holder.named_parameters()})
+        for name, p in holder.named_parameters():
+            state = optimizer.state[p].items()
+            seen[-1] |= {f"{name}.{key}": value.clone() for key, value in state}
+    assert waits.num_waits == 0
+    return seen
+
+
+def test_a_step_left_out_changes_no_bit_and_the_host_does_not_wait(ranks: RankPool) -> None:
+    [plain] = ranks.run(skip_steps, "...", world=1)
+    [skipped] = ranks.run(skip_steps, "x.x..x", world=1)
+    assert "emb.step" in plain[0]
+    assert "wide.momentum_buffer" in plain[0]
+    for found, wanted in zip(
+        skipped, [skipped[0], *(plain[i] for i in (0, 0, 1, 2, 2))], strict=True
+    ):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert bits(value).equal(bits(found[name])), name
+    for name, value in values(0).items():
+        assert bits(skipped[0][name]).equal(bits(value))
+        assert not skipped[0].get(f"{name}.step", torch.zeros(1)).any()
 
 
 PLACED: dict[str, tuple[Placement, Placement]] = {

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from scripts import benchmark
-from scripts.benchmarks import calibrate, gpu, kernels, loss, pipeline, turns
+from scripts.benchmarks import calibrate, generate, gpu, kernels, loss, pipeline, turns
 from scripts.benchmarks.loops import build_theirs
 from scripts.benchmarks.pairs import Comparison, DisagreementError, alternate, check_close
 from tests.models.reference import EXPERTS, TINY, random_decoder
+from tests.tools.evaluate.helpers import write_model
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.moe import multiply_grouped
@@ -94,6 +95,22 @@ def test_results_that_differ_give_no_ratio(
     sizes = ["--seq_len=16", "--vocab_size=32", "--width=8", "--pairs=1", "--threads=1"]
     assert benchmark.main(["loss", *sizes]) == 1
     assert "loss must agree within 1e-05" in capsys.readouterr().err
+
+
+def test_texts_that_differ_give_no_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path)
+    small = ("--batch", "3", "--shortest", "2", "--longest", "9", "--tokens", "5")
+    command = ["generate", "--folder", str(tmp_path), *small]
+    figures = measure(tmp_path, *command)
+    assert figures["comparisons"][0]["amount"] == 15
+    assert figures["comparisons"][0]["ours_s"][0] > 0
+    right = generate.generate
+    monkeypatch.setattr(generate, "generate", lambda *a, **options: right(*a, **options)[::-1])
+    capsys.readouterr()
+    assert benchmark.main([*command, "--pairs", "1"]) == 1
+    assert "ratio" not in capsys.readouterr().out
 
 
 @pytest.mark.long

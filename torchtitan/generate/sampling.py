@@ -1,8 +1,8 @@
 """Autoregressive sampling with a KV cache.
 
 Each prompt runs through the model once and fills its part of the cache. Each further token costs
-one pass over one token per unfinished text. Prompts of different lengths need no padding: each has
-its own positions, keys and values, so a text does not depend on the other prompts.
+one pass over one token per unfinished text. Each prompt has its own positions, and keys and values
+that no other prompt sees, so a text does not depend on the other prompts.
 
 Tokens are drawn on the CPU with one generator per text. So a seed gives the same text in any batch,
 and sampling changes no other random state. Under tensor parallelism every rank draws for itself,
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from torchtitan.base.errors import UserError
-from torchtitan.models.attention import KVCache
+from torchtitan.models.cache import KVCache
 from torchtitan.models.interface import LanguageModel
 
 if TYPE_CHECKING:
@@ -80,15 +80,12 @@ def draw(
     _check(model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
     assert model.tok_embeddings is not None, "a pipeline stage cannot generate"
     device = model.tok_embeddings.weight.device
-    cache = KVCache(model.config, max_lens=[len(prompt) + max_new_tokens for prompt in prompts])
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts: list[list[int]] = [[] for _ in prompts]
 
-    def draw_next(inputs: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
+    def draw_next(inputs: Mapping[int, Sequence[int]], cache: KVCache) -> Iterator[tuple[int, int]]:
         """Feed the next tokens of some texts and draw one more for each."""
-        logits_BSV = model(
-            torch.tensor([*inputs.values()], device=device), cache=cache.of([*inputs])
-        )
+        logits_BSV = model(torch.tensor([*inputs.values()], device=device), cache=cache)
         logits_BV = logits_BSV[:, -1].float().cpu()
         if logits_BV.isnan().any():
             raise UserError(f"logits are NaN in {logits_BSV.dtype}; use bfloat16 or float32")
@@ -103,12 +100,17 @@ def draw(
         is_stopped = text[-1] in stop_ids or (stops is not None and stops(text))
         return len(text) < max_new_tokens and not is_stopped
 
+    caches = [KVCache(model.config) for _ in prompts]
     for number, prompt in enumerate(prompts):
-        yield from draw_next({number: prompt})
-    numbers = [number for number in range(len(prompts)) if is_unfinished(number)]
-    while numbers:
-        yield from draw_next({number: texts[number][-1:] for number in numbers})
-        numbers = [number for number in numbers if is_unfinished(number)]
+        yield from draw_next({number: prompt}, caches[number])
+    cache, *others = caches
+    cache.join(others, num_more=max_new_tokens - 1)
+    numbers = list(range(len(prompts)))
+    while rows := [row for row, number in enumerate(numbers) if is_unfinished(number)]:
+        if len(rows) < len(numbers):
+            cache.keep(rows)
+            numbers = [numbers[row] for row in rows]
+        yield from draw_next({number: texts[number][-1:] for number in numbers}, cache)
 
 
 def _draw_one(

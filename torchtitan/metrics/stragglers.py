@@ -8,7 +8,9 @@ Two times do, since no collective is inside:
     update     gradient clipping and the optimizer step
 
 A rank that lacks part of its core or of its memory bandwidth has slow updates. On CUDA, device
-events time them. At a logged step both times are gathered together with the loss, and each rank's
+events time them, and the update of a logged step counts for the next one: it has just been
+launched, and waiting for it would leave the device without work. At a logged step both times are
+gathered together with the loss, and each rank's
 times are compared with the median of the other ranks; updates only within a pipeline stage, whose
 ranks have equally many parameters. Any process on a busy machine may wait for some milliseconds, so
 a rank is reported after being the slowest at 5 logged steps in a row, then at 10, 20, ...
@@ -23,6 +25,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from torchtitan.base.device import to_device
 
 logger = logging.getLogger(__name__)
 KINDS = {
@@ -76,14 +80,18 @@ class Stragglers:
             self._update_seconds += self._clock() - before
 
     def measure(self, *, data_seconds: float, num_steps: int) -> list[Tensor]:
-        """Return this rank's seconds per step of each kind since the last call, on the device."""
-        if self._events:
-            torch.cuda.synchronize(self._device)
-            self._update_seconds = sum(a.elapsed_time(b) for a, b in self._events) / 1e3
-            self._events.clear()
-        seconds = [data_seconds / num_steps, self._update_seconds / num_steps]
+        """Return this rank's seconds per step of each kind since the last call, on the device.
+
+        On CUDA the host waits for no update but those before the last one.
+        """
+        update_seconds = self._update_seconds / num_steps
+        if before := self._events[:-1]:
+            before[-1][1].synchronize()
+            update_seconds = sum(a.elapsed_time(b) for a, b in before) / 1e3 / len(before)
+            del self._events[:-1]
         self._update_seconds = 0.0
-        return list(torch.tensor(seconds, dtype=torch.float64).to(self._device).unbind())
+        nanoseconds = [round(1e9 * x) for x in (data_seconds / num_steps, update_seconds)]
+        return list((to_device(nanoseconds, self._device).double() / 1e9).unbind())
 
     def find(
         self, times: Sequence[Sequence[float]], *, step: int, step_seconds: float

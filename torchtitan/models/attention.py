@@ -1,10 +1,9 @@
-"""Causal self-attention: grouped queries, documents, windows, and the cache for decoding.
+"""Causal self-attention: grouped queries, documents and windows. `cache.py` has that of decoding.
 
 Everything runs through fused kernels, on GPU and CPU alike, so that no S x S matrix of scores and
 no S x S mask is ever in memory. Causality and grouped queries are flags of
-`scaled_dot_product_attention`. A decoding step attends from one query to all cached keys, which
-needs no mask either. The alternatives, FlexAttention and flash-attn, lack a CPU backward or are one
-more dependency.
+`scaled_dot_product_attention`. The alternatives, FlexAttention and flash-attn, lack a CPU backward
+or are one more dependency.
 
 Documents that are packed into one sequence do not attend to each other. On a GPU in 16 bits, flash
 attention's variable-length kernel takes all sequences in one call, with the start of each document.
@@ -22,10 +21,9 @@ heads, D head width, N = B S tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from copy import copy
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -37,75 +35,14 @@ from torchtitan.models.interface import AttentionModule, Documents
 from torchtitan.models.rope import Rope
 from torchtitan.models.sizes import DecoderConfig
 
+if TYPE_CHECKING:
+    from torchtitan.models.cache import LayerCache
+
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 VARLEN_HEAD_MULTIPLE = 8
 """The variable-length kernel needs heads of a multiple of this width."""
 MIN_WINDOW_BLOCK = 256
 """Least number of queries per block of windowed attention."""
-
-
-class SequenceCache:
-    """Cached keys and values of one sequence in one layer.
-
-    Latent attention stores two other tensors instead, each with its own heads and width. The
-    storage is allocated at the first `append`, which determines its dtype and heads, and is written
-    in place, for use without gradients.
-
-    Args:
-        max_len: Number of tokens to allocate.
-    """
-
-    def __init__(self, max_len: int) -> None:
-        self._max_len = max_len
-        self._kv: tuple[Tensor, Tensor] | None = None
-        self.length = 0
-
-    def append(self, k_1KSD: Tensor, v_1KSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store S more tokens, and return the keys and values of all tokens so far."""
-        start, stop = self.length, self.length + k_1KSD.shape[2]
-        # the causal flag aligns first query with first key: right for a prompt or one token
-        assert start == 0 or stop == start + 1, "feed one token after the prompt"
-        assert stop <= self._max_len, "the cache is full"
-        if self._kv is None:
-            self._kv = self._allocate(k_1KSD), self._allocate(v_1KSD)
-        for stored, new in zip(self._kv, (k_1KSD, v_1KSD), strict=True):
-            stored[:, :, start:stop] = new
-        self.length = stop
-        k_1KTD, v_1KTD = (stored[:, :, :stop] for stored in self._kv)
-        return k_1KTD, v_1KTD
-
-    def _allocate(self, new_1KSD: Tensor) -> Tensor:
-        _, num_heads, _, width = new_1KSD.shape
-        return new_1KSD.new_empty(1, num_heads, self._max_len, width)
-
-
-LayerCache = Sequence[SequenceCache]
-"""The caches of one layer, one per sequence of the batch."""
-
-
-class KVCache:
-    """The caches of all layers.
-
-    Args:
-        config: Sizes of the model.
-        max_lens: Number of tokens to allocate for each sequence.
-    """
-
-    def __init__(self, config: DecoderConfig, *, max_lens: Sequence[int]) -> None:
-        self.layers: dict[str, LayerCache] = {
-            str(i): [SequenceCache(n) for n in max_lens] for i in range(config.num_layers)
-        }
-
-    def of(self, sequences: Sequence[int]) -> KVCache:
-        """Return a view of the cache for some sequences of the batch."""
-        part = copy(self)
-        part.layers = {name: [layer[i] for i in sequences] for name, layer in self.layers.items()}
-        return part
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of cached tokens of each sequence, which is the position of its next token."""
-        return [sequence.length for sequence in next(iter(self.layers.values()))]
 
 
 class Attention(AttentionModule):
@@ -150,61 +87,35 @@ class Attention(AttentionModule):
         if cache is None:
             out_BHSD = self.attend(q_BHSD, k, v, documents)
         else:
-            out_BHSD = attend_cached(q_BHSD, k, v, cache=cache, window=self.window)
+            out_BHSD = cache.attend(q_BHSD, *cache.append(k, v), window=self.window)
         return self.wo(out_BHSD.transpose(1, 2).flatten(-2))
-
-
-def attend_cached(
-    q_BHSD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    *,
-    cache: LayerCache,
-    window: int | None = None,
-) -> Tensor:
-    """Append keys and values to the cache, and attend to all of it, sequence by sequence.
-
-    The sequences may differ in length, without padding or a mask. The matrix products around this
-    function, where decoding spends its time, take the full batch.
-
-    Args:
-        q_BHSD: Queries of the new tokens.
-        k_BKSD: Their keys.
-        v_BKSD: Their values.
-        cache: Caches of this layer.
-        window: Number of keys per query, itself included.
-    """
-    rows = zip(cache, q_BHSD.split(1), k_BKSD.split(1), v_BKSD.split(1), strict=True)
-    return torch.cat(
-        [causal_attention(q, *row.append(k, v), window=window) for row, q, k, v in rows]
-    )
 
 
 def causal_attention(
     q_BHSD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
     documents: Documents | None = None,
     *,
     window: int | None = None,
 ) -> Tensor:
-    """Attend from each query to the keys up to its own position, or from one query to all keys.
+    """Attend from each query to the keys up to its own position.
 
     Args:
         q_BHSD: Queries.
-        k_BKTD: Keys. T is S unless there is a single query.
-        v_BKTD: Values.
+        k_BKSD: Keys.
+        v_BKSD: Values.
         documents: Documents that do not attend to each other.
         window: Number of keys per query, itself included.
     """
     batch, _, num_queries, _ = q_BHSD.shape
-    is_windowed = window is not None and num_queries > 1 and window < num_queries
+    is_windowed = window is not None and window < num_queries
     if documents is None and is_windowed and can_use_varlen(q_BHSD):
         documents = Documents(((num_queries,),) * batch)  # each sequence is one document
     if documents is None:
-        return window_attention(q_BHSD, k_BKTD, v_BKTD, window=window)
+        return window_attention(q_BHSD, k_BKSD, v_BKSD, window=window)
     attend = varlen_attention if can_use_varlen(q_BHSD) else document_attention
-    return attend(q_BHSD, k_BKTD, v_BKTD, documents, window)
+    return attend(q_BHSD, k_BKSD, v_BKSD, documents, window)
 
 
 def can_use_varlen(q_BHSD: Tensor) -> bool:
@@ -282,29 +193,25 @@ def _flat_starts(documents: Documents, device: torch.device) -> Tensor:
 
 
 def window_attention(
-    q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, window: int | None
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, window: int | None
 ) -> Tensor:
-    """Attend from each query to the last `window` keys up to its own, or from one query to the last
-    keys of all.
+    """Attend from each query to the last `window` keys up to its own.
 
     Args:
         q_BHSD: Queries.
-        k_BKTD: Keys. T is S unless there is a single query.
-        v_BKTD: Values.
+        k_BKSD: Keys.
+        v_BKSD: Values.
         window: Number of keys per query, itself included. None: all.
     """
-    num_queries, num_keys = q_BHSD.shape[2], k_BKTD.shape[2]
-    if window is None or num_keys <= window:
-        return fused_attention(q_BHSD, k_BKTD, v_BKTD, is_causal=num_queries > 1)
-    if num_queries == 1:
-        return fused_attention(q_BHSD, k_BKTD[:, :, -window:], v_BKTD[:, :, -window:])
-    assert num_queries == num_keys, "one query, or as many as keys"
+    seq_len = q_BHSD.shape[2]
+    if window is None or seq_len <= window:
+        return fused_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=seq_len > 1)
     block = max(MIN_WINDOW_BLOCK, window // 4)
     first, *blocks = q_BHSD.split(
-        [window, *(min(block, num_keys - at) for at in range(window, num_keys, block))], dim=2
+        [window, *(min(block, seq_len - at) for at in range(window, seq_len, block))], dim=2
     )
     keys = slice(None), slice(None), slice(0, window)
-    outs = [fused_attention(first, k_BKTD[keys], v_BKTD[keys], is_causal=window > 1)]
+    outs = [fused_attention(first, k_BKSD[keys], v_BKSD[keys], is_causal=window > 1)]
     stop = window
     for q in blocks:
         start, stop = stop, stop + q.shape[2]
@@ -312,7 +219,7 @@ def window_attention(
         # of these keys the first query sees 0 to W - 1, and each next query one further
         shape = stop - start, stop - start + window - 1
         mask_ST = torch.ones(shape, dtype=torch.bool, device=q.device).tril(window - 1).triu()
-        outs.append(fused_attention(q, k_BKTD[keys], v_BKTD[keys], mask_ST=mask_ST))
+        outs.append(fused_attention(q, k_BKSD[keys], v_BKSD[keys], mask_ST=mask_ST))
     return torch.cat(outs, dim=2)
 
 

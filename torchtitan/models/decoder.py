@@ -12,14 +12,19 @@ Shapes: B batch, S sequence, C = dim, V vocabulary.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.attention import Attention, KVCache, LayerCache
+from torchtitan.models.attention import Attention
 from torchtitan.models.interface import Documents, LanguageModel, Output, TiedOutput
 from torchtitan.models.rope import Rope, build_rope
 from torchtitan.models.sizes import DecoderConfig
+
+if TYPE_CHECKING:
+    from torchtitan.models.cache import KVCache, LayerCache
 
 
 class FeedForward(nn.Module):

@@ -18,14 +18,19 @@ and a value head, R = kv_lora_rank, P = qk_rope_head_dim.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.attention import LayerCache, causal_attention
+from torchtitan.models.attention import causal_attention
 from torchtitan.models.interface import AttentionModule, Documents
 from torchtitan.models.rope import Rope
 from torchtitan.models.sizes import MLAConfig
+
+if TYPE_CHECKING:
+    from torchtitan.models.cache import LayerCache
 
 LATENT_EPS = 1e-6
 """Added to the mean square in the norms of latents. DeepSeek's code has no setting for it."""
@@ -79,15 +84,8 @@ class LatentAttention(AttentionModule):
         if cache is None:
             out_BHSD = self.attend(q_BHSD, *self.expand(latent_B1SR, k_pe_B1SP), documents)
         else:
-            rows = zip(
-                cache, q_BHSD.split(1), latent_B1SR.split(1), k_pe_B1SP.split(1), strict=True
-            )
-            out_BHSD = torch.cat(
-                [
-                    causal_attention(q, *self.expand(*row.append(latent, k_pe)))
-                    for row, q, latent, k_pe in rows
-                ]
-            )
+            stored = cache.append(latent_B1SR, k_pe_B1SP)
+            out_BHSD = cache.attend(q_BHSD, *self.expand(*stored))
         return self.wo(out_BHSD[..., : self.v_dim].transpose(1, 2).flatten(-2))
 
     def queries(self, x_BSC: Tensor, rope: Rope) -> Tensor:

@@ -31,6 +31,12 @@ from torch import Tensor
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.patterns import check_pattern, matches
 from torchtitan.models.init import local_offsets, local_part
+from torchtitan.optim.optimizer import (
+    SkippingOptimizer,
+    build_groups,
+    build_torch,
+    create_state,
+)
 from torchtitan.optim.settings import OptimizerConfig
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -52,6 +58,36 @@ def check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> N
     if not any(uses_muon(name, p, settings) for name, p in trained.items()):
         rule = "must leave Muon a matrix to train, got none"
         raise ConfigError.at("optimizer.muon_excluded_params", rule)
+
+
+def build_muon(
+    named: Mapping[str, Tensor],
+    *,
+    settings: OptimizerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Muon:
+    """Build Muon over the matrices of the named parameters, with AdamW for the rest. Collective.
+
+    Args:
+        named: Parameters to train, by name.
+        settings: The section [optimizer].
+        dtype: Dtype of the iteration.
+        device: Device of the parameters, of which a rank may have none.
+    """
+    matrices = {name: p for name, p in named.items() if uses_muon(name, p, settings)}
+    vectors = {name: p for name, p in named.items() if name not in matrices}
+    adamw = build_torch(build_groups(vectors, settings), settings=settings)
+    create_state(adamw)
+    return Muon(
+        build_groups(matrices, settings),
+        names={p: name for name, p in matrices.items()},
+        adamw=adamw,
+        lr=settings.lr,
+        momentum=settings.muon_momentum,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -181,7 +217,15 @@ def _choose_senders(parts: Mapping[int, Box], *, owner: int) -> frozenset[int]:
     return frozenset(ranks[place % len(ranks)] for ranks in holders.values())
 
 
-class Muon(torch.optim.Optimizer):
+def _replace(old: Tensor, new: Tensor, *, skip: Tensor | None) -> None:
+    """Copy `new` to `old` unless `skip` is true."""
+    if skip is None:
+        old.copy_(new)
+    else:
+        torch.where(skip, old, new, out=old)
+
+
+class Muon(SkippingOptimizer):
     """Muon over all ranks of the job, with AdamW for all parameters but matrices.
 
     All ranks must build it and step together.
@@ -207,7 +251,10 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "momentum": momentum})
+        fused = adamw.defaults["fused"]
+        super().__init__(
+            groups, {"lr": lr, "weight_decay": 0.0, "momentum": momentum, "fused": fused}
+        )
         self._groups = list(self.param_groups)
         self._adamw = adamw
         # one list and one state for both, as the schedule and checkpoints see them
@@ -234,9 +281,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters."""
+        """Update all parameters, or none if `found_inf` is set, without waiting for it."""
         assert closure is None, "the loss is computed once"
-        moved = self._momenta()
+        skip = None if self.found_inf is None else self.found_inf.bool()
+        moved = self._momenta(skip)
         whole = self._gather(moved)
         for matrix in self.own:
             whole[matrix] = orthogonalize(whole[matrix])
@@ -245,11 +293,14 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     local = local_part(p)
-                    local.mul_(1 - group["lr"] * group["weight_decay"])
-                    local.add_(moved[self._names[p]], alpha=-group["lr"] * scale(p.shape[-2:]))
+                    updated = local * (1 - group["lr"] * group["weight_decay"])
+                    updated.add_(moved[self._names[p]], alpha=-group["lr"] * scale(p.shape[-2:]))
+                    _replace(local, updated, skip=skip)
+        if self.found_inf is not None:
+            self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self._adamw.step()
 
-    def _momenta(self) -> dict[str, Tensor]:
+    def _momenta(self, skip: Tensor | None) -> dict[str, Tensor]:
         """Update this rank's parts of the momentum, and return Nesterov's momentum."""
         found = {}
         for group in self._groups:
@@ -258,7 +309,7 @@ class Muon(torch.optim.Optimizer):
                     momentum = torch.zeros_like(local_part(p))
                 else:
                     grad, buffer = local_part(p.grad), local_part(self.state[p]["momentum_buffer"])
-                    buffer.lerp_(grad, 1 - group["momentum"])
+                    _replace(buffer, buffer.lerp(grad, 1 - group["momentum"]), skip=skip)
                     momentum = grad.lerp(buffer, group["momentum"])
                 found[self._names[p]] = momentum.to(self._nothing.dtype)
         return found

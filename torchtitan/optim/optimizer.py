@@ -60,24 +60,13 @@ def build_optimizer(
     if is_import_path(settings.name):
         from torchtitan.optim.custom import build_custom
 
-        return build_custom(_groups(named, settings), settings=settings, sections=sections)
+        return build_custom(build_groups(named, settings), settings=settings, sections=sections)
     if settings.name != "Muon":
-        return _build_torch(_groups(named, settings), settings=settings)
-    from torchtitan.optim.muon import Muon, uses_muon
+        return build_torch(build_groups(named, settings), settings=settings)
+    from torchtitan.optim.muon import build_muon
 
-    matrices = {name: p for name, p in named.items() if uses_muon(name, p, settings)}
-    vectors = {name: p for name, p in named.items() if name not in matrices}
-    adamw = _build_torch(_groups(vectors, settings), settings=settings)
-    create_state(adamw)
-    return Muon(
-        _groups(matrices, settings),
-        names={p: name for name, p in matrices.items()},
-        adamw=adamw,
-        lr=settings.lr,
-        momentum=settings.muon_momentum,
-        dtype=dtype,
-        device=next(p.device for _, p in model.named_parameters()),
-    )
+    device = next(p.device for _, p in model.named_parameters())
+    return build_muon(named, settings=settings, dtype=dtype, device=device)
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
@@ -97,15 +86,22 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
                 value.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of decays
 
 
+class SkippingOptimizer(torch.optim.Optimizer):
+    """An optimizer that reads `found_inf` in `step` as fused kernels do, if they update a part."""
+
+    found_inf: Tensor | None = None
+
+
 def supports_found_inf(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:
     """Return whether `optimizer_step` decides on the device if a norm on `device` is finite.
 
     The weights must be on the same device: elsewhere the flag would be read before it arrives.
     """
-    # not a subclass, whose own step may not know the flag
-    is_fused = type(optimizer) in FUSED and optimizer.defaults["fused"]
+    # not a subclass of torch's, whose own step may not know the flag
+    knows_flag = type(optimizer) in FUSED or isinstance(optimizer, SkippingOptimizer)
     weights = optimizer.param_groups[0]["params"][:1]
-    return is_fused and all(weight.device.type == device.type for weight in weights)
+    is_here = all(weight.device.type == device.type for weight in weights)
+    return knows_flag and is_here and bool(optimizer.defaults["fused"])
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
@@ -202,12 +198,12 @@ def _check_options(settings: OptimizerConfig) -> None:
             rule = f"must be arguments of {cls} that fit the step and have no setting of their own"
             raise ConfigError.at(OPTIONS, f"{rule}, got {name!r}")
     try:
-        _build_torch([{"params": [torch.zeros(1, requires_grad=True)]}], settings=settings)
+        build_torch([{"params": [torch.zeros(1, requires_grad=True)]}], settings=settings)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError.at(OPTIONS, f"{cls} refuses them: {error}") from error
 
 
-def _groups(named: Mapping[str, Tensor], settings: OptimizerConfig) -> list[dict[str, Any]]:
+def build_groups(named: Mapping[str, Tensor], settings: OptimizerConfig) -> list[dict[str, Any]]:
     """Divide the parameters into groups; `lr_scale` is a group's share of the scheduled rate."""
     left, groups = dict(named), []
     for group in (*settings.groups, GroupConfig(params=("*",))):
@@ -229,15 +225,15 @@ def _groups(named: Mapping[str, Tensor], settings: OptimizerConfig) -> list[dict
 
 
 def _class(settings: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    """Return torch's class of that name. With Muon it is the one for all but matrices."""
     name = "AdamW" if settings.name == "Muon" else settings.name
     found: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     return found
 
 
-def _build_torch(
+def build_torch(
     groups: list[dict[str, Any]], *, settings: OptimizerConfig
 ) -> torch.optim.Optimizer:
+    """Build torch's optimizer of that name. With Muon it is the one for all but matrices."""
     return _class(settings)(groups, lr=settings.lr, **_arguments(settings), **settings.options)
 
 

@@ -1,0 +1,105 @@
+"""The KV cache: every query of a batch of other lengths, against attention to its own keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.reference import TINY
+from torchtitan.models.cache import KVCache, LayerCache
+
+HEADS, WIDTH = 4, 8
+ONE_LAYER = dataclasses.replace(TINY, num_layers=1)
+
+
+class Sequence(NamedTuple):
+    """Queries, keys and values of one sequence, (1, heads, tokens, width)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def sequences(number: int, *, num_kv_heads: int) -> list[Sequence]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Sequence(
+            *(
+                torch.randn(1, n, 40, WIDTH, generator=generator)
+                for n in (HEADS, num_kv_heads, num_kv_heads)
+            )
+        )
+        for _ in range(number)
+    ]
+
+
+def expected(of: Sequence, at: int, window: int | None) -> Tensor:
+    """What the query at a position sees, head by head in float64."""
+    out = torch.zeros(HEADS, WIDTH, dtype=torch.float64)
+    first = 0 if window is None else max(0, at + 1 - window)
+    for head in range(HEADS):
+        of_head = head * of.k.shape[1] // HEADS
+        k, v = (x[0, of_head, first : at + 1].double() for x in (of.k, of.v))
+        out[head] = (k @ of.q[0, head, at].double() / WIDTH**0.5).softmax(0) @ v
+    return out
+
+
+def step(layer: LayerCache, batch: list[Sequence], at: list[int], window: int | None) -> None:
+    """Attend from one token of each sequence, and compare."""
+    q, k, v = (
+        torch.cat([x[:, :, i : i + 1] for x, i in zip(of, at, strict=True)])
+        for of in zip(*batch, strict=True)
+    )
+    found = layer.attend(q, *layer.append(k, v), window=window)
+    wanted = torch.stack([expected(of, i, window) for of, i in zip(batch, at, strict=True)])
+    assert found.shape == (len(batch), HEADS, 1, WIDTH)
+    torch.testing.assert_close(found[:, :, 0].double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("lengths", [[3, 12, 1, 7], [12, 4], [5, 5, 5], [9]])
+def test_each_query_sees_its_own_sequence_alone(
+    num_kv_heads: int, window: int | None, lengths: list[int]
+) -> None:
+    """Prompts of other lengths or of one, and after each drop of a sequence from the batch."""
+    batch = sequences(len(lengths), num_kv_heads=num_kv_heads)
+    caches = [KVCache(ONE_LAYER) for _ in lengths]
+    for cache, of, length in zip(caches, batch, lengths, strict=True):
+        layer = cache.layers["0"]
+        q, k, v = (x[:, :, :length] for x in of)
+        found = layer.attend(q, *layer.append(k, v), window=window)
+        last = expected(of, length - 1, window)
+        torch.testing.assert_close(found[0, :, -1].double(), last, rtol=1e-5, atol=1e-6)
+    cache, *others = caches
+    cache.join(others, num_more=12)
+    assert not any(other.layers for other in others)
+    at = list(lengths)
+    while batch:
+        for _ in range(3):
+            assert cache.lengths == at
+            step(cache.layers["0"], batch, at, window)
+            at = [i + 1 for i in at]
+        longest = max(range(len(at)), key=at.__getitem__)  # the columns of its padding go too
+        del batch[longest], at[longest]
+        if batch:
+            cache.keep([row for row in range(len(batch) + 1) if row != longest])
+            assert cache.layers["0"].length == max(at)
+
+
+def test_a_cache_takes_one_token_after_the_prompt_and_no_more_than_there_is_room_for() -> None:
+    [of] = sequences(1, num_kv_heads=2)
+    cache = KVCache(ONE_LAYER)
+    layer = cache.layers["0"]
+    layer.append(of.k[:, :, :4], of.v[:, :, :4])
+    cache.join([], num_more=2)
+    with pytest.raises(AssertionError):
+        layer.append(of.k[:, :, 4:6], of.v[:, :, 4:6])
+    for at in (4, 5):
+        layer.append(of.k[:, :, at : at + 1], of.v[:, :, at : at + 1])
+    with pytest.raises(AssertionError):
+        layer.append(of.k[:, :, 6:7], of.v[:, :, 6:7])

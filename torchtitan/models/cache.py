@@ -1,0 +1,135 @@
+"""The KV cache of decoding: keys and values of all earlier tokens, so that each is computed once.
+
+Each prompt runs through the model by itself. Then the caches of all prompts are joined to one batch
+that ends in one column: shorter prompts are padded on the left, and the next tokens of all
+sequences are one more column. So decoding attends with one call per layer, and its mask has one
+value per cached token, whether or not lengths differ. Padding on the right would need an index per
+sequence to write, and would not leave the last W columns to a window. Attention sequence by
+sequence needs no padding, but takes three times as long for 8 short sequences.
+
+Shapes: B batch, S sequence, T cached columns, H query heads, K key/value heads, G = H / K, D head
+width, R width of a stored tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan.base.device import to_device
+from torchtitan.models.attention import causal_attention
+from torchtitan.models.sizes import DecoderConfig
+
+
+class LayerCache:
+    """Cached keys and values of one layer.
+
+    Latent attention stores two other tensors instead, each with its own heads and width. The first
+    `append` determines dtype, heads and widths. Later ones write in place, for use without
+    gradients.
+    """
+
+    def __init__(self) -> None:
+        self.stored: tuple[Tensor, Tensor] | None = None
+        self.length = 0
+        self.mask_B11T: Tensor | None = None
+        """True for each column that is not padding; None if no column is."""
+
+    def append(self, k_BKSR: Tensor, v_BKSR: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a prompt, or one more token per sequence, and return all columns so far."""
+        if self.stored is None:
+            self.stored, self.length = (k_BKSR, v_BKSR), k_BKSR.shape[2]
+            return self.stored
+        assert k_BKSR.shape[2] == 1, "feed one token after the prompt"
+        assert self.length < self.stored[0].shape[2], "the cache is full"
+        for stored, new in zip(self.stored, (k_BKSR, v_BKSR), strict=True):
+            stored[:, :, self.length] = new[:, :, 0]
+        self.length += 1
+        k_BKTR, v_BKTR = (stored[:, :, : self.length] for stored in self.stored)
+        return k_BKTR, v_BKTR
+
+    def attend(
+        self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, window: int | None = None
+    ) -> Tensor:
+        """Attend from the tokens that were appended last to those up to their own.
+
+        Args:
+            q_BHSD: Queries of these tokens.
+            k_BKTD: Keys of all columns.
+            v_BKTD: Values of all columns.
+            window: Number of keys per query, itself included. None: all.
+        """
+        if q_BHSD.shape[2] == k_BKTD.shape[2]:
+            return causal_attention(q_BHSD, k_BKTD, v_BKTD, window=window)
+        columns = slice(-min(window or self.length, self.length), None)
+        mask = self.mask_B11T
+        if mask is not None:
+            mask = mask[..., : self.length][..., columns]
+        # heads that share keys are queries of one head: the keys are read once, by fused kernels
+        # that take a mask but no grouped heads
+        q_BKGD = q_BHSD.squeeze(2).unflatten(1, (k_BKTD.shape[1], -1))
+        out_BKGD = F.scaled_dot_product_attention(
+            q_BKGD, k_BKTD[:, :, columns], v_BKTD[:, :, columns], attn_mask=mask
+        )
+        return out_BKGD.flatten(1, 2)[:, :, None]
+
+
+class KVCache:
+    """The caches of all layers.
+
+    Args:
+        config: Sizes of the model.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.layers = {str(i): LayerCache() for i in range(config.num_layers)}
+        self._padding = [0]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of cached tokens of each sequence, which is the position of its next token.
+
+        One number stands for all sequences until caches are joined.
+        """
+        length = next(iter(self.layers.values())).length
+        return [length - padding for padding in self._padding]
+
+    def join(self, others: Sequence[KVCache], *, num_more: int) -> None:
+        """Append the prompts of other caches to the batch, and make room for more tokens.
+
+        The other caches lose their layers one by one: two copies might not fit in memory.
+        """
+        lengths = [cache.lengths[0] for cache in (self, *others)]
+        longest = max(lengths)
+        self._padding = [longest - length for length in lengths]
+        for name, layer in self.layers.items():
+            parts = [layer.stored, *(other.layers.pop(name).stored for other in others)]
+            k, v = (
+                torch.cat([F.pad(x, (0, 0, longest - x.shape[2], num_more)) for x in each])
+                for each in zip(*filter(None, parts), strict=True)
+            )
+            layer.stored, layer.length = (k, v), longest
+        self._mask_padding()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other sequences, and the columns that no other one needs."""
+        unused = min(self._padding[row] for row in rows)
+        self._padding = [self._padding[row] - unused for row in rows]
+        for layer in self.layers.values():
+            assert layer.stored is not None
+            k, v = (stored[list(rows), :, unused:] for stored in layer.stored)
+            layer.stored, layer.length = (k, v), layer.length - unused
+        self._mask_padding()
+
+    def _mask_padding(self) -> None:
+        mask_B11T = None
+        for layer in self.layers.values():
+            assert layer.stored is not None
+            if mask_B11T is None and any(self._padding):
+                columns_T = torch.arange(layer.stored[0].shape[2], device=layer.stored[0].device)
+                padding_B = to_device(self._padding, columns_T.device)
+                mask_B11T = (columns_T >= padding_B[:, None])[:, None, None]
+            layer.mask_B11T = mask_B11T
