@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor, read_metadata
+from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor, paused_gc, read_metadata
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank, union
 
@@ -70,7 +70,8 @@ def read_tensors(
     wanted = union(
         {n: (tuple(t.shape), (str(t.dtype), *accepts)) for n, t in into.items()}, group=group
     )
-    metadata = on_first_rank(lambda: read_metadata(folder), group=group)
+    with paused_gc():
+        metadata = on_first_rank(lambda: read_metadata(folder), group=group)
     readers: list[TensorReader] = []
 
     def open_component() -> None:

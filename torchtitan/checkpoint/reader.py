@@ -11,26 +11,29 @@ that DCP's writer names becomes a `Record`, which stores its arguments and state
 nothing; any other name is refused. The metadata is then built from the records field by field, and
 checked: pieces must be in the folder, have the listed type and shape, and cover each tensor once.
 DCP's entries of raw bytes, again pickles, are never read. `torch.load(weights_only=True)` does not
-read this pickle protocol. `pickle.Unpickler` in C allocates its memo for any index, and hashes keys
-that a few bytes can nest into 2^40 parts; so this subclasses the Python implementation.
+read this pickle protocol. `pickle.Unpickler` in C, ten times as fast as the one in Python,
+allocates its memo for any index, and hashes keys that a few bytes can nest into 2^40 parts. So
+`_screen` first refuses all instructions but those of DCP's writer, and lets `persistent_load`
+create the dictionaries, whose class checks keys before they are hashed.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from io import BufferedReader
 from itertools import chain, product
 from math import prod
 from pathlib import Path
-from pickle import STOP
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +68,19 @@ _MAX_SPLIT = 6
 """Number of dimensions that pieces may split. Each doubles the number of corners to compare."""
 
 
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Pause Python's garbage collector: with millions of new objects it takes most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@paused_gc()
 def read_metadata(folder: Path) -> Metadata:
     """Return the metadata of a DCP folder.
 
@@ -75,7 +91,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         check_is_file(path)
         data = path.read_bytes()
-        if not data.endswith(STOP):
+        if not data.endswith(pickle.STOP):
             raise EOFError
         metadata = load_metadata(data)
         _check(metadata)
@@ -96,9 +112,11 @@ def _check(metadata: Metadata) -> None:
                 _check_piece(name, piece, shape=entry.size)
                 if MetadataIndex(name, piece.offsets) not in metadata.storage_data:
                     raise CheckpointError(f"'{name}' has a piece without a file")
+    files = {place.relative_path for place in metadata.storage_data.values()}
+    outside = {file for file in files if Path(file).name != file or file == ".."}
     for index, place in metadata.storage_data.items():
-        file = place.relative_path
-        if Path(file).name != file or file == "..":
+        if place.relative_path in outside:
+            file = place.relative_path
             raise CheckpointError(
                 f"'{index.fqn}' is in {file[:60]!r}, which is not a file of the folder"
             )
@@ -129,7 +147,12 @@ def find_misses(entry: TensorStorageMetadata) -> str | None:
     there, total = sum(prod(piece.sizes) for piece in pieces), prod(entry.size)
     if there < total:
         return f"has {there:,} of {total:,} elements ({there / total:.1%})"
-    return None if total == 0 or _tile(pieces, shape=entry.size) else "has pieces that overlap"
+    is_one = len(pieces) == 1 and there == total  # pieces are inside their tensor
+    return (
+        None
+        if total == 0 or is_one or _tile(pieces, shape=entry.size)
+        else "has pieces that overlap"
+    )
 
 
 def _tile(pieces: list[ChunkStorageMetadata], *, shape: torch.Size) -> bool:
@@ -183,15 +206,32 @@ _NAMES = (
         ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     ),
 )
-_INSTRUCTIONS = (
-    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"),
-    *("EMPTY_LIST", "EMPTY_DICT", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
-    *("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
-    *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+_BY_SIZE: Mapping[int, tuple[str, ...]] = {
+    0: (
+        *("STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_TUPLE", "TUPLE1", "TUPLE2"),
+        *("TUPLE3", "TUPLE", "EMPTY_LIST", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+        *("STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "MEMOIZE"),
+    ),
+    1: ("PROTO", "BININT1", "BINGET"),
+    2: ("BININT2",),
+    4: ("BININT", "LONG_BINGET"),
+    8: ("BINFLOAT",),
+}
+"""Instructions of DCP's writer, by the number of bytes that follow. None allocates more than it
+reads."""
+_SIZED = b"|".join(re.escape(bytes([size])) + b".{%d}" % size for size in range(256))
+_RUN = re.compile(
+    rb"(?:%s|[%s](?:%s)){0,1000}"  # more would take much memory
+    % (
+        b"|".join(
+            b"[%s].{%d}" % (re.escape(b"".join(getattr(pickle, name) for name in names)), size)
+            for size, names in _BY_SIZE.items()
+        ),
+        re.escape(pickle.SHORT_BINUNICODE + pickle.LONG1),
+        _SIZED,
+    ),
+    re.DOTALL,
 )
-"""Instructions of DCP's writer. None allocates more than it reads."""
 
 
 class Record:
@@ -210,11 +250,16 @@ _RECORDS = {name: type(name[1], (Record,), {"__slots__": ()}) for name in _NAMES
 _TYPES = {cls: _RECORDS[cls.__module__, cls.__qualname__] for cls in _CLASSES}
 
 
-class _Reader(pickle._Unpickler):
-    stack: list[Any]
-    pop_mark: Callable[[], list[Any]]
-    dispatch: ClassVar[dict[int, Any]] = {}
+class Dictionary(dict[Any, Any]):
+    """A dictionary in the pickle. Keys are text or records, whose hashes take no time."""
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, str | Record):
+            raise CheckpointError(f"it has a key of type {type(key).__name__}")
+        super().__setitem__(key, value)
+
+
+class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the record type of a name, or a dtype.
 
@@ -228,30 +273,36 @@ class _Reader(pickle._Unpickler):
             raise CheckpointError(f"it names {module}.{name}, which no checkpoint needs")
         return _RECORDS[module, name]
 
-    def load_setitem(self) -> None:
-        """Add an entry to a dictionary."""
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update([key, value])
-
-    def load_setitems(self) -> None:
-        """Add entries to a dictionary."""
-        self._update(self.pop_mark())
-
-    def _update(self, items: list[Any]) -> None:
-        target, keys = self.stack[-1], items[::2]
-        if type(target) is not dict or not all(isinstance(key, (str, Record)) for key in keys):
-            raise CheckpointError(
-                f"it adds entries to a {type(target).__name__}, or with keys of a wrong type"
-            )
-        target.update(zip(keys, items[1::2], strict=True))
+    def persistent_load(self, _: Any) -> Any:
+        """Return a new dictionary."""
+        return Dictionary()
 
 
-_CODES = [getattr(pickle, name)[0] for name in _INSTRUCTIONS]
-_Reader.dispatch = {
-    **{code: pickle._Unpickler.dispatch[code] for code in _CODES},
-    pickle.SETITEM[0]: _Reader.load_setitem,
-    pickle.SETITEMS[0]: _Reader.load_setitems,
-}
+def _screen(data: bytes) -> bytes:
+    """Return the pickle without frames, with dictionaries that `persistent_load` makes.
+
+    Raises:
+        CheckpointError: It has an instruction that DCP's writer does not use.
+    """
+    parts, begin = [], 0
+    while begin < len(data):
+        run = _RUN.match(data, begin)
+        assert run is not None
+        parts.append(run[0])
+        at = run.end()
+        code, begin = data[at : at + 1], at + 1
+        if code == pickle.EMPTY_DICT:
+            parts.append(pickle.EMPTY_TUPLE + pickle.BINPERSID)
+        elif code == pickle.FRAME:
+            begin += 8
+        elif code == pickle.BINUNICODE:
+            begin += 4 + int.from_bytes(data[at + 1 : at + 5], "little")
+            parts.append(data[at:begin])
+        elif run[0]:
+            begin = at
+        else:
+            raise CheckpointError(f"it has the instruction {code[0]}, which no checkpoint needs")
+    return b"".join(parts)
 
 
 def load_metadata(data: bytes) -> Metadata:
@@ -261,12 +312,7 @@ def load_metadata(data: bytes) -> Metadata:
         CheckpointError: It is not DCP metadata, or names something no checkpoint needs.
         Exception: Of any type, if the bytes are damaged.
     """
-    try:
-        root = _Reader(io.BytesIO(data)).load()
-    except KeyError as error:
-        raise CheckpointError(
-            f"it has the instruction {error}, which no checkpoint needs"
-        ) from error
+    root = _Reader(io.BytesIO(_screen(data))).load()
     tensors, storage = _fields(root, Metadata, "state_dict_metadata", "storage_data")
     # entries may share a list: count before building pieces
     chunks = [
