@@ -211,6 +211,7 @@ def measure(args: argparse.Namespace) -> Report:
             continue
         if time.monotonic() >= deadline:
             break
+        begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 found = _measure(name, args, folder=Path(folder), deadline=deadline)
@@ -219,7 +220,7 @@ def measure(args: argparse.Namespace) -> Report:
                 found = {"failed": f"code {failed.returncode}: {error}"}
             except subprocess.TimeoutExpired:
                 found = {"failed": "did not end within --budget_s"}
-        measured[name] = found
+        measured[name] = found | {"seconds": time.monotonic() - begin}
         report = _report(about, measured)
         if args.out is not None:
             write_json(report, args.out)

@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models.reference import TINY, VARIANTS, random_decoder, reference_of
 from torchtitan.models.cache import KVCache
-from torchtitan.models.decoder import Decoder
+from torchtitan.models.decoder import Decoder, swiglu
 
 
 def some_tokens(batch: int, length: int) -> torch.Tensor:
@@ -35,6 +36,25 @@ def test_logits_and_gradients_equal_the_public_models(variant):
         rtol=1e-3,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_equals_plain_autograd_and_keeps_only_its_factors(dtype):
+    given = torch.Generator().manual_seed(0)
+    gate, up, grad = (torch.randn(3, 70, generator=given).to(dtype) for _ in range(3))
+    found = []
+    for function in (swiglu, lambda gate, up: F.silu(gate) * up):
+        leaves = [x.clone().requires_grad_() for x in (gate, up)]
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, kept=kept: kept.append(x.data_ptr()) or x, lambda x: x
+        ):
+            product = function(*leaves)
+        product.backward(grad)
+        found.append((product, *(x.grad for x in leaves)))
+        own = set(kept) == {x.data_ptr() for x in leaves}
+        assert own is (function is swiglu)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ def test_rotation_is_that_of_complex_numbers_in_float64():
     turn = torch.polar(torch.ones(5, 4).double(), positions[:, None] * freqs)
     expected = torch.view_as_complex(x.double().unflatten(-1, (4, 2))) * turn[:, None]
     expected = torch.view_as_real(expected).flatten(-2).float()
-    torch.testing.assert_close(rope.rotate(x), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(*rope.rotate(x), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -33,7 +33,7 @@ def test_the_gradient_is_turned_back_in_float64(compiled):
     x, grad = (torch.randn(2, 3, 5, 6, generator=given) for _ in range(2))
     x.requires_grad_()
     rotate = torch.compile(rope.rotate, backend="eager") if compiled else rope.rotate
-    rotate(x).backward(grad)
+    rotate(x)[0].backward(grad)
     back = torch.complex(rope.cos.double(), -rope.sin.double())[:, None]
     expected = torch.view_as_complex(grad.double().unflatten(-1, (-1, 2))) * back
     expected = torch.view_as_real(expected).flatten(-2).float()
@@ -48,21 +48,36 @@ def test_channels_that_begin_at_an_odd_place(start, heads):
     part = whole[..., start : start + 8]
     rope = build_rope(torch.arange(4), head_dim=8, theta=10_000.0, scaling=None)
     torch.testing.assert_close(
-        rope.rotate(part), rope.rotate(part.clone(memory_format=torch.contiguous_format))
+        *rope.rotate(part), *rope.rotate(part.clone(memory_format=torch.contiguous_format))
     )
     part.requires_grad_()
     # a gradient of a sum has no strides
-    rope.rotate(part).sum().backward()
+    rope.rotate(part)[0].sum().backward()
     assert part.grad is not None
+
+
+def test_queries_and_keys_together_are_each_alone():
+    given = torch.Generator().manual_seed(0)
+    rope = build_rope(torch.arange(5), head_dim=8, theta=10_000.0, scaling=None)
+    q, k = (torch.randn(2, 5, heads, 8, generator=given) for heads in (4, 2))
+    grads = [torch.randn(x.shape, generator=given) for x in (q, k)]
+    found = []
+    for parts in ((q, k), (q,), (k,)):
+        leaves = [x.clone().requires_grad_() for x in parts]
+        turned = rope.rotate(*leaves)
+        torch.autograd.backward(turned, [grads[x.shape[2] == 2] for x in parts])
+        found.append([(out, x.grad) for out, x in zip(turned, leaves, strict=True)])
+    for together, alone in zip(found[0], (*found[1], *found[2]), strict=True):
+        torch.testing.assert_close(together, alone, rtol=0, atol=0)
 
 
 def test_each_batch_row_has_positions_of_its_own():
     x = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 2, 3], [7, 0, 1, 2]])
-    whole = build_rope(positions, head_dim=8, theta=10_000.0, scaling=None).rotate(x)
+    (whole,) = build_rope(positions, head_dim=8, theta=10_000.0, scaling=None).rotate(x)
     for row, own, given in zip(positions, whole, x, strict=True):
         rope = build_rope(row, head_dim=8, theta=10_000.0, scaling=None)
-        assert torch.equal(own, rope.rotate(given[None])[0])
+        assert torch.equal(own, rope.rotate(given[None])[0][0])
 
 
 def assert_equal_to_the_public_rotation(config: DecoderConfig) -> None:
@@ -136,7 +151,7 @@ def test_yarn_beyond_the_ends_of_its_ramp(original, ratio):
 
 def test_dtype_of_queries_stays():
     rope = build_rope(torch.arange(4), head_dim=8, theta=10_000.0, scaling=None)
-    assert rope.rotate(torch.ones(1, 4, 2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert rope.rotate(torch.ones(1, 4, 2, 8, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
 
 
 def test_angles_stay_float32_under_fsdp_mixed_precision():

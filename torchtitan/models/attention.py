@@ -81,9 +81,7 @@ class Attention(AttentionModule):
         v_BSKD = self.wv(x_BSC).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
-        q_BHSD, k, v = (
-            x.transpose(1, 2) for x in (rope.rotate(q_BSHD), rope.rotate(k_BSKD), v_BSKD)
-        )
+        q_BHSD, k, v = (x.transpose(1, 2) for x in (*rope.rotate(q_BSHD, k_BSKD), v_BSKD))
         if cache is None:
             out_BHSD = self.attend(q_BHSD, k, v, documents)
         else:

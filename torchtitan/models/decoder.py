@@ -12,7 +12,7 @@ Shapes: B batch, S sequence, C = dim, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,28 @@ if TYPE_CHECKING:
     from torchtitan.models.cache import KVCache, LayerCache
 
 
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up. Only these two are kept: backward computes silu(gate) again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (gate, up), (grad,) = ctx.saved_tensors, grads
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up. A compiler chooses by itself what it keeps."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    product: Tensor = _SwiGLU.apply(gate, up)
+    return product
+
+
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
 
@@ -38,7 +60,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """Transform each token independently."""
-        return self.w2(F.silu(self.w1(x_BSC)) * self.w3(x_BSC))
+        return self.w2(swiglu(self.w1(x_BSC), self.w3(x_BSC)))
 
 
 class Block(nn.Module):

@@ -80,7 +80,7 @@ class LatentAttention(AttentionModule):
         q_BHSD = self.queries(x_BSC, rope)
         latent_BSR, k_pe_BSP = self.wkv_a(x_BSC).split((self.kv_rank, self.rope_dim), -1)
         latent_B1SR = self.kv_norm(latent_BSR)[:, None]
-        k_pe_B1SP = rope.rotate(self.k_pe(k_pe_BSP)[:, :, None]).transpose(1, 2)
+        k_pe_B1SP = rope.rotate(self.k_pe(k_pe_BSP)[:, :, None])[0].transpose(1, 2)
         if cache is None:
             out_BHSD = self.attend(q_BHSD, *self.expand(latent_B1SR, k_pe_B1SP), documents)
         else:
@@ -98,7 +98,7 @@ class LatentAttention(AttentionModule):
         # heads are -1 because tensor parallelism gives each rank some of them
         q_BSHE = q_BSE.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         nope_BSHE, pe_BSHP = q_BSHE.split((self.nope_dim, self.rope_dim), -1)
-        q_BSHE = torch.cat((nope_BSHE, rope.rotate(pe_BSHP)), -1)
+        q_BSHE = torch.cat((nope_BSHE, *rope.rotate(pe_BSHP)), -1)
         if self.q_scale != 1.0:
             q_BSHE = q_BSHE * self.q_scale
         return self._pad_heads(q_BSHE.transpose(1, 2))

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.decoder import Block, Decoder, FeedForward
+from torchtitan.models.decoder import Block, Decoder, FeedForward, swiglu
 from torchtitan.models.interface import (
     CastsWeights,
     Compute,
@@ -264,7 +264,7 @@ def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor
     experts = zip(rows, *(w.to(x_NC.dtype).unbind() for w in weights), strict=True)
     return torch.cat(
         [
-            F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+            F.linear(swiglu(F.linear(x, w1), F.linear(x, w3)), w2)
             for i, (x, w1, w2, w3) in enumerate(experts)
             if len(x) or i == 0  # without any rows there still are gradients, of zeros
         ]
@@ -321,7 +321,7 @@ def _multiply_part(x_NC: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> T
         empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
         weights = [_ZeroGradient.apply(w, empty_E) for w in weights]
     w1, w2, w3 = (w.mT for w in weights)
-    hidden_NH = F.silu(F.grouped_mm(x_NC, w1, offs=ends_E)) * F.grouped_mm(x_NC, w3, offs=ends_E)
+    hidden_NH = swiglu(*(F.grouped_mm(x_NC, w, offs=ends_E) for w in (w1, w3)))
     return F.grouped_mm(hidden_NH, w2, offs=ends_E)
 
 

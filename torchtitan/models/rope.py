@@ -2,9 +2,9 @@
 
 A pair is two neighbouring channels (2i, 2i + 1), as in Meta's and torchtitan's weights. Hugging
 Face pairs i with i + D/2 and permutes wq and wk to make up for it. Neighbours are a complex number
-in memory, and rotating it is one product: one operator in forward and two in backward, where
-separate cosines and sines take seven and eight. Compiled blocks use real numbers, which inductor
-fuses.
+in memory, and rotating it is one product, where separate cosines and sines take seven operators in
+forward and eight in backward. Queries and keys are rotated side by side in one tensor. Compiled
+blocks use real numbers, which inductor fuses.
 
 Cosines and sines are computed from integer positions once per forward, not kept in a buffer. A
 complex buffer is destroyed by `model.to(dtype)`, a real one is rounded by it, and either needs care
@@ -20,6 +20,8 @@ Shapes: B batch, S sequence, H heads, D width of a head, P = D/2 pairs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,26 +43,50 @@ class Rope:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
         self.sin = sin
-        self.turn = torch.complex(cos, sin)
+        self.turn, self.turn_back = torch.complex(cos, sin), torch.complex(cos, -sin)
 
-    def rotate(self, x_BSHD: Tensor) -> Tensor:
-        """Rotate the channel pairs of queries or keys, and return them in their dtype."""
-        # complex numbers must start at even offsets, which slices of latent attention may not
-        pairs_BSHP2 = x_BSHD.float().contiguous().unflatten(-1, (-1, 2))
+    def rotate(self, *xs_BSHD: Tensor) -> tuple[Tensor, ...]:
+        """Rotate the channel pairs of queries and keys, and return them in their dtype."""
         if torch.compiler.is_compiling():
-            cos, sin = self.cos[..., None, :], self.sin[..., None, :]  # the same for all heads
-            even_BSHP, odd_BSHP = pairs_BSHP2.unbind(-1)
-            turned_BSHP2 = torch.stack(
-                (
-                    even_BSHP * cos - odd_BSHP * sin,
-                    even_BSHP * sin + odd_BSHP * cos,
-                ),
-                dim=-1,
-            )
-        else:
-            turned_BSHP = torch.view_as_complex(pairs_BSHP2) * self.turn[..., None, :]
-            turned_BSHP2 = torch.view_as_real(turned_BSHP)
+            return tuple(self._rotate_real(x) for x in xs_BSHD)
+        turned: tuple[Tensor, ...] = _Rotated.apply(self, *xs_BSHD)
+        return turned
+
+    def _rotate_real(self, x_BSHD: Tensor) -> Tensor:
+        cos, sin = self.cos[..., None, :], self.sin[..., None, :]  # the same for all heads
+        even_BSHP, odd_BSHP = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned_BSHP2 = torch.stack(
+            (
+                even_BSHP * cos - odd_BSHP * sin,
+                even_BSHP * sin + odd_BSHP * cos,
+            ),
+            dim=-1,
+        )
         return turned_BSHP2.flatten(-2).type_as(x_BSHD)
+
+
+class _Rotated(torch.autograd.Function):
+    """The rotation of several tensors, side by side in one; backward turns gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rope: Rope, *xs_BSHD: Tensor) -> tuple[Tensor, ...]:
+        ctx.rope = rope
+        return _turn(xs_BSHD, rope.turn)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_turn(grads, ctx.rope.turn_back)
+
+
+def _turn(xs_BSHD: Sequence[Tensor], turn: Tensor) -> tuple[Tensor, ...]:
+    heads = [x.shape[2] for x in xs_BSHD]
+    exact_BSHD = torch.empty(
+        *xs_BSHD[0].shape[:2], sum(heads), xs_BSHD[0].shape[3], device=turn.device
+    )
+    for part, x_BSHD in zip(exact_BSHD.split(heads, dim=2), xs_BSHD, strict=True):
+        part.copy_(x_BSHD)
+    torch.view_as_complex(exact_BSHD.unflatten(-1, (-1, 2))).mul_(turn[..., None, :])
+    return exact_BSHD.to(xs_BSHD[0].dtype).split(heads, dim=2)
 
 
 def build_rope(

@@ -152,30 +152,32 @@ class _Head:
 
     def _loss(self, logits_MV: Tensor, labels_M: Tensor, *, slope: bool) -> Tensor:
         """Return each token's loss. With `slope`, overwrite the logits by their gradient."""
-        part = logits_MV.shape[1]
-        rank = 0 if self.group is None else dist.get_rank(self.group)
-        whole = part if self.group is None else part * dist.get_world_size(self.group)
-        place_M = labels_M - rank * part  # negative without a loss
+        part = whole = logits_MV.shape[1]
+        place_M = labels_M
+        if self.group is not None:
+            place_M = labels_M - dist.get_rank(self.group) * part
+            whole = part * dist.get_world_size(self.group)
         column_M1 = place_M.clamp(0, part - 1)[:, None]
-        is_here_M = place_M == column_M1.squeeze(1)
+        is_here_M = place_M == column_M1.squeeze(1)  # then it is due
         largest_M = logits_MV.amax(1)
         if self.group is not None:
             dist.all_reduce(largest_M, dist.ReduceOp.MAX, group=self.group)
         # all relative to the largest: added back, it would round small differences away
         logits_MV.sub_(largest_M[:, None])
-        at_label_M = logits_MV.gather(1, column_M1).squeeze(1).masked_fill_(~is_here_M, 0.0)
-        sums_2M = torch.stack((logits_MV.exp_().sum(1), at_label_M))
+        at_label_M = logits_MV.gather(1, column_M1).squeeze(1)
+        sum_M = logits_MV.exp_().sum(1)
         if self.group is not None:
+            sums_2M = torch.stack((sum_M, at_label_M.where(is_here_M, 0.0)))
             dist.all_reduce(sums_2M, group=self.group)
-        sum_M, at_label_M = sums_2M
+            sum_M, at_label_M = sums_2M
         is_due_M = labels_M != IGNORE_INDEX
         if slope:  # softmax less one at the label
             logits_MV.mul_((is_due_M / sum_M)[:, None])
             slope_M1 = logits_MV.gather(1, column_M1).add_(is_here_M[:, None], alpha=-1)
             logits_MV.scatter_(1, column_M1, slope_M1)
-        is_unknown_M = labels_M != labels_M.clamp(0, whole - 1)
+        is_known_M = is_here_M if whole == part else (labels_M >= 0) & (labels_M < whole)
         loss_M = sum_M.log() - at_label_M
-        return loss_M.masked_fill_(is_unknown_M, torch.nan).masked_fill_(~is_due_M, 0.0)
+        return loss_M.where(is_known_M, torch.nan).where(is_due_M, 0.0)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def test_what_a_block_saves() -> None:
     """By token, in bfloat16."""
     norm = 2 * DIM + 4 + 2 * DIM  # input, 1 / rms in float32, output
     attention = 2 * (DIM + KV + KV + DIM) + 4 * HEADS  # q, k, v, output, log-sum-exp
-    feed_forward = 4 * 2 * HIDDEN  # w1 x, silu(w1 x), w3 x, their product
+    feed_forward = 3 * 2 * HIDDEN  # w1 x, w3 x, silu(w1 x) * w3 x
     casts = 2 * (MATRICES + NORMS)  # weights in bfloat16, once for all tokens
     expected = TOKENS * (2 * norm + attention + feed_forward) + casts
     assert saved(recorded(), block=1) == expected
