@@ -55,14 +55,8 @@ class Rope:
     def _rotate_real(self, x_BSHD: Tensor) -> Tensor:
         cos, sin = self.cos[..., None, :], self.sin[..., None, :]  # the same for all heads
         even_BSHP, odd_BSHP = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-        turned_BSHP2 = torch.stack(
-            (
-                even_BSHP * cos - odd_BSHP * sin,
-                even_BSHP * sin + odd_BSHP * cos,
-            ),
-            dim=-1,
-        )
-        return turned_BSHP2.flatten(-2).type_as(x_BSHD)
+        turned = (even_BSHP * cos - odd_BSHP * sin, even_BSHP * sin + odd_BSHP * cos)
+        return torch.stack(turned, dim=-1).flatten(-2).type_as(x_BSHD)
 
 
 class _Rotated(torch.autograd.Function):
@@ -80,9 +74,8 @@ class _Rotated(torch.autograd.Function):
 
 def _turn(xs_BSHD: Sequence[Tensor], turn: Tensor) -> tuple[Tensor, ...]:
     heads = [x.shape[2] for x in xs_BSHD]
-    exact_BSHD = torch.empty(
-        *xs_BSHD[0].shape[:2], sum(heads), xs_BSHD[0].shape[3], device=turn.device
-    )
+    batch, length, _, width = xs_BSHD[0].shape
+    exact_BSHD = torch.empty(batch, length, sum(heads), width, device=turn.device)
     for part, x_BSHD in zip(exact_BSHD.split(heads, dim=2), xs_BSHD, strict=True):
         part.copy_(x_BSHD)
     torch.view_as_complex(exact_BSHD.unflatten(-1, (-1, 2))).mul_(turn[..., None, :])
