@@ -68,20 +68,21 @@ def test_each_query_sees_its_own_sequence_alone(
 ) -> None:
     """Prompts of other lengths or of one, and after each drop of a sequence from the batch."""
     batch = sequences(len(lengths), num_kv_heads=num_kv_heads)
-    caches = [KVCache(ONE_LAYER) for _ in lengths]
-    for cache, of, length in zip(caches, batch, lengths, strict=True):
-        layer = cache.layers["0"]
-        q, k, v = (x[:, :, :length] for x in of)
-        found = layer.attend(q, *layer.append(k, v), window=window)
-        last = expected(of, length - 1, window)
-        torch.testing.assert_close(found[0, :, -1].double(), last, rtol=1e-5, atol=1e-6)
-    cache, *others = caches
-    cache.join(others, num_more=12)
-    assert not any(other.layers for other in others)
+    cache = KVCache(ONE_LAYER, prompt_lens=lengths)
+    assert cache.positions == [[at for length in lengths for at in range(length)]]
+    layer = cache.layers["0"]
+    q, k, v = (
+        torch.cat([x[:, :, :length] for x, length in zip(of, lengths, strict=True)], dim=2)
+        for of in zip(*batch, strict=True)
+    )
+    found = layer.attend(q, *layer.append(k, v), window=window)[0, :, cache.ends]
+    last = [expected(of, n - 1, window) for of, n in zip(batch, lengths, strict=True)]
+    torch.testing.assert_close(found.double(), torch.stack(last, 1), rtol=1e-5, atol=1e-6)
+    cache.split(num_more=12)
     at = list(lengths)
     while batch:
         for _ in range(3):
-            assert cache.lengths == at
+            assert cache.positions == [[i] for i in at]
             step(cache.layers["0"], batch, at, window)
             at = [i + 1 for i in at]
         longest = max(range(len(at)), key=at.__getitem__)  # the columns of its padding go too
@@ -93,10 +94,10 @@ def test_each_query_sees_its_own_sequence_alone(
 
 def test_a_cache_takes_one_token_after_the_prompt_and_no_more_than_there_is_room_for() -> None:
     [of] = sequences(1, num_kv_heads=2)
-    cache = KVCache(ONE_LAYER)
+    cache = KVCache(ONE_LAYER, prompt_lens=[4])
     layer = cache.layers["0"]
     layer.append(of.k[:, :, :4], of.v[:, :, :4])
-    cache.join([], num_more=2)
+    cache.split(num_more=2)
     with pytest.raises(AssertionError):
         layer.append(of.k[:, :, 4:6], of.v[:, :, 4:6])
     for at in (4, 5):

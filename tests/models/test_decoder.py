@@ -85,9 +85,9 @@ def test_no_token_sees_a_later_one():
 def test_the_cache_changes_no_logit(prompt, variant):
     model = random_decoder(VARIANTS[variant])
     tokens = some_tokens(2, 20)
-    cache = KVCache(model.config)
-    parts = [model(tokens[:, :prompt], cache=cache)]
-    cache.join([], num_more=20 - prompt)
+    cache = KVCache(model.config, prompt_lens=[prompt, prompt])
+    parts = [model(tokens[:, :prompt].reshape(1, -1), cache=cache).transpose(0, 1)]
+    cache.split(num_more=20 - prompt)
     parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(prompt, 20)]
     expected = model(tokens)[:, prompt - 1 :]  # those of a prompt before its last are not made
     atol = 1e-5 * float(expected.abs().max())
@@ -99,9 +99,9 @@ def test_the_cache_changes_no_logit(prompt, variant):
 @torch.no_grad()
 def test_a_second_chunk_of_prompt_is_refused():
     model = random_decoder(TINY)
-    cache = KVCache(model.config)
+    cache = KVCache(model.config, prompt_lens=[4])
     model(some_tokens(1, 4), cache=cache)
-    cache.join([], num_more=16)
+    cache.split(num_more=16)
     with pytest.raises(AssertionError):
         model(some_tokens(1, 4), cache=cache)
     model(some_tokens(1, 1), cache=cache)

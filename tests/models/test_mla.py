@@ -215,9 +215,9 @@ def test_a_layer_is_what_the_paper_says() -> None:
 @torch.no_grad()
 def test_the_cache_holds_latents_alone() -> None:
     model = random_decoder(LATENT)
-    cache = KVCache(model.config)
-    model(TOKENS[:, :5], cache=cache)
-    cache.join([], num_more=2)
+    cache = KVCache(model.config, prompt_lens=[5] * len(TOKENS))
+    model(TOKENS[:, :5].reshape(1, -1), cache=cache)
+    cache.split(num_more=2)
     for layer in cache.layers.values():
         assert layer.stored is not None
         assert [t.shape for t in layer.stored] == [(len(TOKENS), 1, 7, 16), (len(TOKENS), 1, 7, 8)]

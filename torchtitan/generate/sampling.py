@@ -1,6 +1,6 @@
 """Autoregressive sampling with a KV cache.
 
-Each prompt runs through the model once and fills its part of the cache. Each further token costs
+All prompts run through the model once, one after another in a row. Each further token costs
 one pass over one token per unfinished text. Each prompt has its own positions, and keys and values
 that no other prompt sees, so a text does not depend on the other prompts.
 
@@ -11,7 +11,7 @@ from gathered logits that are bit-identical on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING, TypedDict
 
@@ -80,16 +80,19 @@ def draw(
     _check(model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
     assert model.tok_embeddings is not None, "a pipeline stage cannot generate"
     device = model.tok_embeddings.weight.device
+    cache = KVCache(model.config, prompt_lens=[len(prompt) for prompt in prompts])
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts: list[list[int]] = [[] for _ in prompts]
 
-    def draw_next(inputs: Mapping[int, Sequence[int]], cache: KVCache) -> Iterator[tuple[int, int]]:
-        """Feed the next tokens of some texts and draw one more for each."""
-        logits_BSV = model(torch.tensor([*inputs.values()], device=device), cache=cache)
-        logits_BV = logits_BSV[:, -1].float().cpu()
+    def draw_next(
+        numbers: Sequence[int], rows: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, int]]:
+        """Feed rows of tokens and draw one more for each of some texts."""
+        logits = model(torch.tensor(rows, device=device), cache=cache)
+        logits_BV = logits.flatten(0, 1).float().cpu()
         if logits_BV.isnan().any():
-            raise UserError(f"logits are NaN in {logits_BSV.dtype}; use bfloat16 or float32")
-        for number, logits_V in zip(inputs, logits_BV, strict=True):
+            raise UserError(f"logits are NaN in {logits.dtype}; use bfloat16 or float32")
+        for number, logits_V in zip(numbers, logits_BV, strict=True):
             generator = generators[number]
             token = _draw_one(logits_V, temperature=temperature, top_k=top_k, generator=generator)
             texts[number].append(token)
@@ -100,17 +103,14 @@ def draw(
         is_stopped = text[-1] in stop_ids or (stops is not None and stops(text))
         return len(text) < max_new_tokens and not is_stopped
 
-    caches = [KVCache(model.config) for _ in prompts]
-    for number, prompt in enumerate(prompts):
-        yield from draw_next({number: prompt}, caches[number])
-    cache, *others = caches
-    cache.join(others, num_more=max_new_tokens - 1)
     numbers = list(range(len(prompts)))
+    yield from draw_next(numbers, [[token for prompt in prompts for token in prompt]])
+    cache.split(num_more=max_new_tokens - 1)
     while rows := [row for row, number in enumerate(numbers) if is_unfinished(number)]:
         if len(rows) < len(numbers):
             cache.keep(rows)
             numbers = [numbers[row] for row in rows]
-        yield from draw_next({number: texts[number][-1:] for number in numbers}, cache)
+        yield from draw_next(numbers, [texts[number][-1:] for number in numbers])
 
 
 def _draw_one(

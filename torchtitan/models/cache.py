@@ -1,8 +1,9 @@
 """The KV cache of decoding: keys and values of all earlier tokens, so that each is computed once.
 
-Each prompt runs through the model by itself. Then the caches of all prompts are joined to one batch
-that ends in one column: shorter prompts are padded on the left, and the next tokens of all
-sequences are one more column. So decoding attends with one call per layer, and its mask has one
+All prompts run through the model in one row, as documents that do not attend to each other: without
+padding, and reading the weights once. Then the cache is split into a batch that ends in one column:
+shorter prompts are padded on the left, and the next tokens of all sequences are one more column. So
+decoding attends with one call per layer, and its mask has one
 value per cached token, whether or not lengths differ. Padding on the right would need an index per
 sequence to write, and would not leave the last W columns to a window. Attention sequence by
 sequence needs no padding, but takes three times as long for 8 short sequences.
@@ -14,6 +15,7 @@ width, R width of a stored tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from torchtitan.base.device import to_device
 from torchtitan.models.attention import causal_attention
+from torchtitan.models.interface import Documents
 from torchtitan.models.sizes import DecoderConfig
 
 
@@ -30,20 +33,24 @@ class LayerCache:
     Latent attention stores two other tensors instead, each with its own heads and width. The first
     `append` determines dtype, heads and widths. Later ones write in place, for use without
     gradients.
+
+    Args:
+        prompts: The prompts of the first row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: Documents) -> None:
+        self._prompts = prompts if len(prompts.lengths[0]) > 1 else None
         self.stored: tuple[Tensor, Tensor] | None = None
         self.length = 0
         self.mask_B11T: Tensor | None = None
         """True for each column that is not padding; None if no column is."""
 
     def append(self, k_BKSR: Tensor, v_BKSR: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a prompt, or one more token per sequence, and return all columns so far."""
+        """Store all prompts, or one more token per sequence, and return all columns so far."""
         if self.stored is None:
             self.stored, self.length = (k_BKSR, v_BKSR), k_BKSR.shape[2]
             return self.stored
-        assert k_BKSR.shape[2] == 1, "feed one token after the prompt"
+        assert k_BKSR.shape[2] == 1, "feed one token after the prompts"
         assert self.length < self.stored[0].shape[2], "the cache is full"
         for stored, new in zip(self.stored, (k_BKSR, v_BKSR), strict=True):
             stored[:, :, self.length] = new[:, :, 0]
@@ -63,7 +70,7 @@ class LayerCache:
             window: Number of keys per query, itself included. None: all.
         """
         if q_BHSD.shape[2] == k_BKTD.shape[2]:
-            return causal_attention(q_BHSD, k_BKTD, v_BKTD, window=window)
+            return causal_attention(q_BHSD, k_BKTD, v_BKTD, self._prompts, window=window)
         columns = slice(-min(window or self.length, self.length), None)
         mask = self.mask_B11T
         if mask is not None:
@@ -82,40 +89,51 @@ class KVCache:
 
     Args:
         config: Sizes of the model.
+        prompt_lens: Lengths of the prompts, which the model takes in one row.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
-        self.layers = {str(i): LayerCache() for i in range(config.num_layers)}
-        self._padding = [0]
+    def __init__(self, config: DecoderConfig, *, prompt_lens: Sequence[int]) -> None:
+        self._prompts = Documents((tuple(prompt_lens),))
+        self.layers = {str(i): LayerCache(self._prompts) for i in range(config.num_layers)}
+        self._padding: list[int] | None = None
 
     @property
-    def lengths(self) -> list[int]:
-        """Number of cached tokens of each sequence, which is the position of its next token.
-
-        One number stands for all sequences until caches are joined.
-        """
+    def positions(self) -> list[list[int]]:
+        """Positions of the next tokens: of the prompts in one row, then one for each sequence."""
+        if self._padding is None:
+            return [[at for length in self._prompts.lengths[0] for at in range(length)]]
         length = next(iter(self.layers.values())).length
-        return [length - padding for padding in self._padding]
+        return [[length - padding] for padding in self._padding]
 
-    def join(self, others: Sequence[KVCache], *, num_more: int) -> None:
-        """Append the prompts of other caches to the batch, and make room for more tokens.
+    @property
+    def ends(self) -> list[int]:
+        """Columns of the last token of each sequence, in the row that the model takes."""
+        if self._padding is None:
+            return [end - 1 for end in accumulate(self._prompts.lengths[0])]
+        return [0]
 
-        The other caches lose their layers one by one: two copies might not fit in memory.
-        """
-        lengths = [cache.lengths[0] for cache in (self, *others)]
+    def split(self, *, num_more: int) -> None:
+        """Give each prompt a row, with room for more tokens. Call this after the prompts."""
+        lengths = list(self._prompts.lengths[0])
         longest = max(lengths)
         self._padding = [longest - length for length in lengths]
-        for name, layer in self.layers.items():
-            parts = [layer.stored, *(other.layers.pop(name).stored for other in others)]
+        for layer in self.layers.values():
+            assert layer.stored is not None
             k, v = (
-                torch.cat([F.pad(x, (0, 0, longest - x.shape[2], num_more)) for x in each])
-                for each in zip(*filter(None, parts), strict=True)
+                torch.cat(
+                    [
+                        F.pad(x, (0, 0, longest - x.shape[2], num_more))
+                        for x in stored.split(lengths, dim=2)
+                    ]
+                )
+                for stored in layer.stored
             )
             layer.stored, layer.length = (k, v), longest
         self._mask_padding()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all other sequences, and the columns that no other one needs."""
+        assert self._padding is not None, "split the cache first"
         unused = min(self._padding[row] for row in rows)
         self._padding = [self._padding[row] - unused for row in rows]
         for layer in self.layers.values():
@@ -125,6 +143,7 @@ class KVCache:
         self._mask_padding()
 
     def _mask_padding(self) -> None:
+        assert self._padding is not None
         mask_B11T = None
         for layer in self.layers.values():
             assert layer.stored is not None

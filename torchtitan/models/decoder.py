@@ -128,13 +128,13 @@ class Decoder(LanguageModel):
             documents: Documents that attention keeps apart.
             labels: Next tokens (B, S). With labels the loss is returned.
             cache: Keys and values of earlier tokens. With a cache only the logits of the last token
-                are returned, (B, 1, V), because those of a long prompt would be large.
+                of each sequence are returned, because those of a long prompt would be large:
+                (1, P, V) for P prompts in one row, then (B, 1, V).
         """
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
             if cache is not None:
-                lengths_B = torch.tensor(cache.lengths, device=tokens_BS.device)
-                positions = positions + lengths_B[:, None]
+                positions = torch.tensor(cache.positions, device=tokens_BS.device)
         rope = build_rope(
             positions,
             head_dim=self.config.head_width,
@@ -148,7 +148,7 @@ class Decoder(LanguageModel):
             x_BSC = block(x_BSC, rope, documents, None if cache is None else cache.layers[name])
         if self.norm is None or self.output is None:
             return x_BSC
-        x_BSC = self.norm(x_BSC if cache is None else x_BSC[:, -1:])
+        x_BSC = self.norm(x_BSC if cache is None else x_BSC[:, cache.ends])
         if isinstance(self.output, TiedOutput):
             assert self.tok_embeddings is not None
             return self.output(x_BSC, self.tok_embeddings.weight, labels)
