@@ -67,7 +67,7 @@ class StepTime:
 
 def time_step(planned: Planned, records: Sequence[Record]) -> StepTime:
     """Return the bounds of a step from the records of the pipeline's ranks."""
-    ranks = [_RankTimes(record, planned) for record in records]
+    ranks = [RankTimes(record, planned) for record in records]
     (worst, worst_idle), (best, best_idle) = (_whole_step(planned, ranks, n) for n in (0, 1))
     resources = {
         name: max((rank.total(name) for rank in ranks), key=lambda t: (t[1], t[0]))
@@ -85,7 +85,7 @@ def time_step(planned: Planned, records: Sequence[Record]) -> StepTime:
     )
 
 
-class _RankTimes:
+class RankTimes:
     """The times of one rank, by phase and resource."""
 
     def __init__(self, record: Record, planned: Planned) -> None:
@@ -141,7 +141,7 @@ class _RankTimes:
         return sum(times) if bound == 0 else max(times)
 
 
-def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> tuple[float, float]:
+def _whole_step(planned: Planned, ranks: Sequence[RankTimes], bound: int) -> tuple[float, float]:
     """Return the time of a step at worst (0) or best (1), and of its bubble."""
     pipeline, accumulation = planned.layout.pipeline, planned.layout.accumulation
     # head and loss, outside of blocks, run for every microbatch
