@@ -27,7 +27,7 @@ from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.links import Collective, axes_of
 from torchtitan.tools.plan.rehearse import rehearse_step
-from torchtitan.tools.plan.step import RankTimes
+from torchtitan.tools.plan.step import EXPOSED, RankTimes
 
 STATE, WEIGHT, GRADIENT = 12, 2, 4
 """Bytes per parameter: float32 weights and Adam's two states; as gathered; a float32 gradient."""
@@ -273,8 +273,8 @@ def _seconds(
     beside = passes * gathers * seconds("fsdp", "all-gather", WEIGHT * stage)
     beside += passes * seconds("fsdp", "reduce-scatter", GRADIENT * stage)
     beside += seconds("dp_replicate", "all-reduce", GRADIENT * stage / dims.fsdp)
-    # best: the longer of the two; worst: their sum
-    return max(computing, beside) + min(computing, beside) / 2
+    # best: the longer of the two; worst: a part of the shorter one more
+    return max(computing, beside) + EXPOSED / 2 * min(computing, beside)
 
 
 def _bubble(schedule: str, pp: int) -> float:
