@@ -143,7 +143,7 @@ GiB), NCCL's buffers of each communicator, cuBLAS's workspaces. A cautious estim
 def device_named(product: str) -> Device | None:
     """Return the device of the table by the product name that a driver reports, or None."""
     peaks = table_peaks(product)
-    return next((DEVICES[name] for name in DEVICES if peaks is GPU_PEAKS.get(name)), None)
+    return next((DEVICES[n] for n in DEVICES if n in GPU_PEAKS and peaks is GPU_PEAKS[n]), None)
 
 
 def find_device(name: str, *, memory_gib: float | None) -> Device:

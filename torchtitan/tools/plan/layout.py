@@ -57,7 +57,7 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
                 "step fits by the formulas; use more ranks, another --global_batch or shorter "
                 "sequences"
             )
-        yield f"{len(ranked)} layouts fit by the formulas"
+        yield f"{len(ranked)} layouts fit by the formulas\n"
         found: list[tuple[Candidate, Tried]] = []
         num = 0
         while not found and num < min(MOST, len(ranked)):
@@ -71,7 +71,7 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
     found.sort(key=_seconds)
     shown = [one for one in found[:SHOWN] if _seconds(one) <= SLOW * _seconds(found[0])]
     yield (
-        f"; the fastest of {num} that were rehearsed:\n\n"
+        f"the fastest of {num} that were rehearsed:\n\n"
         f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout\n"
     )
     yield "".join(_row(*one) for one in shown)
