@@ -66,3 +66,8 @@ def test_constants_that_can_be_are_taken(tmp_path: Path) -> None:
     assert (device.copies.worst, device.copies.best) == (0.5, 0.9)
     assert (device.passes.worst, device.passes.best) == (0.5, 0.9)
     assert find_device("H100", memory_gib=94).memory == 94 * 2**30
+
+
+def test_a_name_of_the_table_comes_before_that_of_a_driver() -> None:
+    assert find_device("H100-500W", memory_gib=None) is DEVICES["H100-500W"]
+    assert find_device("H100", memory_gib=None) is DEVICES["H100"]

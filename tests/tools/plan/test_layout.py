@@ -17,20 +17,25 @@ from torchtitan.mesh.dims import ParallelDims
 from torchtitan.tools.plan import layout
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.candidates import (
-    FRAGMENTED,
     RECOMPUTES,
     Candidate,
-    Measured,
+    Pipelining,
     Recompute,
     enumerate_layouts,
-    estimate,
-    measure,
     place_again,
-    rank_candidates,
 )
 from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import ALLOWANCE
+from torchtitan.tools.plan.formulas import (
+    FRAGMENTED,
+    Measured,
+    between,
+    estimate,
+    measure,
+    rank_candidates,
+)
 from torchtitan.tools.plan.job import Planned
+from torchtitan.tools.plan.layout import MEASURED, SKIPPING, SLOW, plan_layout
 from torchtitan.tools.plan.records import rehearse_rank
 from torchtitan.tools.plan.step import StepTime
 from torchtitan.tools.plan.tried import Tried
@@ -49,7 +54,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Planned:
 
 @pytest.fixture(scope="module")
 def measured(job: Planned) -> Mapping[Recompute, Measured]:
-    return {recompute: measure(job, recompute) for recompute in RECOMPUTES}
+    found = {recompute: measure(job, recompute) for recompute in MEASURED}
+    for one in SKIPPING:
+        found[one] = between(found["none"], found["full"], share=1 / int(one))
+    return found
 
 
 def test_every_candidate_takes_all_ranks_and_the_same_samples(job: Planned) -> None:
@@ -77,29 +85,37 @@ def test_the_rules_allow_what_is_tried(job: Planned) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "recompute"),
+    ("dims", "schedule", "recompute"),
     [
-        (ParallelDims(dp_shard=8), "full"),
-        (ParallelDims(dp_shard=4, tp=2), "op"),
-        (ParallelDims(dp_replicate=2, dp_shard=4), "2"),
-        (ParallelDims(pp=2, dp_shard=4), "none"),
+        (ParallelDims(dp_shard=8), "1F1B", "full"),
+        (ParallelDims(dp_shard=8), "1F1B", "4"),
+        (ParallelDims(dp_shard=4, tp=2), "1F1B", "op"),
+        (ParallelDims(dp_shard=2, tp=4), "1F1B", "none"),
+        (ParallelDims(dp_replicate=2, dp_shard=4), "1F1B", "2"),
+        (ParallelDims(pp=2, dp_shard=4), "1F1B", "none"),
+        (ParallelDims(pp=4, dp_shard=2), "ZBVZeroBubble", "none"),
     ],
     ids=str,
 )
 def test_formulas_are_near_the_rehearsal(
     dims: ParallelDims,
+    schedule: Pipelining,
     recompute: Recompute,
     job: Planned,
     measured: Mapping[Recompute, Measured],
 ) -> None:
     """Near enough to put good ones in front: the best few are rehearsed anyway."""
-    num = 4 if dims.pp > 1 else 1
     candidate = Candidate(
-        dims=dims, schedule="1F1B", microbatch=4, num_microbatches=num, recompute=recompute
+        dims=dims,
+        schedule=schedule,
+        microbatch=4,
+        num_microbatches=2 * dims.pp if dims.pp > 1 else 1,
+        recompute=recompute,
     )
     memory, seconds = estimate(job, candidate, measured[recompute])
-    account = replay(rehearse_rank(place_again(job, candidate), 0))
-    assert (memory - ALLOWANCE) / FRAGMENTED == pytest.approx(account.active, rel=0.25)
+    placed = place_again(job, candidate)
+    active = max(replay(rehearse_rank(placed, rank)).active for rank in placed.first_ranks())
+    assert (memory - ALLOWANCE) / FRAGMENTED == pytest.approx(active, rel=0.25)
     assert seconds > 0
 
 
@@ -124,41 +140,66 @@ def test_a_model_that_tp_does_not_divide(tmp_path: Path) -> None:
     assert {candidate.dims.tp for candidate in enumerate_layouts(job, samples=8)} == {1}
 
 
-def test_a_signal_ends_the_search_with_the_best_until_then(
-    job: Planned,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = list(enumerate_layouts(job, samples=32))
-    slow, fast = (replace(found[0], recompute=recompute) for recompute in ("full", "none"))
+def _time(middle: float) -> StepTime:
+    return StepTime(
+        worst=middle * 1.2,
+        best=middle * 0.8,
+        resources={"products": (1.0, 1.0)},
+        tokens_per_second=(1.0, 1.0),
+        mfu=(1.0, 1.0),
+    )
 
-    def results(*_: object, **__: object) -> Iterator[Tried]:
-        for seconds in (2.0, 1.0):
-            both = (seconds, seconds)
-            time = StepTime(
-                worst=seconds,
-                best=seconds,
-                resources={"products": both},
-                tokens_per_second=both,
-                mfu=both,
-            )
-            yield Tried(memory=1, time=time)
+
+def test_rows_are_sorted_by_their_rehearsed_time(
+    job: Planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A slow one is not shown, whatever the formulas say of it."""
+    middles = {1: 2.5, 2: 2.0, 4: 2.0 * SLOW * 1.01}
+    ranked = [one for one in enumerate_layouts(job, samples=32) if one.dims.pp == one.dims.tp == 1]
+    ranked = [next(one for one in ranked if one.dims.dp_replicate == n) for n in (1, 2, 4)]
+    assert len(ranked) == 3
+
+    def rehearse(*_: object) -> list[tuple[Candidate, Tried]]:
+        return [
+            (one, Tried(memory=1, time=_time(middles[one.dims.dp_replicate]))) for one in ranked
+        ]
+
+    monkeypatch.setattr(layout, "open_pool", lambda _: nullcontext())
+    monkeypatch.setattr(layout, "_measure_all", lambda *_: {})
+    monkeypatch.setattr(layout, "rank_candidates", lambda *_, **__: ranked)
+    monkeypatch.setattr(layout, "_rehearse", rehearse)
+    written = tmp_path / "best.toml"
+    text = "".join(plan_layout(job, Namespace(global_batch=32, write=written)))
+    assert str(ranked[0]) in text
+    assert text.index(str(ranked[1])) < text.index(str(ranked[0]))
+    assert str(ranked[2]) not in text
+    again = load_config([f"--job.config_file={written}"])
+    assert again.parallelism == ranked[1].apply(job.config).parallelism
+
+
+def test_a_signal_ends_the_search_with_the_best_so_far(
+    job: Planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow, fast, *_ = enumerate_layouts(job, samples=32)
+
+    def rehearse(*_: object) -> Iterator[tuple[Candidate, Tried]]:
+        yield slow, Tried(memory=1, time=_time(2.5))
+        yield fast, Tried(memory=1, time=_time(2.0))
         raise SystemExit(130)
 
-    monkeypatch.setattr(layout, "open_pool", nullcontext)
-    monkeypatch.setattr(layout, "_rank", lambda *_, **__: [slow, fast, slow])
-    monkeypatch.setattr(layout, "run_in", results)
+    monkeypatch.setattr(layout, "open_pool", lambda _: nullcontext())
+    monkeypatch.setattr(layout, "_measure_all", lambda *_: {})
+    monkeypatch.setattr(layout, "rank_candidates", lambda *_, **__: [slow, fast])
+    monkeypatch.setattr(layout, "_rehearse", rehearse)
     written = tmp_path / "best.toml"
     parts: list[str] = []
     with pytest.raises(SystemExit) as ended:  # a list keeps what came before the error
-        parts.extend(layout.plan_layout(job, Namespace(global_batch=32, write=written)))
+        parts.extend(plan_layout(job, Namespace(global_batch=32, write=written)))
     assert ended.value.code == 130
-    [*_, first, second, best, file, _] = parts
-    assert str(slow) in first
-    assert str(fast) in second
-    assert str(fast) in best
-    assert str(written) in file
-    assert load_config([f"--job.config_file={written}"]).activation_checkpoint.mode == "none"
+    text = "".join(parts)
+    assert text.index(str(fast)) < text.index(str(slow))
+    again = load_config([f"--job.config_file={written}"])
+    assert again.parallelism == fast.apply(job.config).parallelism
 
 
 @pytest.mark.long

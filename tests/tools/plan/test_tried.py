@@ -44,3 +44,5 @@ def test_the_fullest_rank_is_looked_at(name: str, tmp_path: Path) -> None:
         found = try_job(send(job.config, job))
         assert found is not None
         assert found.memory == fullest
+        assert try_job(send(job.config, job), limit=fullest) == found
+        assert try_job(send(job.config, job), limit=fullest - 1) is None

@@ -7,14 +7,18 @@ Sources: NVIDIA's data sheets of A100, H100, H200, B200 and L40S, AMD's of MI300
 bandwidth, links, PCI Express; links in one direction); matrix peaks are those of `base/peaks.py`.
 Memory is the size that the driver reports, slightly below the data sheet. Networks have the usual
 adapter of 200 or 400 Gbit/s per GPU.
-Shares: matrix products reach 60 to 85 % of the dense peak (H100, cuBLAS at sizes from 4096; lower
-for power limits), flash attention 2 30 to 55 % (FlashAttention-3's paper, arXiv:2407.08608, gives
-35 % forward on H100; the FlashAttention-2 paper, arXiv:2307.08691, 50 to 73 % on A100),
-memory-bound kernels 60 to 90 % of the bandwidth, collectives 50 to 85 % of their links (NCCL's
-tests call it bus bandwidth), and so do copies between a device and page-locked memory. An optimizer
-on the host reads and writes at the speed of one core (10 GB/s) to a GPU's part of its machine's
-memory bandwidth (twice eight channels of DDR5-4800 are 614 GB/s, for eight GPUs). Both are
-estimates.
+Shares: those of matrix products are fitted on nine measured jobs, three on A100, four on H100
+(three of them those of docs/performance.md) and two on an H100 at 500 W. An H100 alone, with cuBLAS
+at sizes from 4096, reaches 69 to 82 %, and less beside collectives. "H100-500W" is the H100 of
+torchtitan's published figures: 96 GiB, 2.4 TB/s, 500 W of 700. H200 and B200 are taken to be like
+H100; L40S and MI300X were not compared with jobs. Flash attention 2 reaches 42 to 58 % (51 to 60 %
+were measured on an H100; the paper, arXiv:2307.08691, gives 50 to 73 % on A100, and
+FlashAttention-3's, arXiv:2407.08608, 35 % forward on H100), memory-bound kernels 70 to 87 % of the
+bandwidth (84 to 87 % were measured on large tensors), collectives 50 to 85 % of their links (NCCL's
+tests call it bus bandwidth), and so do copies between a device and page-locked memory. A launch
+takes 6.2 to 6.4 us on an H100 without other ranks. An optimizer on the host reads and writes at the
+speed of one core (10 GB/s) to a GPU's part of its machine's memory bandwidth (twice eight channels
+of DDR5-4800 are 614 GB/s, for eight GPUs). Both are estimates.
 """
 
 from __future__ import annotations
@@ -56,14 +60,14 @@ class Device:
     to_host: float
     """Rate to and from the host's memory, each direction, bytes/s."""
     products: Share = Share(worst=0.6, best=0.85)
-    attention: Share = Share(worst=0.3, best=0.55)
-    passes: Share = Share(worst=0.6, best=0.9)
+    attention: Share = Share(worst=0.42, best=0.58)
+    passes: Share = Share(worst=0.7, best=0.87)
     links: Share = Share(worst=0.5, best=0.85)
     copies: Share = Share(worst=0.5, best=0.85)
     """Shares of `to_host`."""
     latency: Share = Share(worst=30e-6, best=8e-6)
     """Latency of a collective or send, seconds."""
-    launch: Share = Share(worst=10e-6, best=4e-6)
+    launch: Share = Share(worst=10e-6, best=6e-6)
     """Time of the host per operator, seconds."""
     on_host: Share = Share(worst=10e9, best=75e9)
     """Bytes/s that an optimizer on the host reads and writes, per GPU."""
@@ -84,27 +88,47 @@ class Constants:
     on_host: Share
 
 
+OF_A100 = Share(worst=0.66, best=0.82)
+OF_H100 = Share(worst=0.54, best=0.7)
+LIMITED = Share(worst=0.41, best=0.54)
+"""Shares in matrix products; the last of an H100 at 500 W of 700."""
+
+
 def _device(
-    name: str, *, gib: float, bandwidth: float, link: float, network: float, to_host: float
+    name: str,
+    *,
+    gib: float,
+    bandwidth: float,
+    link: float,
+    network: float,
+    to_host: float,
+    products: Share = Device.products,
 ) -> tuple[str, Device]:
     """`bandwidth` in TB/s, `link`, `network` and `to_host` in GB/s."""
     return name, Device(
         name=name,
         memory=round(gib * GIB),
-        flops=GPU_PEAKS[name].bf16 * 1e12,
+        flops=GPU_PEAKS[name.partition("-")[0]].bf16 * 1e12,
         bandwidth=bandwidth * 1e12,
         link=link * 1e9,
         network=network * 1e9,
         to_host=to_host * 1e9,
+        products=products,
     )
 
 
+_H100 = {"link": 450, "network": 50, "to_host": 64}
 DEVICES: Mapping[str, Device] = dict(
     (
-        _device("A100", gib=79.1, bandwidth=2.039, link=300, network=25, to_host=32),
-        _device("H100", gib=79.1, bandwidth=3.35, link=450, network=50, to_host=64),
-        _device("H200", gib=139.8, bandwidth=4.8, link=450, network=50, to_host=64),
-        _device("B200", gib=178.3, bandwidth=7.7, link=900, network=50, to_host=64),
+        _device(
+            "A100", gib=79.1, bandwidth=2.039, link=300, network=25, to_host=32, products=OF_A100
+        ),
+        _device("H100", gib=79.1, bandwidth=3.35, products=OF_H100, **_H100),
+        _device("H100-500W", gib=94.5, bandwidth=2.4, products=LIMITED, **_H100),
+        _device("H200", gib=139.8, bandwidth=4.8, products=OF_H100, **_H100),
+        _device(
+            "B200", gib=178.3, bandwidth=7.7, link=900, network=50, to_host=64, products=OF_H100
+        ),
         _device("L40S", gib=44.3, bandwidth=0.864, link=32, network=25, to_host=32),
         _device("MI300X", gib=191.9, bandwidth=5.3, link=448, network=50, to_host=64),
     )
@@ -119,7 +143,7 @@ GiB), NCCL's buffers of each communicator, cuBLAS's workspaces. A cautious estim
 def device_named(product: str) -> Device | None:
     """Return the device of the table by the product name that a driver reports, or None."""
     peaks = table_peaks(product)
-    return next((DEVICES[name] for name in DEVICES if peaks is GPU_PEAKS[name]), None)
+    return next((DEVICES[n] for n in DEVICES if n in GPU_PEAKS and peaks is GPU_PEAKS[n]), None)
 
 
 def find_device(name: str, *, memory_gib: float | None) -> Device:
@@ -138,7 +162,10 @@ def find_device(name: str, *, memory_gib: float | None) -> Device:
             f"--memory_gib must be a finite number above 0, got {memory_gib:g}; write the size "
             "that the driver reports, or remove the option"
         )
-    found = _read_constants(Path(name)) if name.endswith(".json") else device_named(name)
+    if name.endswith(".json"):
+        found: Device | None = _read_constants(Path(name))
+    else:
+        found = DEVICES.get(name) or device_named(name)
     if found is None:
         raise ConfigError(
             f"--device must be one of {', '.join(DEVICES)}, got {name!r}"

@@ -1,44 +1,42 @@
 """The command `layout`: the best degrees for a number of ranks, and the job's file for them.
 
-Formulas rank all layouts (`candidates.py`). The best are rehearsed, as by `memory` and `step`,
-until enough of them fit. All figures that are shown come from the rehearsal.
+Formulas rank all layouts (`formulas.py`). The best are rehearsed, as by `memory` and `step`, and
+those that fit are sorted by their rehearsed time. All figures that are shown come from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.pool import Pool
-from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
 from torchtitan.config.sources import to_toml
-from torchtitan.job import Config
 from torchtitan.tools.plan.allocator import GIB
-from torchtitan.tools.plan.candidates import (
-    RECOMPUTES,
-    Candidate,
-    Measured,
-    Recompute,
-    measure,
-    rank_candidates,
-)
+from torchtitan.tools.plan.candidates import Candidate, Recompute
+from torchtitan.tools.plan.formulas import Measured, between, measure, rank_candidates
 from torchtitan.tools.plan.job import Planned, Sent, send
 from torchtitan.tools.plan.records import open_pool, run_in
 from torchtitan.tools.plan.tried import Tried, try_job
 
-SHOWN, TRIED = 3, 12
-"""Number of fitting layouts to find, and the most that are rehearsed for it."""
+SHOWN, TRIED, MOST = 3, 6, 18
+"""Number of layouts to show, the number rehearsed at a time until one fits, and the most."""
+SLOW = 1.3
+"""Layouts that take this many times as long as the fastest are not shown."""
+MEASURED: Sequence[Recompute] = ("none", "op", "full")
+"""Ways of recomputation that are rehearsed on one device."""
+SKIPPING: Sequence[Recompute] = ("2", "4")
+"""Those that recompute every second or fourth block, between the first and the last."""
 
 
 def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield a table of the best layouts, each row as soon as it is found.
+    """Yield a table of the best layouts, the fastest first.
 
     The job of the fastest one is written to the file in `arguments.write`, if set. A signal ends
-    the search; the fastest layout until then is still named.
+    the search, and the table has the layouts rehearsed so far.
 
     Raises:
         ConfigError: No layout fits.
@@ -50,73 +48,75 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
         f"{device.name} ({device.memory / GIB:.1f} GiB), {planned.gpus_per_node} on a machine; "
         f"{samples} samples of {training.seq_len} tokens in a step\n"
     )
-    found: list[tuple[Candidate, Tried]] = []
     with open_pool(TRIED) as pool:
-        ranked = _rank(pool, planned, samples=samples)
-        yield (
-            f"{len(ranked)} layouts fit by the formulas; rehearsed, the best that fit:\n\n"
-            f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout\n"
-        )
-        best, stop = ranked[:TRIED], None
-        jobs = [send(candidate.apply(planned.config), planned) for candidate in best]
-        results = run_in(pool, try_job, jobs, names=[str(candidate) for candidate in best])
+        measured = _measure_all(planned, pool)
+        sys.stderr.write("ranking all layouts by formulas\n")
+        ranked = rank_candidates(planned, samples=samples, measured=measured)
+        if not ranked:
+            raise ConfigError(
+                f"no layout of {planned.world_size} x {device.name} with {samples} samples per "
+                "step fits by the formulas; use more ranks, another --global_batch or shorter "
+                "sequences"
+            )
+        yield f"{len(ranked)} layouts fit by the formulas\n"
+        found, stop = list[tuple[Candidate, Tried]](), None
+        num = 0
         try:
-            for candidate, tried in zip(best, results, strict=True):
-                if tried is None or tried.memory > device.memory:
-                    continue
-                yield _row(candidate, tried)
-                found.append((candidate, tried))
-                fastest = min(found, key=_seconds)[0]
-                sys.stderr.write(f"fastest so far: {fastest}\n")
-                if fastest is candidate and arguments.write is not None:
-                    _write(candidate.apply(planned.config), arguments.write)
-                if len(found) == SHOWN:
-                    break
+            while not found and num < min(MOST, len(ranked)):
+                tried = ranked[num : num + TRIED]
+                num += len(tried)
+                for one in _rehearse(planned, tried, pool):
+                    found.append(one)
         except SystemExit as error:  # a signal
             if not found:
                 raise
             stop = error
     if not found:
         raise ConfigError(
-            f"the {plural(len(best), 'best layout')} do not fit {device.name}; use more ranks, "
-            "or a device with more memory"
+            f"the {plural(num, 'best layout')} do not fit {device.name}; use more ranks, or a "
+            "device with more memory"
         )
-    yield f"\nthe fastest of them: {fastest}\n"
-    if arguments.write is not None:
-        yield f"written, with the fastest of them: {arguments.write}\n"
+    found.sort(key=_seconds)
+    shown = [one for one in found[:SHOWN] if _seconds(one) <= SLOW * _seconds(found[0])]
+    yield (
+        "rehearsed, the fastest that fit:\n\n"
+        f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout\n"
+    )
+    yield "".join(_row(*one) for one in shown)
     yield "\nBounds, and limits as of `memory` and `step`.\n"
+    if arguments.write is not None:
+        config = found[0][0].apply(planned.config)
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(to_toml(config, only_changed=True), encoding="utf-8")
+        yield f"\nwritten, with the fastest of them: {arguments.write}\n"
     if stop is not None:
         raise stop
 
 
-def _rank(pool: Pool, planned: Planned, *, samples: int) -> list[Candidate]:
-    """Return the layouts that fit by the formulas, the fastest first.
-
-    Raises:
-        ConfigError: There is none.
-    """
+def _measure_all(planned: Planned, pool: Pool) -> Mapping[Recompute, Measured]:
+    """Return the cost of the model with each way of recomputation."""
     work = partial(_measure, send(planned.config, planned))
-    names = [f"recompute {recompute}, on one device" for recompute in RECOMPUTES]
-    figures = run_in(pool, work, RECOMPUTES, names=names)
-    measured = dict(zip(RECOMPUTES, figures, strict=True))
-    sys.stderr.write("ranking all layouts by formulas\n")
-    ranked = rank_candidates(planned, samples=samples, measured=measured)
-    if not ranked:
-        raise ConfigError(
-            f"no layout of {planned.world_size} x {planned.device.name} with {samples} samples "
-            "per step fits by the formulas; use more ranks, another --global_batch or shorter "
-            "sequences"
-        )
-    return ranked
-
-
-def _write(config: Config, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(to_toml(config, only_changed=True), encoding="utf-8")
+    names = [f"recompute {recompute}, on one device" for recompute in MEASURED]
+    found = dict(zip(MEASURED, run_in(pool, work, MEASURED, names=names), strict=True))
+    for one in SKIPPING:
+        found[one] = between(found["none"], found["full"], share=1 / int(one))
+    return found
 
 
 def _measure(job: Sent, recompute: Recompute) -> Measured:
     return measure(job.place(), recompute)
+
+
+def _rehearse(
+    planned: Planned, candidates: Sequence[Candidate], pool: Pool
+) -> Iterator[tuple[Candidate, Tried]]:
+    """Yield the candidates that fit, with their memory and time."""
+    jobs = [send(candidate.apply(planned.config), planned) for candidate in candidates]
+    work = partial(try_job, limit=planned.device.memory)
+    results = run_in(pool, work, jobs, names=[str(candidate) for candidate in candidates])
+    for candidate, tried in zip(candidates, results, strict=True):
+        if tried is not None:
+            yield candidate, tried
 
 
 def _seconds(found: tuple[Candidate, Tried]) -> float:

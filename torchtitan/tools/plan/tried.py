@@ -20,12 +20,24 @@ class Tried:
     time: StepTime
 
 
-def try_job(job: Sent) -> Tried | None:
-    """Rehearse a job in this process. Return None if the rules forbid it."""
+def try_job(job: Sent, *, limit: int | None = None) -> Tried | None:
+    """Rehearse a job in this process. Return None if the rules forbid it.
+
+    Args:
+        job: The job.
+        limit: Bytes of a device. Return None as soon as a rank needs more.
+    """
     try:
         planned = job.place()
     except ConfigError:
         return None
-    records = [rehearse_rank(planned, rank) for rank in planned.first_ranks()]
-    memory = max(replay(record).needed for record in records)
+    ranks, pipeline = planned.first_ranks(), planned.layout.pipeline
+    if pipeline is not None and pipeline.splits_backward:
+        ranks.reverse()  # the last rank waits longest with gradients of weights
+    records, memory = [], 0
+    for rank in ranks:
+        records.append(rehearse_rank(planned, rank))
+        memory = max(memory, replay(records[-1]).needed)
+        if limit is not None and memory > limit:
+            return None
     return Tried(memory=memory, time=time_step(planned, records))
