@@ -226,7 +226,9 @@ def test_gpu_ends_within_its_budget(tmp_path: Path) -> None:
     assert "failed" in json.loads(out.read_text())["measured"]["bfloat16"]
 
 
-def test_kernels_are_as_exact_as_their_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_as_exact_as_their_types(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     found = kernels.measure_errors()
     assert all(map(kernels.is_good, found.values())), found
     assert len(found) == 2 * len(kernels.checks()) + 1
@@ -238,6 +240,10 @@ def test_kernels_are_as_exact_as_their_types(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernels, "checks", lambda: experts)
     monkeypatch.setattr(kernels, "multiply_grouped", without_the_last)
     assert not all(map(kernels.is_good, kernels.measure_errors().values()))
+    assert kernels.main([]) == 1
+    out = tmp_path / "errors.json"
+    assert kernels.main(["--out", str(out)]) == 0  # `gpu` reads it
+    assert not all(map(kernels.is_good, json.loads(out.read_text()).values()))
 
 
 def test_gpu_measures_constants_that_the_planner_reads(tmp_path: Path) -> None:
