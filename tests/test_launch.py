@@ -47,6 +47,7 @@ def test_a_killed_rank(tmp_path: Path) -> None:
     # the ranks have printed their errors, but neither that it was a hang nor who hangs
     said = failed({0: 4}, folder)
     assert all(part in said for part in ("rank 0", "code 4", "same command", command))
+    assert failed({3: 4, 0: 1}, folder) == ""  # rank 3 waited for data, rank 0 for rank 3
     (records / "gloo_0").unlink()
     assert failed({0: 4}, folder) == ""  # a signal or the deadline
 

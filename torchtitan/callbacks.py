@@ -115,7 +115,7 @@ class CallbackRunner:
         Raises:
             ConfigError: A callback failed, now or since the last exchange.
         """
-        if self._anywhere and reason is not None:
+        if self._anywhere and reason is not None and reason.startswith("a callback"):
             asked = [""] * dist.get_world_size()
             dist.all_gather_object(asked, self.stops)
             reason = ": ".join([reason, *filter(None, dict.fromkeys(asked))])

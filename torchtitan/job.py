@@ -182,19 +182,17 @@ class Config:
 
     def _float8_violations(self) -> Iterator[Violation]:
         """Check the number of tokens per product, over which the gradient of a weight sums."""
-        parallelism, num_samples = self.parallelism, self.training.local_batch_size
-        seq_len = self.training.seq_len
-        if parallelism.pipeline_parallel_degree > 1:
-            num_samples = parallelism.pipeline_parallel_microbatch_size
-        ranks = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-        num_tokens = num_samples * seq_len // ranks
+        seq_len, cp = self.training.seq_len, self.parallelism.context_parallel_degree
+        num_samples = self.training.local_batch_size
+        if self.parallelism.pipeline_parallel_degree > 1:
+            num_samples = self.parallelism.pipeline_parallel_microbatch_size
+        num_tokens = num_samples * seq_len // cp
         multiplies = self.model.converters and not self.quantize.linear.float8.emulate
         if multiplies and num_tokens % MULTIPLE:
             yield Violation(
                 ("model.converters", "training.seq_len"),
-                f"needs a number of tokens per product that is a multiple of {MULTIPLE}, got "
-                f"{num_tokens} ({num_samples} samples x seq_len / {ranks} ranks of cp x tp); try "
-                f"seq_len = {max(seq_len // (MULTIPLE * ranks), 1) * MULTIPLE * ranks}",
+                f"needs a multiple of {MULTIPLE} tokens per product, got {num_tokens}; "
+                f"try seq_len = {max(seq_len // (MULTIPLE * cp), 1) * MULTIPLE * cp}",
             )
 
     def _custom_code_violations(self) -> Iterator[Violation]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -97,9 +98,11 @@ class Places:
     since: float
     """Time of the start. Older files are those of an earlier run."""
 
-    def has_records(self) -> bool:
-        """Return whether a rank wrote its collectives."""
-        return self.records.is_dir() and any(map(self.is_new, self.records.iterdir()))
+    def has_records(self, of: int | None = None) -> bool:
+        """Return whether any rank, or the one given, wrote its collectives."""
+        files = self.records.iterdir() if self.records.is_dir() else []
+        ending = "" if of is None else rf"(?<!\d){of}"
+        return any(self.is_new(file) and re.search(f"{ending}$", file.name) for file in files)
 
     def was_aborted_by_nccl(self, rank: int, failure: ProcessFailure) -> bool:
         """Return whether NCCL ended a rank: by SIGABRT, after it had written its record."""
@@ -191,11 +194,12 @@ def describe_failure(error: ChildFailedError, places: Places | None) -> str:
             lines.append(f"  codes: {', '.join(f'rank {n}: {code}' for n, code in codes.items())}")
         if places and places.is_new(log := places.folder / "logs" / f"rank_{rank}.log"):
             lines.append(f"  log: {log}")
-    elif first.exitcode == StoppedError.exit_code and has_records:
+    # with a record of its own, unlike a rank that waited for data
+    elif first.exitcode == StoppedError.exit_code and places and places.has_records(rank):
         lines.append(f"rank {rank} waited too long for another rank, exit code {first.exitcode}")
     if lines and places and any(places.folder.glob("checkpoint/step-*")):
         lines.append("  run the same command to resume from the last checkpoint")
-    if places and has_records:
+    if lines and places and has_records:
         hang = f"python -m torchtitan hang {shlex.quote(str(places.folder))}"
         lines.append(f"  to name a rank that other ranks waited for: {hang}")
     return printable("\n".join(lines).strip()) + "\n" * bool(lines)

@@ -107,14 +107,17 @@ def test_the_head_and_what_is_named_stay() -> None:
 
 
 def test_sizes_that_shards_cannot_multiply_are_refused() -> None:
-    model = MODELS["llama3"].build_meta(replace(TINY, dim=32, hidden_dim=96))
-    check_layers(model, settings=Float8Config(), tp=1)
-    check_layers(model, settings=EMULATED, tp=4)
-    with pytest.raises(ConfigError, match=naming("tensor_parallel_degree", "4", "wq")):
-        check_layers(model, settings=Float8Config(), tp=4)
-    kept = Float8Config(filter_fqns=("w1", "w2", "w3", "attention"))
-    with pytest.raises(ConfigError, match="filter_fqns"):
-        check_layers(model, settings=kept, tp=4)
+    """Of a latent of MLA none are: each rank has all of it."""
+    spec = MODELS["deepseek_v3"]
+    sizes = {"num_heads": 4, "dim": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
+    model = spec.build_meta(replace(spec.flavors["tiny8"], **sizes))  # type: ignore[arg-type]
+    assert any(name.endswith("wkv_a") for name in find_converted(model, settings=EMULATED))
+    check_layers(model, settings=Float8Config(), spec=spec, tp=1)
+    check_layers(model, settings=EMULATED, spec=spec, tp=4)
+    with pytest.raises(ConfigError, match=naming("tensor_parallel_degree", "4")) as found:
+        check_layers(model, settings=Float8Config(), spec=spec, tp=4)
+    assert "feed_forward.w2" in str(found.value)
+    assert "wkv_a" not in str(found.value)
 
 
 def test_experts_and_their_router_stay() -> None:

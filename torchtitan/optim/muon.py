@@ -265,6 +265,7 @@ class Muon(SkippingOptimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         self._names = {p: name for name, p in parameters.items()}
         self._boxes = {name: find_box(p) for name, p in parameters.items()}
+        self.device = device
         self._nothing = torch.empty(0, dtype=dtype, device=device)
         self._rank, ranks = dist.get_rank(), range(dist.get_world_size())
         boxes = [self._boxes for _ in ranks]

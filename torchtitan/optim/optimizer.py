@@ -87,9 +87,10 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
-    """An optimizer that reads `found_inf` in `step` as fused kernels do, if they update a part."""
+    """Base of optimizers whose `step` honours `found_inf`, as torch's fused kernels do."""
 
     found_inf: Tensor | None = None
+    device: torch.device  # of the parameters, of which a rank may have none
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:
@@ -97,11 +98,12 @@ def supports_found_inf(optimizer: torch.optim.Optimizer, *, device: torch.device
 
     The weights must be on the same device: elsewhere the flag would be read before it arrives.
     """
-    # not a subclass of torch's, whose own step may not know the flag
-    knows_flag = type(optimizer) in FUSED or isinstance(optimizer, SkippingOptimizer)
-    weights = optimizer.param_groups[0]["params"][:1]
-    is_here = all(weight.device.type == device.type for weight in weights)
-    return knows_flag and is_here and bool(optimizer.defaults["fused"])
+    devices = [weight.device for weight in optimizer.param_groups[0]["params"][:1]]
+    if isinstance(optimizer, SkippingOptimizer):
+        devices = [optimizer.device]
+    elif type(optimizer) not in FUSED:  # nor a subclass, whose own step may not know the flag
+        return False
+    return bool(optimizer.defaults["fused"]) and all(d.type == device.type for d in devices)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:

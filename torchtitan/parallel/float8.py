@@ -24,6 +24,7 @@ from torch import nn
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.models.interface import CastsWeights
+from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.settings import MULTIPLE, Float8Config
 
 SECTION = "quantize.linear.float8"
@@ -90,23 +91,23 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
     return converted
 
 
-def check_layers(model: nn.Module, *, settings: Float8Config, tp: int) -> None:
-    """Check the layers to convert, and that tensor parallelism leaves sizes that can be multiplied.
+def check_layers(model: nn.Module, *, settings: Float8Config, spec: ModelSpec, tp: int) -> None:
+    """Check the layers to convert, and that the shards of tensor parallelism can be multiplied.
 
     Raises:
         ConfigError: A filter matches no layer, no layer is left, or `tp` is too large.
     """
-    converted = find_converted(model, settings=settings)
-    uneven = [
-        f"{name} {tuple(module.weight.shape)}"
-        for name, module in model.named_modules()
-        if name in converted and any(size % (MULTIPLE * tp) for size in module.weight.shape)
-    ]
-    if uneven and not settings.emulate:
+    names = find_converted(model, settings=settings)
+    if tp == 1 or settings.emulate:
+        return
+    from torchtitan.parallel.tensor import find_uneven_matrices
+
+    weights = {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in sorted(names)}
+    if uneven := find_uneven_matrices(weights, plan=spec.tensor_plan, num=MULTIPLE * tp):
         raise ConfigError.at(
             ("parallelism.tensor_parallel_degree", "model.converters"),
-            f"must leave multiples of {MULTIPLE} of the sizes of float8 layers, got {tp} for "
-            f"{', '.join(uneven[:4])}; exclude them with {SECTION}.filter_fqns",
+            f"must leave multiples of {MULTIPLE} of the sharded sizes of float8 layers, got {tp} "
+            f"for {uneven}; exclude them with {SECTION}.filter_fqns",
         )
 
 

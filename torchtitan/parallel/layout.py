@@ -108,7 +108,7 @@ def check_parallel(
         from torchtitan.parallel.float8 import check_layers
 
         tp = parallelism.tensor_parallel_degree
-        mistakes.of(lambda: check_layers(model, settings=float8, tp=tp))
+        mistakes.of(lambda: check_layers(model, settings=float8, spec=spec, tp=tp))
     if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
         mistakes.add(
             "parallelism.pipeline_parallel_degree",

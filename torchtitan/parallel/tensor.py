@@ -99,7 +99,7 @@ def check_tensor_parallel(
             f"must divide the model's heads, feed-forward width and vocabulary, got {uneven}; use "
             f"data_parallel_shard_degree for the remaining ranks"
         )
-    elif uneven := _find_uneven_matrices(model, plan=plan, tp=tp):
+    elif uneven := find_uneven_matrices(dict(model.named_parameters()), plan=plan, num=tp):
         rules.append(f"must divide every sharded dimension, got {tp} for {uneven}")
     if rules:
         key = "parallelism.tensor_parallel_degree"
@@ -119,16 +119,18 @@ def find_unplanned(model: nn.Module, *, plan: Mapping[str, TensorRole]) -> str:
     return f"the model's tensor_plan has no role for {some}" if left else ""
 
 
-def _find_uneven_matrices(model: nn.Module, *, plan: Mapping[str, TensorRole], tp: int) -> str:
-    """Name some matrices that `tp` does not divide, whose sizes the config does not state."""
+def find_uneven_matrices(
+    parameters: Mapping[str, Tensor], *, plan: Mapping[str, TensorRole], num: int
+) -> str:
+    """Name some matrices of which `num` does not divide the sharded dimension."""
     columns: tuple[TensorRole, ...] = ("vocabulary", "column", "gathered_column", "head")
     sharded_dim = {**dict.fromkeys(columns, 0), "row": 1}
     found = [
         f"{name} ({parameter.shape[sharded_dim[role]]})"
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
         for pattern, role in plan.items()
         if _matches(name.rpartition(".")[0], pattern) and role in sharded_dim and parameter.ndim > 1
-        if parameter.shape[sharded_dim[role]] % tp
+        if parameter.shape[sharded_dim[role]] % num
     ]
     return ", ".join(found[:4])
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
 import sys
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser("hang", __doc__)
     parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
     has_settings = any(word.startswith("--") and "." in word for word in argv)
+    has_settings |= not argv and "CONFIG_FILE" in os.environ
     run: Path | None = None if has_settings else parser.parse_args(argv).run
     from torchtitan.job import CONFIG_FILE, load_config
     from torchtitan.resume_rules import Job

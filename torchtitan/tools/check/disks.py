@@ -56,7 +56,7 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
         least = free if least is None else min(least, free)
         if free < needed:
             faults.append(
-                f"a checkpoint of this job takes about {needed / GIB:.1f} GiB, and "
+                f"a checkpoint of this job takes at most about {needed / GIB:.1f} GiB, and "
                 f"{free / GIB:.1f} GiB are free in {folder} on {machine}"
             )
         # for an object store, each machine uploads from its own disk
@@ -66,7 +66,7 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
                 f"of rank 0"
             )
     state = "not writable" if least is None else f"{least / GIB:.1f} GiB free"
-    state += f", a checkpoint takes about {needed / GIB:.3g} GiB" if needed else ""
+    state += f", a checkpoint takes at most about {needed / GIB:.3g} GiB" if needed else ""
     return Checked(name="checkpoints", summary=f"{folder}: {state}", faults=faults)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.base.errors import DataError, printable
+from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.files import read_text
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.load import read_tensors
@@ -252,8 +252,11 @@ def main(options: argparse.Namespace) -> int:
         say("max_loss is left out: the data-parallel ranks had different samples")
     if len(found.table) == 1:
         say("only figures were compared: no step has a checkpoint in both runs")
-    if settings := differing_settings(options.a, options.b):
-        say("\n  ".join(["settings that differ, in A and in B:", *settings]))
+    try:
+        if settings := differing_settings(options.a, options.b):
+            say("\n  ".join(["settings that differ, in A and in B:", *settings]))
+    except ConfigError as error:
+        say(f"settings were not compared: {error}")
     if found.differences:
         say(f"different; first: {found.differences[0]}")
         return 1
