@@ -8,6 +8,7 @@ from tests.models.reference import TINY, VARIANTS, random_decoder, reference_of
 from tests.naming import naming
 from torchtitan.base.errors import UserError
 from torchtitan.generate.sampling import generate
+from torchtitan.models.cache import KVCache
 
 PROMPT = [5, 200, 17, 17, 3]
 
@@ -54,6 +55,44 @@ def test_each_of_many_texts_is_the_one_that_its_prompt_gives_alone(variant, temp
     alone = [generate(model, [prompt], **settings)[0] for prompt in prompts]
     assert generate(model, prompts, **settings) == alone
     assert len({len(ids) for ids in alone}) > 1
+
+
+@pytest.mark.parametrize("variant", ["scaled", "latent"])
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ([4, 4, 300, 4, 4, 4, 4, 4], [7, 1]),
+        ([20, 9, 14, 32, 11], [5]),
+        ([310, 1, 30, 2, 60, 300], [2, 2, 2]),
+    ],
+)
+def test_prompts_of_unequal_lengths_take_at_most_twice_the_columns_of_each_alone(
+    variant, lengths, rows, monkeypatch
+):
+    """And give the same texts."""
+    model = random_decoder(VARIANTS[variant])
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(263, (length,), generator=generator).tolist() for length in lengths]
+    shapes = []
+    split = KVCache.split
+
+    def recorded(cache: KVCache, *, num_more: int) -> None:
+        split(cache, num_more=num_more)
+        num_rows, _, num_columns, _ = cache.layers["0"].stored[0].shape
+        shapes.append((num_rows, num_columns))
+
+    monkeypatch.setattr(KVCache, "split", recorded)
+    settings = {"max_new_tokens": 5, "temperature": 1.5}
+    alone = [generate(model, [prompt], **settings)[0] for prompt in prompts]
+    assert shapes == [(1, length + 4) for length in lengths]
+    shapes.clear()
+    assert generate(model, prompts, **settings) == alone
+    assert [num_rows for num_rows, _ in shapes] == rows
+    assert sum(r * c for r, c in shapes) <= 2 * sum(length + 4 for length in lengths)
+
+
+def test_no_prompt_gives_no_text():
+    assert generate(random_decoder(TINY), []) == []
 
 
 def test_the_smallest_temperature_draws_the_likeliest():

@@ -1,8 +1,8 @@
 """Autoregressive sampling with a KV cache.
 
-All prompts run through the model once, one after another in a row. Each further token costs
-one pass over one token per unfinished text. Each prompt has its own positions, and keys and values
-that no other prompt sees, so a text does not depend on the other prompts.
+Prompts of similar length form a group. Its prompts run through the model once, one after another in
+a row. Each further token costs one pass over one token per unfinished text. Each prompt has its own
+positions, and keys and values that no other prompt sees, so a text does not depend on the others.
 
 Tokens are drawn on the CPU with one generator per text. So a seed gives the same text in any batch,
 and sampling changes no other random state. Under tensor parallelism every rank draws for itself,
@@ -80,12 +80,11 @@ def draw(
     _check(model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
     assert model.tok_embeddings is not None, "a pipeline stage cannot generate"
     device = model.tok_embeddings.weight.device
-    cache = KVCache(model.config, prompt_lens=[len(prompt) for prompt in prompts])
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts: list[list[int]] = [[] for _ in prompts]
 
     def draw_next(
-        numbers: Sequence[int], rows: Sequence[Sequence[int]]
+        numbers: Sequence[int], rows: Sequence[Sequence[int]], cache: KVCache
     ) -> Iterator[tuple[int, int]]:
         """Feed rows of tokens and draw one more for each of some texts."""
         logits = model(torch.tensor(rows, device=device), cache=cache)
@@ -103,14 +102,29 @@ def draw(
         is_stopped = text[-1] in stop_ids or (stops is not None and stops(text))
         return len(text) < max_new_tokens and not is_stopped
 
-    numbers = list(range(len(prompts)))
-    yield from draw_next(numbers, [[token for prompt in prompts for token in prompt]])
-    cache.split(num_more=max_new_tokens - 1)
-    while rows := [row for row, number in enumerate(numbers) if is_unfinished(number)]:
-        if len(rows) < len(numbers):
-            cache.keep(rows)
-            numbers = [numbers[row] for row in rows]
-        yield from draw_next(numbers, [texts[number][-1:] for number in numbers])
+    for numbers in _group([len(prompt) + max_new_tokens - 1 for prompt in prompts]):
+        cache = KVCache(model.config, prompt_lens=[len(prompts[number]) for number in numbers])
+        row = [token for number in numbers for token in prompts[number]]
+        yield from draw_next(numbers, [row], cache)
+        cache.split(num_more=max_new_tokens - 1)
+        while kept := [i for i, number in enumerate(numbers) if is_unfinished(number)]:
+            if len(kept) < len(numbers):
+                cache.keep(kept)
+                numbers = [numbers[i] for i in kept]
+            yield from draw_next(numbers, [texts[number][-1:] for number in numbers], cache)
+
+
+def _group(lengths: Sequence[int]) -> list[list[int]]:
+    """Return groups of indices. Padded to its longest, a group has at most twice its length."""
+    groups: list[list[int]] = []
+    total = 0
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        total += lengths[number]
+        if not groups or (len(groups[-1]) + 1) * lengths[number] > 2 * total:
+            groups.append([])
+            total = lengths[number]
+        groups[-1].append(number)
+    return groups
 
 
 def _draw_one(

@@ -3,10 +3,10 @@
 All prompts run through the model in one row, as documents that do not attend to each other: without
 padding, and reading the weights once. Then the cache is split into a batch that ends in one column:
 shorter prompts are padded on the left, and the next tokens of all sequences are one more column. So
-decoding attends with one call per layer, and its mask has one
-value per cached token, whether or not lengths differ. Padding on the right would need an index per
-sequence to write, and would not leave the last W columns to a window. Attention sequence by
-sequence needs no padding, but takes three times as long for 8 short sequences.
+decoding attends with one call per layer, and its mask has one value per cached token, whether or
+not lengths differ. Padding on the right would need an index per sequence to write, and would not
+leave the last W columns to a window. Attention sequence by sequence needs no padding, but one call
+per sequence. So the prompts of one cache should have similar lengths.
 
 Shapes: B batch, S sequence, T cached columns, H query heads, K key/value heads, G = H / K, D head
 width, R width of a stored tensor.
