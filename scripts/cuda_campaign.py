@@ -5,7 +5,7 @@
 For each job: its exit code; launched kernels; waits of the host, with their lines; blocks compiled
 again after the first step; the allocator's peak. Jobs of 8B and more have the planner's peak beside
 it, and run where that fits the device. The file is written after each job; the same command
-continues it. Exit code 0 if all jobs exited with 0, else 1.
+continues it. Exit code 0 if all jobs that fit exited with 0, else 1.
 
 A job runs on NCCL if each rank has a device. Otherwise one process is rank 0 of a world without
 other ranks (torch's `fake` process group): it launches, waits and allocates as in the job, and its
@@ -26,7 +26,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ import torch.distributed as dist
 from scripts.benchmarks.pairs import Report, show, write_json
 from torchtitan.base.device import GIB, device_name
 from torchtitan.base.errors import UserError
+from torchtitan.tools.compare.layouts.launch import SECONDS_TO_SAVE, end
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.devices import Device, find_device
 from torchtitan.tools.plan.job import plan_job
@@ -222,16 +222,20 @@ def run_job(name: str, *, folder: Path, is_alone: bool, seconds: float) -> Figur
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
         environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # not used
     command = [sys.executable, *command, *words, f"--job.dump_folder={folder}"]
-    run = partial(subprocess.run, cwd=ROOT, env=environment, capture_output=True, text=True)
-    begin = time.monotonic()
-    try:
-        ended = run(command, timeout=seconds)
-        code, log = ended.returncode, ended.stderr
-    except subprocess.TimeoutExpired:
-        code, log = -1, "did not end within --seconds"
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_SAVE)
+    output, begin = folder.with_suffix(".log"), time.monotonic()
+    with output.open("wb") as file:
+        job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+        try:
+            code, log = job.wait(seconds), ""
+        except subprocess.TimeoutExpired:
+            code, log = -1, "did not end within --seconds"
+        finally:
+            end(job)
     figures: Figures = {"exit": code, "seconds": time.monotonic() - begin}
     if code:
-        return figures | {"error": log.strip()[-600:]}
+        log = log or output.read_text(encoding="utf-8", errors="replace").strip()[-600:]
+        return figures | {"error": log}
     return figures | json.loads((folder / WATCHED).read_text(encoding="utf-8"))
 
 
@@ -302,7 +306,7 @@ def main(argv: Sequence[str]) -> int:
             write_json(Report(about=about, comparisons=[], more={"jobs": jobs}), args.out)
             sys.stderr.write(f"{name}: {jobs[name].get('exit', 'not run')}\n")
     show(Report(about=about, comparisons=[], notes=notes_of(jobs), tables={"": table_of(jobs)}))
-    return int(any(found.get("exit", 0) for found in jobs.values()))
+    return int(any("error" in found for found in jobs.values()))
 
 
 if __name__ == "__main__":

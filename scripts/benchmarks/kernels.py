@@ -73,7 +73,8 @@ def checks() -> dict[str, Check]:
         "experts": partial(_experts, rows=(32, 64, 16, 48)),
         "experts, some without rows": partial(_experts, rows=(0, 96, 0, 64)),
         "experts, one with all rows": partial(_experts, rows=(0, 0, 160, 0)),
-        "rows of experts": _rows,
+        "rows of experts": partial(_rows, tokens=96, dim=64),
+        "rows of experts, many tokens": partial(_rows, tokens=70_000, dim=16),
         "norm": _norm,
         "loss": _loss,
     }
@@ -230,9 +231,10 @@ def _experts(dtype: torch.dtype, *, rows: Sequence[int]) -> Iterator[tuple[Resul
     yield _both(ours, exact, inputs, _draw(sum(rows), dim, dtype=dtype))
 
 
-def _rows(dtype: torch.dtype) -> Iterator[tuple[Results, Results]]:
-    """Rows that are sorted, changed, and added by weight."""
-    tokens, num_chosen, dim = 96, 4, 64
+def _rows(dtype: torch.dtype, *, tokens: int, dim: int) -> Iterator[tuple[Results, Results]]:
+    """Rows that are sorted, changed, and added by weight: a product of `tokens` small matrices, of
+    which some kernels take 65,535."""
+    num_chosen = 4
     order_N = torch.randperm(tokens * num_chosen)
     inputs = [_draw(tokens, dim, dtype=dtype), _draw(len(order_N), dim, dtype=dtype)]
     weights_TK = torch.rand(tokens, num_chosen)

@@ -95,6 +95,15 @@ def test_archives_that_differ_elsewhere_go_through_torch() -> None:
     assert torch.equal(load(templates, saved(transposed), of=tensor), transposed)
 
 
+def test_only_what_is_expected_becomes_a_template() -> None:
+    templates, tensor = Templates(), drawn(2, 3, dtype="int32")
+    for expected in (drawn(2, 3), drawn(6, dtype="int32"), tensor):
+        for _ in range(2):  # the second would be read by a template of the first
+            found = load(templates, saved(tensor), of=expected)
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found, tensor)
+
+
 def test_torch_reads_what_is_written(tmp_path: Path) -> None:
     tensors = {f"{dtype}.{n}": drawn(2, n, dtype=dtype, seed=n) for dtype in DTYPES for n in (3, 4)}
     tensors |= {f"step.{n}": torch.tensor(float(n)) for n in range(20)}

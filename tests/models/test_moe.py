@@ -204,7 +204,7 @@ def test_scores_are_float32_in_bfloat16_too() -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The branches of a GPU, with a CPU's product under the name of the one that it lacks."""
-    monkeypatch.setattr(moe, "_has_kernels", lambda rows: rows.dtype == torch.bfloat16)
+    monkeypatch.setattr(moe, "has_row_kernels", lambda rows: rows.dtype == torch.bfloat16)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("bmm.dtype", lambda x, y, out_dtype: x.to(out_dtype) @ y.to(out_dtype), "CPU")
         yield

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import traceback
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 
 from scripts import cuda_campaign
 from scripts.cuda_campaign import JOBS, ROOT, Figures, count_launches, notes_of, our_line, table_of
+from torchtitan.base.errors import UserError
 from torchtitan.job import load_config
 from torchtitan.layout import find_layout
 
@@ -79,3 +82,34 @@ def test_a_campaign_continues_and_fails_if_a_job_does(
     assert [row["planned"] for row in by_column] == ["", "", "90.00"]
     assert notes_of(results) == ["a.py:1: plain 2", "b.py:3: plain 1, fsdp 5"]
     assert "1.25" in capsys.readouterr().out
+
+
+def test_a_job_that_cannot_be_planned_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise UserError("unknown")
+
+    monkeypatch.setattr(cuda_campaign, "find_device", unknown)
+    monkeypatch.setattr(cuda_campaign, "device_name", lambda _: "H100")
+    assert cuda_campaign.main(["--out", str(tmp_path / "out.json"), "--only", "8B, fsdp8"]) == 1
+
+
+LAUNCHER = """#!/bin/sh
+sleep 60 & echo $! > FOLDER/rank
+trap 'kill $!; wait; exit 1' TERM
+wait
+"""
+
+
+def test_a_job_that_takes_too_long_leaves_no_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launcher = tmp_path / "launcher"
+    launcher.write_text(LAUNCHER.replace("FOLDER", str(tmp_path)))
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    found = cuda_campaign.run_job("fsdp", folder=tmp_path / "run", is_alone=False, seconds=1)
+    assert (found["exit"], "--seconds" in found["error"]) == (-1, True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "rank").read_text()), 0)

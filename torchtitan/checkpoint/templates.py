@@ -106,7 +106,8 @@ class Templates:
             if template.fill(elements) == archive:
                 return torch.frombuffer(elements, dtype=dtype).view(shape)
         content = StoredPiece(file, offset=place.start, length=length).content
-        if (dtype, shape) not in self._known and isinstance(content, Tensor) and shape.numel():
+        is_new = (dtype, shape) not in self._known and isinstance(content, Tensor)
+        if is_new and shape.numel() and (content.dtype, content.shape) == (dtype, shape):
             self._known[dtype, shape] = _template(bytes(archive), content)
         return content
 

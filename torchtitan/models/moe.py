@@ -146,7 +146,7 @@ class _WithLoss(torch.autograd.Function):
         return grads[0], ctx.loss
 
 
-def _has_kernels(rows_NC: Tensor) -> bool:
+def has_row_kernels(rows_NC: Tensor) -> bool:
     """Return whether sums of rows, and products with float32 results, are one kernel each."""
     return rows_NC.is_cuda and rows_NC.dtype == torch.bfloat16 and torch.version.hip is None
 
@@ -154,10 +154,10 @@ def _has_kernels(rows_NC: Tensor) -> bool:
 def add_rows(rows_NC: Tensor, index_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """Return the weighted sum of K rows for each token, in order (T, C), added in float32.
 
-    On a GPU it reads each row once. Otherwise there are copies of all rows, the weighted ones in
-    the dtype of the weights.
+    In bfloat16 on NVIDIA's GPUs it reads each row once. Otherwise there are copies of all rows, the
+    weighted ones in the dtype of the weights.
     """
-    if not _has_kernels(rows_NC):
+    if not has_row_kernels(rows_NC):
         rows_TKC = rows_NC[index_TK]
         if weights_TK is not None:
             rows_TKC = rows_TKC * weights_TK[..., None]
@@ -177,7 +177,7 @@ def add_rows(rows_NC: Tensor, index_TK: Tensor, weights_TK: Tensor | None = None
 
 def _multiply_rows(rows_TKC: Tensor, x_TC: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Return the products of each token's rows with x (T, K), added in `dtype`."""
-    if _has_kernels(rows_TKC):
+    if has_row_kernels(rows_TKC):
         return torch.bmm(rows_TKC, x_TC[..., None], out_dtype=dtype).squeeze(-1)
     return (x_TC[:, None].to(dtype) * rows_TKC).sum(-1)
 

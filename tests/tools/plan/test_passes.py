@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.tools.plan.jobs import recorded
 from tests.tools.plan.test_traffic import BLOCK, EMBEDDING, FP32, HEAD, L
 from torchtitan.tools.plan.passes import count_bytes, is_pass
-from torchtitan.tools.plan.tape import DispatchMode, Record
+from torchtitan.tools.plan.tape import DispatchMode, Record, Tape
 
 N = 256
 """Bytes of each tensor below."""
@@ -105,3 +105,13 @@ def test_the_update(world: int) -> None:
     assert found["aten::_fused_adamw_"] == pytest.approx(7 * weights, rel=0.01)
     assert found["aten::_foreach_mul_"] == pytest.approx(2 * weights, rel=0.01)
     assert found["aten::_foreach_norm"] == pytest.approx(weights, rel=0.01)
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(1, ("pass", 0)), (5, ("product", 240))])
+def test_only_a_product_with_vectors_is_a_pass(columns: int, expected: tuple[str, int]) -> None:
+    factors = torch.empty(2, 3, 4, device="meta"), torch.empty(2, 4, columns, device="meta")
+    with (tape := Tape({})):
+        torch.ops.aten.bmm.dtype(*(x.bfloat16() for x in factors), torch.float32)
+    entry = next(e for e in reversed(tape.record.entries) if e.what in ("pass", "product"))
+    size = 2 * (24 + 8) + 4 * 6 if columns == 1 else expected[1]
+    assert (entry.what, entry.size) == (expected[0], size)

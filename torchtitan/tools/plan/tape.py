@@ -55,8 +55,8 @@ MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of operators that communicate."""
 UNREGISTERED = ("flash_attention_for_cpu", "_grouped_mm")
 """Products without a formula in torch's registry of FLOPs."""
-WITH_A_VECTOR = torch.ops.aten.bmm.dtype
-"""A product of `models/moe.py` of rows with one vector each, whose cost is that of reading them."""
+WITH_WIDE_SUMS = torch.ops.aten.bmm.dtype
+"""A product of `models/moe.py`: of rows with one vector each, its cost is that of reading them."""
 WORLD = "world"
 """The axis of all ranks of the job."""
 
@@ -225,7 +225,7 @@ class Tape(DispatchMode):
         if is_message:
             if "wait_tensor" not in name and "wrap_tensor" not in name:
                 self._note_message(name, args, out)
-        elif func is not WITH_A_VECTOR and (
+        elif not (func is WITH_WIDE_SUMS and out.shape[-1] == 1) and (
             func._overloadpacket in flop_registry or any(part in name for part in UNREGISTERED)
         ):
             self._note_product(func, args, kwargs, out)
@@ -278,7 +278,8 @@ class Tape(DispatchMode):
         elif "_grouped_mm" in name:  # each row of all groups once, or each column in a gradient
             flops = 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
         else:
-            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            given = [x for x in args if not isinstance(x, torch.dtype)]  # formulas take no dtype
+            flops = flop_registry[func._overloadpacket](*given, **kwargs, out_val=out)
         self._append(Entry("product", int(flops), (name, self._modules[-1], shapes)))
 
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:

@@ -147,7 +147,7 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
             (FSDPParam, "reset_sharded_param", _keep),
             (clip, "CHUNK", 1 << 62),
-            (moe, "_has_kernels", lambda rows: rows.dtype == torch.bfloat16),
+            (moe, "has_row_kernels", lambda rows: rows.dtype == torch.bfloat16),
             (loss, "FEWEST_TOKENS", {"cpu": loss.FEWEST_TOKENS["cuda"]}),
             (loss, "_add_product", _added_at_once(loss._add_product, tape, are_fake=are_fake)),
         ):

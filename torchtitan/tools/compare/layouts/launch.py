@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from torchtitan.base.errors import DataError
 
@@ -74,7 +75,7 @@ def run_ranks(
         except subprocess.TimeoutExpired:
             problem = f"did not end within {timeout_s:g} s"
         finally:
-            _end(process)
+            end(process)
     if not problem and process.returncode:
         problem = f"ended with exit code {process.returncode}"
     return problem and problem + last_lines(log)
@@ -102,8 +103,8 @@ def _sigterm_as_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process if it still runs. A launcher ends its ranks."""
+def end(process: subprocess.Popen[Any]) -> None:
+    """End the process if it still runs. A launcher ends its ranks, which have other sessions."""
     if process.poll() is None:
         process.terminate()
         try:
