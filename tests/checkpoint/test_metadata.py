@@ -177,6 +177,7 @@ LASTING = {
     "the class of a record": named(PLACE, "StorageMeta") + STATE + b"b",
     "the class of an enumeration": named(PLACE, "_MEM_FORMAT_ENCODING") + STATE + b"b",
     "a member of an enumeration": MEMBER + b"}" + text("_value_") + b"K\x07sb",
+    "a type": named("torch", "float32") + STATE + b"b",
     "a class as a list": named("torch", "Size") + b"K\x01a",
     "a class as a dictionary": named(PLACE, "Metadata") + text("a") + b"K\x01s",
 }
@@ -310,6 +311,7 @@ BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])
         (with_pieces(*BRICKS[:3], shape=(2, 4)), ["'a'", 5, 8]),
         (with_pieces(*BRICKS[:3], ([1, 0], [1, 3]), shape=(2, 4)), ["'a'"]),
         (with_pieces(([2], [4])), [".metadata", "'a'", "[4]", "[2]"]),
+        (with_pieces(([0], [2**63]), ([1], [3]), shape=(2**63,)), [".metadata", "'a'"]),
         (with_pieces(([0, 0], [4, 1])), [".metadata", "'a'", "[4, 1]", "[0, 0]", "[4]"]),
         (place_elsewhere, [".metadata", "'a'"]),
         *(

@@ -126,7 +126,7 @@ def _check(metadata: Metadata) -> None:
 
 def _check_piece(name: str, piece: ChunkStorageMetadata, *, shape: torch.Size) -> None:
     fits = len(piece.offsets) == len(piece.sizes) == len(shape) and all(
-        min(offset, size) >= 0 and offset + size <= total
+        min(offset, size) >= 0 and offset + size <= total < 2**63
         for offset, size, total in zip(piece.offsets, piece.sizes, shape, strict=True)
     )
     if not fits:
@@ -270,7 +270,7 @@ class _Reader(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         if (module, name) not in _RECORDS:
-            raise CheckpointError(f"it names {module}.{name}, which no checkpoint needs")
+            raise CheckpointError(f"it names {module:.60}.{name:.60}, which no checkpoint needs")
         return _RECORDS[module, name]
 
     def persistent_load(self, _: Any) -> Any:

@@ -22,7 +22,7 @@ from torchtitan.tools.plan.job import Planned, Sent, send
 from torchtitan.tools.plan.records import open_pool, run_in
 from torchtitan.tools.plan.tried import Tried, try_job
 
-SHOWN, TRIED, MOST = 3, 6, 18
+SHOWN, TRIED, MOST = 3, 4, 16
 """Number of layouts to show, the number rehearsed at a time until one fits, and the most."""
 SLOW = 1.3
 """Layouts that take this many times as long as the fastest are not shown."""
