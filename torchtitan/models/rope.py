@@ -64,12 +64,12 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rope: Rope, *xs_BSHD: Tensor) -> tuple[Tensor, ...]:
-        ctx.rope = rope
+        ctx.save_for_backward(rope.turn_back)  # is freed in backward, unlike an attribute
         return _turn(xs_BSHD, rope.turn)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_turn(grads, ctx.rope.turn_back)
+        return None, *_turn(grads, *ctx.saved_tensors)
 
 
 def _turn(xs_BSHD: Sequence[Tensor], turn: Tensor) -> tuple[Tensor, ...]:

@@ -26,6 +26,8 @@ class _InProcess:
         sent = pickle.loads(pickle.dumps([(work, item) for item in items]))
         return _Results(copy(item) for copy, item in sent)
 
+    imap_unordered = imap
+
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
