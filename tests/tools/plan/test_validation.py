@@ -27,7 +27,7 @@ from torchtitan.tools.plan.tape import Record
 
 VALIDATES = "--validation.enable=true"
 BATCH = "--validation.local_batch_size="
-SMALL = 8192
+SMALL = 10240
 """Bytes of rotations of the 64 positions, and of scalars."""
 
 
@@ -79,8 +79,8 @@ def test_more_tokens_make_the_peak(
     """The larger of the head, by the loss's code, and of a block, by the feed-forward's.
 
     A token of the head: its input, label and loss. Of a chunk beside them: logits in
-    bfloat16 and float32, two labels, a maximum, two sums, two losses, three masks and what the
-    loss is made from. Of a block: the stream, what was added to it and its norm, three hidden
+    bfloat16 and float32, a label, a maximum, two sums, two losses, two masks and what the loss
+    is made from. Of a block: the stream, what was added to it and its norm, three hidden
     products, and the label.
     """
     arguments = (RECOMPUTED, VALIDATES, f"--training.loss_chunks={chunks}")
@@ -90,7 +90,7 @@ def test_more_tokens_make_the_peak(
     few = 2**24 // VOCAB
     chunk = tokens // (chunks or 1) if chunks or tokens <= few else 512
     token = 2 * DIM + 8 + 4
-    head = tokens * token + chunk * ((2 + 4) * VOCAB + 2 * 8 + 4 + 2 * 4 + 2 * 4 + 3 + 4)
+    head = tokens * token + chunk * ((2 + 4) * VOCAB + 8 + 4 + 2 * 4 + 2 * 4 + 2 + 4)
     head += 2 * VOCAB * DIM  # its weight, in bfloat16
     block = tokens * (3 * 2 * DIM + 3 * 2 * HIDDEN + 8)
     assert (head > block) == is_head
