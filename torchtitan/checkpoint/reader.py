@@ -70,7 +70,7 @@ _MAX_SPLIT = 6
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause Python's garbage collector: with millions of new objects it takes most of the time."""
+    """Pause Python's garbage collector, which takes most of the time if objects are many."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -30,7 +30,7 @@ _BLANKS = ["crc", "id", "crc of id", "crc", "crc of id"]
 
 
 class Template:
-    """An archive of torch.save in which the elements, and what depends on them, are blank."""
+    """An archive of torch.save without the elements, checksums and id of one tensor."""
 
     def __init__(self, archive: bytes) -> None:
         """Read the archive of one tensor; raise ValueError if it has another structure."""

@@ -2,7 +2,7 @@
 
 Prompts of similar length form a group. Its prompts run through the model once, one after another in
 a row. Each further token costs one pass over one token per unfinished text. Each prompt has its own
-positions, and keys and values that no other prompt sees, so a text does not depend on the others.
+positions, and no prompt sees the keys and values of another, so texts are independent.
 
 Tokens are drawn on the CPU with one generator per text. So a seed gives the same text in any batch,
 and sampling changes no other random state. Under tensor parallelism every rank draws for itself,

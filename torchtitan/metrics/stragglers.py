@@ -10,10 +10,10 @@ Two times do, since no collective is inside:
 A rank that lacks part of its core or of its memory bandwidth has slow updates. On CUDA, device
 events time them, and the update of a logged step counts for the next one: it has just been
 launched, and waiting for it would leave the device without work. At a logged step both times are
-gathered together with the loss, and each rank's
-times are compared with the median of the other ranks; updates only within a pipeline stage, whose
-ranks have equally many parameters. Any process on a busy machine may wait for some milliseconds, so
-a rank is reported after being the slowest at 5 logged steps in a row, then at 10, 20, ...
+gathered together with the loss, and each rank's times are compared with the median of the other
+ranks; updates only within a pipeline stage, whose ranks have equally many parameters. Any process
+on a busy machine may wait for some milliseconds, so a rank is reported after being the slowest at 5
+logged steps in a row, then at 10, 20, ...
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def build_muon(
         named: Parameters to train, by name.
         settings: The section [optimizer].
         dtype: Dtype of the iteration.
-        device: Device of the parameters, of which a rank may have none.
+        device: Device of the parameters. A rank may have no parameters.
     """
     matrices = {name: p for name, p in named.items() if uses_muon(name, p, settings)}
     vectors = {name: p for name, p in named.items() if name not in matrices}

@@ -90,7 +90,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
     """Base of optimizers whose `step` honours `found_inf`, as torch's fused kernels do."""
 
     found_inf: Tensor | None = None
-    device: torch.device  # of the parameters, of which a rank may have none
+    device: torch.device  # of the parameters; a rank may have no parameters
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:

@@ -122,7 +122,7 @@ def find_unplanned(model: nn.Module, *, plan: Mapping[str, TensorRole]) -> str:
 def find_uneven_matrices(
     parameters: Mapping[str, Tensor], *, plan: Mapping[str, TensorRole], num: int
 ) -> str:
-    """Name some matrices of which `num` does not divide the sharded dimension."""
+    """Name some matrices whose sharded dimension is not a multiple of `num`."""
     columns: tuple[TensorRole, ...] = ("vocabulary", "column", "gathered_column", "head")
     sharded_dim = {**dict.fromkeys(columns, 0), "row": 1}
     found = [

@@ -21,7 +21,6 @@ at most one microbatch's stream for each send in progress.
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,6 +39,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.library import _scoped_library
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan.checkpoint.reader import paused_gc
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import end_process_group
 from torchtitan.models import moe
@@ -136,7 +136,7 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
         return worked
 
     sharding = ("unshard", "wait_for_unshard", "reshard", "post_backward")
-    with ExitStack() as stack, _no_garbage_collection(), _scoped_library("aten", "IMPL") as kernels:
+    with ExitStack() as stack, paused_gc(), _scoped_library("aten", "IMPL") as kernels:
         for operator, kernel in KERNELS.items():
             kernels.impl(operator, kernel, "CPU")
         for owner, name, value in (
@@ -167,17 +167,6 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _added_at_once(

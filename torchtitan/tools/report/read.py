@@ -66,7 +66,7 @@ class Figures:
 
 
 def read_figures(rows: Iterable[Row], names: Collection[str]) -> Figures | None:
-    """Read the figures `names` of each row; None if there is no row.
+    """Read the figures `names` of each row. Return None without rows.
 
     Raises:
         DataError: A figure is not a number.
