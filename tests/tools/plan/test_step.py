@@ -17,7 +17,7 @@ from tests.tools.plan.test_traffic import BLOCK, EMBEDDING, FP32, HEAD, KV, B, C
 from torchtitan.parallel.pipeline.schedules import compute_table
 from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import DEVICES, Share
-from torchtitan.tools.plan.records import open_pool, run_in
+from torchtitan.tools.plan.pool import open_pool, run_in
 from torchtitan.tools.plan.rehearse import rehearse
 from torchtitan.tools.plan.schedule import Costs, simulate
 from torchtitan.tools.plan.step import EXPOSED, time_step

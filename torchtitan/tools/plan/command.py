@@ -20,6 +20,7 @@ from torchtitan.base.custom import add_trust_code
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean, printable
 from torchtitan.base.urls import local_path
 from torchtitan.tools.plan.devices import DEVICES, find_device
+from torchtitan.tools.plan.pool import start_server
 
 Parser = argparse.ArgumentParser
 Answer = str | Iterator[str]
@@ -99,6 +100,8 @@ def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
         raise ConfigError("--world_size must be set to the number of ranks (GPUs) of the job")
     device = find_device(arguments.device, memory_gib=arguments.memory_gib)
     sys.stderr.write("reading the job\n")  # importing torch takes seconds
+    if arguments.command == "layout":
+        start_server()
     from torchtitan.tools.plan.job import plan_job
 
     answer = getattr(import_module(module), verb.function)

@@ -19,7 +19,7 @@ from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.candidates import Candidate, Recompute
 from torchtitan.tools.plan.formulas import Measured, between, measure, rank_candidates
 from torchtitan.tools.plan.job import Planned, Sent, send
-from torchtitan.tools.plan.records import open_pool, run_in
+from torchtitan.tools.plan.pool import open_pool, run_in
 from torchtitan.tools.plan.tried import Tried, try_job
 
 SHOWN, TRIED, MOST = 3, 4, 16

@@ -1,67 +1,13 @@
-"""Rehearse several ranks, or several jobs, in processes of their own.
-
-One process can be a rank of one world at a time, so each rehearsal gets a process.
-"""
+"""Rehearse the ranks of a job, several of them in processes of their own."""
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from multiprocessing.pool import Pool
-from typing import TypeVar
 
-from torchtitan.data.prepare import num_cores
 from torchtitan.tools.plan.job import Planned, Sent, send
+from torchtitan.tools.plan.pool import open_pool, run_in
 from torchtitan.tools.plan.rehearse import rehearse_step
 from torchtitan.tools.plan.tape import Piece, Record
-
-MOST = 16
-"""Largest number of processes. Each takes about 0.4 GiB."""
-PATIENCE = 10
-"""Seconds between two reports of progress."""
-T = TypeVar("T")
-U = TypeVar("U")
-
-
-@contextmanager
-def open_pool(num_jobs: int) -> Iterator[Pool]:
-    """Start processes for a number of rehearsals, and end them with the context."""
-    num = max(1, min(num_jobs, num_cores(), MOST))
-    # this process handles Ctrl-C and ends its children
-    ignored = (signal.SIGINT, signal.SIG_IGN)
-    pool = multiprocessing.get_context("spawn").Pool(num, signal.signal, ignored)
-    with pool:
-        yield pool
-
-
-def run_in(
-    pool: Pool, work: Callable[[T], U], items: Sequence[T], *, names: Sequence[str]
-) -> Iterator[U]:
-    """Yield the result for each item in order, and report progress by the items' names, each as
-    soon as it is done."""
-    sys.stderr.write(f"rehearsing {len(items)}: {'; '.join(names)}\n")
-    results = pool.imap_unordered(partial(_numbered, work), enumerate(items))
-    start, done = time.monotonic(), dict[int, U]()
-    for number, name in enumerate(names):
-        while number not in done:
-            try:
-                other, result = results.next(timeout=PATIENCE)
-            except multiprocessing.TimeoutError:
-                elapsed = time.monotonic() - start
-                sys.stderr.write(f"still rehearsing {name}, {elapsed:.0f} s\n")
-                continue
-            done[other] = result
-            sys.stderr.write(f"rehearsed {len(done)} of {len(items)}: {names[other]}\n")
-        yield done[number]
-
-
-def _numbered(work: Callable[[T], U], item: tuple[int, T]) -> tuple[int, U]:
-    return item[0], work(item[1])
 
 
 def rehearse_rank(planned: Planned, rank: int, *, validates: bool = True) -> Record:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.candidates import LEAST_SEQUENCE
 from torchtitan.tools.plan.job import Planned, send
-from torchtitan.tools.plan.records import open_pool, run_in
+from torchtitan.tools.plan.pool import open_pool, run_in
 from torchtitan.tools.plan.tried import Tried, try_job
 
 MANY_CHUNKS = 64
