@@ -17,6 +17,7 @@ from torchtitan.mesh.dims import ParallelDims
 from torchtitan.tools.plan import layout
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.candidates import (
+    PIPELINES,
     RECOMPUTES,
     Candidate,
     Pipelining,
@@ -41,7 +42,7 @@ from torchtitan.tools.plan.step import StepTime
 from torchtitan.tools.plan.tried import Tried
 
 LARGE = [
-    *("--model.dim=1024", "--model.hidden_dim=2816", "--model.num_layers=8"),
+    *("--model.dim=1024", "--model.hidden_dim=2816", "--model.num_layers=14"),
     *("--model.vocab_size=1024", "--training.seq_len=1024"),
 ]
 """Large enough that memory is more than small change."""
@@ -74,6 +75,7 @@ def test_every_candidate_takes_all_ranks_and_the_same_samples(job: Planned) -> N
     )
     assert min(axes.values()) > 5
     assert {candidate.recompute for candidate in found} == set(RECOMPUTES)
+    assert {(one.schedule, one.stages) for one in found if one.dims.pp > 1} == set(PIPELINES)
 
 
 def test_the_rules_allow_what_is_tried(job: Planned) -> None:
@@ -82,24 +84,28 @@ def test_the_rules_allow_what_is_tried(job: Planned) -> None:
         placed = place_again(job, candidate)
         assert placed.layout.dims == candidate.dims
         assert placed.layout.samples_per_step(placed.config.training) == 32
+        if placed.layout.pipeline is not None:
+            assert len(placed.layout.pipeline.modules) == candidate.dims.pp * candidate.stages
 
 
 @pytest.mark.parametrize(
-    ("dims", "schedule", "recompute"),
+    ("dims", "schedule", "stages", "recompute"),
     [
-        (ParallelDims(dp_shard=8), "1F1B", "full"),
-        (ParallelDims(dp_shard=8), "1F1B", "4"),
-        (ParallelDims(dp_shard=4, tp=2), "1F1B", "op"),
-        (ParallelDims(dp_shard=2, tp=4), "1F1B", "none"),
-        (ParallelDims(dp_replicate=2, dp_shard=4), "1F1B", "2"),
-        (ParallelDims(pp=2, dp_shard=4), "1F1B", "none"),
-        (ParallelDims(pp=4, dp_shard=2), "ZBVZeroBubble", "none"),
+        (ParallelDims(dp_shard=8), "1F1B", 1, "full"),
+        (ParallelDims(dp_shard=8), "1F1B", 1, "4"),
+        (ParallelDims(dp_shard=4, tp=2), "1F1B", 1, "op"),
+        (ParallelDims(dp_shard=2, tp=4), "1F1B", 1, "none"),
+        (ParallelDims(dp_replicate=2, dp_shard=4), "1F1B", 1, "2"),
+        (ParallelDims(pp=2, dp_shard=4), "1F1B", 1, "none"),
+        (ParallelDims(pp=2, dp_shard=4), "Interleaved1F1B", 4, "op"),
+        (ParallelDims(pp=4, dp_shard=2), "ZBVZeroBubble", 2, "none"),
     ],
     ids=str,
 )
 def test_formulas_are_near_the_rehearsal(
     dims: ParallelDims,
     schedule: Pipelining,
+    stages: int,
     recompute: Recompute,
     job: Planned,
     measured: Mapping[Recompute, Measured],
@@ -108,9 +114,11 @@ def test_formulas_are_near_the_rehearsal(
     candidate = Candidate(
         dims=dims,
         schedule=schedule,
+        stages=stages,
         microbatch=4,
         num_microbatches=2 * dims.pp if dims.pp > 1 else 1,
         recompute=recompute,
+        layers_per_stage=2 if stages == 4 else None,
     )
     memory, seconds = estimate(job, candidate, measured[recompute])
     placed = place_again(job, candidate)

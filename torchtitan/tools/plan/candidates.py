@@ -5,8 +5,9 @@ and the best few are rehearsed (`layout.py`).
 
 Candidates have powers of two for tp (within a machine), cp (down to 4096 tokens per rank), pp, ep
 and copies of the model; microbatches of 1 to 8 samples; recomputation of no, every fourth, every
-second or all blocks, or by operator; and the schedules 1F1B, Interleaved1F1B and ZBVZeroBubble. The
-samples of a step are constant: fewer data-parallel ranks accumulate more.
+second or all blocks, or by operator; and the schedules 1F1B, Interleaved1F1B (2 or 4 stages per
+rank) and ZBVZeroBubble. The samples of a step are constant: fewer data-parallel ranks accumulate
+more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil
 from typing import Literal
 
 from torchtitan.base.errors import ConfigError
@@ -25,7 +27,15 @@ from torchtitan.tools.plan.job import Planned, place
 Recompute = Literal["none", "4", "2", "op", "full"]
 RECOMPUTES: Sequence[Recompute] = ("none", "4", "2", "op", "full")
 Pipelining = Literal["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-PIPELINES: Sequence[Pipelining] = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+PIPELINES: Sequence[tuple[Pipelining, int]] = (
+    ("1F1B", 1),
+    ("Interleaved1F1B", 2),
+    ("Interleaved1F1B", 4),
+    ("ZBVZeroBubble", 2),
+)
+"""Schedules with the stages per rank."""
+ENDS = 2
+"""Layers that embedding and head count as, if `layers_per_stage` is set."""
 LEAST_SEQUENCE = 4096
 """Least number of tokens of a sequence per rank of cp."""
 MICROBATCHES = (1, 2, 4, 8)
@@ -37,11 +47,15 @@ class Candidate:
 
     dims: ParallelDims
     schedule: Pipelining
+    stages: int
+    """Stages per rank."""
     microbatch: int
     """Samples per microbatch."""
     num_microbatches: int
     """Microbatches of a rank per step."""
     recompute: Recompute
+    layers_per_stage: int | None = None
+    """The setting, if `stages` is not the schedule's usual number."""
     seconds: float = 0.0
     memory: float = 0.0
     """Bytes on the fullest rank."""
@@ -61,6 +75,7 @@ class Candidate:
             expert_parallel_degree=dims.ep,
             pipeline_parallel_schedule=self.schedule if is_staged else "1F1B",
             pipeline_parallel_microbatch_size=size if is_staged else 1,
+            pipeline_parallel_layers_per_stage=self.layers_per_stage,
         )
         mode, recompute = config.activation_checkpoint, self.recompute
         if recompute in ("none", "full"):
@@ -78,6 +93,8 @@ class Candidate:
 
     def __str__(self) -> str:
         pipelined = f", {self.schedule}" if self.dims.pp > 1 else ""
+        if self.layers_per_stage is not None:
+            pipelined += f" of {self.stages} stages per rank"
         return (
             f"{self.dims}{pipelined}, {self.num_microbatches} x {self.microbatch} samples, "
             f"recompute {self.recompute}"
@@ -121,15 +138,22 @@ def enumerate_layouts(planned: Planned, *, samples: int) -> Iterator[Candidate]:
                 continue
             dims = ParallelDims(pp=pp, dp_replicate=copies, dp_shard=shard, cp=cp, tp=tp, ep=ep)
             num = samples // (dp * size)
-            for schedule, recompute in product(PIPELINES if pp > 1 else ("1F1B",), RECOMPUTES):
-                if pp == 1 or _schedules(schedule, pp, num, num_layers, recompute):
-                    yield Candidate(
-                        dims=dims,
-                        schedule=schedule,
-                        microbatch=size,
-                        num_microbatches=num,
-                        recompute=recompute,
-                    )
+            pipelines = PIPELINES if pp > 1 else PIPELINES[:1]
+            for (schedule, stages), recompute in product(pipelines, RECOMPUTES):
+                is_usual = stages == num_stages_per_rank(schedule)
+                candidate = Candidate(
+                    dims=dims,
+                    schedule=schedule,
+                    microbatch=size,
+                    num_microbatches=num,
+                    recompute=recompute,
+                    stages=stages,
+                    layers_per_stage=None
+                    if is_usual
+                    else ceil((num_layers + ENDS) / (pp * stages)),
+                )
+                if pp == 1 or _can_run(candidate, num_layers):
+                    yield candidate
 
 
 def _powers(most: int) -> list[int]:
@@ -139,7 +163,7 @@ def _powers(most: int) -> list[int]:
 def _allows(planned: Planned, dims: ParallelDims) -> bool:
     """Return whether the rules allow the degrees for this model."""
     candidate = Candidate(
-        dims=dims, schedule="1F1B", microbatch=1, num_microbatches=1, recompute="full"
+        dims=dims, schedule="1F1B", stages=1, microbatch=1, num_microbatches=1, recompute="full"
     )
     try:
         place_again(planned, candidate)
@@ -148,21 +172,30 @@ def _allows(planned: Planned, dims: ParallelDims) -> bool:
     return True
 
 
-def _schedules(
-    schedule: Pipelining, pp: int, num_microbatches: int, num_layers: int, recompute: Recompute
-) -> bool:
+def _can_run(candidate: Candidate, num_layers: int) -> bool:
     """Return whether the schedule can run with these numbers."""
-    stages = num_stages_per_rank(schedule)
-    is_split = SCHEDULES[schedule].splits_backward
-    if pp * stages > num_layers or (is_split and recompute != "none"):
+    schedule, stages, num_stages = (
+        SCHEDULES[candidate.schedule],
+        candidate.stages,
+        candidate.stages * candidate.dims.pp,
+    )
+    if num_stages > num_layers or (schedule.splits_backward and candidate.recompute != "none"):
+        return False
+    size = candidate.layers_per_stage
+    if size is not None and ceil((num_layers + ENDS) / size) != num_stages:
         return False
     try:
-        check_schedule(schedule, pp=pp, stages_per_rank=stages, num_microbatches=num_microbatches)
+        check_schedule(
+            schedule.name,
+            pp=candidate.dims.pp,
+            stages_per_rank=stages,
+            num_microbatches=candidate.num_microbatches,
+        )
     except ConfigError:
         return False
     return True
 
 
-def num_stages_per_rank(schedule: Pipelining) -> int:
+def num_stages_per_rank(schedule: str) -> int:
     """Return the usual number of stages on a rank."""
     return 2 if SCHEDULES[schedule].multi_stage else 1

@@ -12,15 +12,15 @@ from dataclasses import astuple, dataclass, replace
 from functools import cache
 
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import GroupedExperts
-from torchtitan.parallel.pipeline.layout import Costs, find_costs, split_layers
+from torchtitan.parallel.pipeline.layout import Costs, divide_evenly, find_costs, split_layers
 from torchtitan.parallel.pipeline.schedules import Kind, compute_table, ranks_of
 from torchtitan.tools.plan.account import classify, replay
 from torchtitan.tools.plan.candidates import (
     Candidate,
     Recompute,
     enumerate_layouts,
-    num_stages_per_rank,
     place_again,
 )
 from torchtitan.tools.plan.devices import ALLOWANCE
@@ -71,6 +71,7 @@ def measure(planned: Planned, recompute: Recompute) -> Measured:
         microbatch=1,
         num_microbatches=1,
         recompute=recompute,
+        stages=1,
     )
     job = place_again(planned, pair)
     short = job.shortened
@@ -160,15 +161,20 @@ _split = cache(split_layers)
 
 @cache
 def _pipeline_ranks(
-    schedule: str, pp: int, stages_per_rank: int, num: int, num_layers: int, costs: Costs
+    schedule: str, pp: int, stages_per_rank: int, num: int, num_layers: int, costs: Costs | None
 ) -> Sequence[_Rank]:
     """Return the parts of the ranks, with `num` microbatches.
 
-    Ranks that have no more of anything than another one are left out.
+    Ranks that have no more of anything than another one are left out. Under layers_per_stage
+    `costs` is None.
     """
     table = compute_table(schedule, pp=pp, stages_per_rank=stages_per_rank, num_microbatches=num)
     holders = ranks_of(table)
-    layers = _split(num_layers, num_stages=len(holders), costs=costs)
+    if costs is None:
+        settings = ParallelismConfig()
+        layers = divide_evenly(settings, num_layers=num_layers, num_stages=len(holders))
+    else:
+        layers = _split(num_layers, num_stages=len(holders), costs=costs)
     ranks: list[_Rank] = []
     for number, row in enumerate(table):
         held = most = 0.0
@@ -190,14 +196,15 @@ def _ranks(planned: Planned, candidate: Candidate) -> Sequence[_Rank]:
     num_layers = planned.layout.architecture.num_layers
     if candidate.dims.pp == 1:
         return [_Rank(layers=num_layers, held=num_layers, has_embedding=True, has_head=True)]
-    costs = find_costs(
-        planned.config.parallelism,
-        counts=planned.layout.counts,
-        num_layers=num_layers,
-        seq_len=planned.config.training.seq_len,
-    )
-    stages = num_stages_per_rank(candidate.schedule)
-    pp = candidate.dims.pp
+    costs = None
+    if candidate.layers_per_stage is None:
+        costs = find_costs(
+            planned.config.parallelism,
+            counts=planned.layout.counts,
+            num_layers=num_layers,
+            seq_len=planned.config.training.seq_len,
+        )
+    pp, stages = candidate.dims.pp, candidate.stages
     num = min(candidate.num_microbatches, 2 * pp)  # more hold no more
     return _pipeline_ranks(candidate.schedule, pp, stages, num, num_layers, costs)
 
@@ -264,7 +271,7 @@ def _seconds(
         + rank.has_head * measured.in_ends * size / shared
         for rank in ranks
     )
-    computing = slowest * (num + _bubble(candidate.schedule, dims.pp))
+    computing = slowest * (num + _bubble(candidate))
     is_staged = dims.pp > 1
     passes = 1 if is_staged else num
     gathers = 1 if is_staged else 2
@@ -277,6 +284,7 @@ def _seconds(
     return max(computing, beside) + EXPOSED / 2 * min(computing, beside)
 
 
-def _bubble(schedule: str, pp: int) -> float:
+def _bubble(candidate: Candidate) -> float:
     """Return the idle time of a rank, in times of a microbatch."""
-    return (pp - 1) / {"1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 6}[schedule]
+    parts = 6 if candidate.schedule == "ZBVZeroBubble" else candidate.stages
+    return (candidate.dims.pp - 1) / parts
