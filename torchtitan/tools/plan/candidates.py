@@ -20,7 +20,9 @@ from typing import Literal
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import Config
+from torchtitan.layout import check_model
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.models.interface import LanguageModel
 from torchtitan.parallel.pipeline.schedules import SCHEDULES, check_schedule
 from torchtitan.tools.plan.job import Planned, place
 
@@ -120,10 +122,11 @@ def enumerate_layouts(planned: Planned, *, samples: int) -> Iterator[Candidate]:
     config, world = planned.config, planned.world_size
     num_layers, seq_len = planned.layout.architecture.num_layers, config.training.seq_len
     within = min(planned.gpus_per_node, world)
-    tps = [tp for tp in _powers(within) if _allows(planned, ParallelDims(tp=tp))]
+    model = planned.layout.spec.build_meta(planned.layout.architecture)
+    tps = [tp for tp in _powers(within) if _allows(planned, model, ParallelDims(tp=tp))]
     eps = [1]
     if planned.layout.counts.num_experts:
-        eps = [n for n in _powers(world) if _allows(planned, ParallelDims(dp_shard=n, ep=n))]
+        eps = [n for n in _powers(world) if _allows(planned, model, ParallelDims(dp_shard=n, ep=n))]
     cps = [cp for cp in _powers(seq_len // LEAST_SEQUENCE) if cp <= world]
     pps = _powers(min(num_layers, world))
     for tp, cp, pp in product(tps, cps, pps):
@@ -160,13 +163,13 @@ def _powers(most: int) -> list[int]:
     return [1 << n for n in range(max(1, most).bit_length())]
 
 
-def _allows(planned: Planned, dims: ParallelDims) -> bool:
-    """Return whether the rules allow the degrees for this model."""
+def _allows(planned: Planned, model: LanguageModel, dims: ParallelDims) -> bool:
+    """Return whether the rules allow the degrees for this model, which is on the meta device."""
     candidate = Candidate(
         dims=dims, schedule="1F1B", stages=1, microbatch=1, num_microbatches=1, recompute="full"
     )
     try:
-        place_again(planned, candidate)
+        check_model(candidate.apply(planned.config), spec=planned.layout.spec, model=model)
     except ConfigError:
         return False
     return True
