@@ -40,6 +40,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.library import _scoped_library
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan.base.device import to_device
 from torchtitan.checkpoint.reader import paused_gc
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import end_process_group
@@ -228,7 +229,7 @@ def _compute_evenly(
     compute: Compute, x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]
 ) -> Tensor:
     even = _even(len(x_NC), len(counts_E))
-    counts_E = torch.tensor(even)
+    counts_E = to_device(even, counts_E.device)
     counts_E.tolist = lambda: even  # type: ignore[method-assign]  # a fake tensor has no contents
     return compute(x_NC, counts_E, weights)
 
@@ -257,7 +258,7 @@ class _EvenExchange(Exchange):
         even = _even(self._num_rows, ranks * local)
         sent = [sum(even[rank * local :][:local]) for rank in range(ranks)]
         own = dist.get_rank(self._group)
-        came = torch.tensor([even[own * local :][:local]] * ranks)
+        came = to_device(even[own * local :][:local] * ranks, counts_RL.device).view(ranks, local)
         return sent, [sent[own]] * ranks, came, came
 
 
