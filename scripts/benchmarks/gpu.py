@@ -212,6 +212,7 @@ def measure(args: argparse.Namespace) -> Report:
         if time.monotonic() >= deadline:
             break
         begin = time.monotonic()
+        sys.stderr.write(f"measuring {name}\n")
         with tempfile.TemporaryDirectory() as folder:
             try:
                 found = _measure(name, args, folder=Path(folder), deadline=deadline)
@@ -246,7 +247,7 @@ def _measure(name: str, args: argparse.Namespace, *, folder: Path, deadline: flo
         start("-m", "scripts.benchmarks.kernels", "--out", str(out))
         return {"errors": json.loads(out.read_text(encoding="utf-8"))}
     if name == "CPU":
-        return {"gaps": _compare_with_cpu(start, folder=folder, is_toy=args.toy)}
+        return _compare_with_cpu(start, folder=folder, is_toy=args.toy)
     if name == "resume":
         return {"gaps": _repeat_and_resume(start, folder=folder, is_toy=args.toy)}
     if name in COMPARISONS:
@@ -313,9 +314,9 @@ def _rows_of(start: Start, *job: str, folder: Path, **environment: str) -> list[
     return list(read_rows(folder / "metrics.jsonl"))
 
 
-def _compare_with_cpu(start: Start, *, folder: Path, is_toy: bool) -> dict[str, float]:
-    """Return the largest gaps between jobs on this device and on the CPU, in float32; infinity
-    for a job that fails."""
+def _compare_with_cpu(start: Start, *, folder: Path, is_toy: bool) -> Figures:
+    """Return the largest gaps between jobs on this device and on the CPU, in float32, and the
+    errors of jobs that fail."""
     compared = FEW_COMPARED if is_toy else COMPARED
 
     def run(what: str, how: str, **environment: str) -> list[Row]:
@@ -329,15 +330,14 @@ def _compare_with_cpu(start: Start, *, folder: Path, is_toy: bool) -> dict[str, 
             for what in dict(compared)
         }
         here = {pair: pool.submit(run, *pair) for pair in compared}
-        found = {}
+        gaps, errors = {}, []
         for pair in compared:
             name = " ".join(pair).strip()
             try:
-                found[name] = largest_gap(here[pair].result(), there[pair[0]].result())
-            except subprocess.CalledProcessError as failed:  # the others have been paid for
-                sys.stderr.write(f"{name}: {failed.stderr.strip()[-600:]}\n")
-                found[name] = float("inf")
-        return found
+                gaps[name] = largest_gap(here[pair].result(), there[pair[0]].result())
+            except subprocess.CalledProcessError as failed:  # keep the results of the others
+                errors.append(f"{name}: code {failed.returncode}: {failed.stderr.strip()[-600:]}")
+        return {"gaps": gaps, **({"failed": "; ".join(errors)} if errors else {})}
 
 
 def _repeat_and_resume(start: Start, *, folder: Path, is_toy: bool) -> dict[str, float]:

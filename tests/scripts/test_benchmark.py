@@ -180,12 +180,13 @@ def test_gpu_compares_and_reads_a_trace(tmp_path: Path) -> None:
 def test_gpu_compares_a_job_with_the_cpu_itself_and_its_resumption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU every gap is 0, and infinite if a job fails."""
+    """On a CPU every gap is 0. A job that fails costs no other one."""
     monkeypatch.setattr(gpu, "FEW_COMPARED", (("llama3", "foreach"), ("llama3", "wrong")))
     monkeypatch.setattr(gpu, "HOW", {**gpu.HOW, "wrong": ("--optimizer.implementation=none",)})
     monkeypatch.setattr(gpu, "REPEATED", {"plain": ()})
     figures = measure(tmp_path, "gpu", "--toy", "--only", "CPU", "resume")["measured"]
-    assert figures["CPU"]["gaps"] == {"llama3 foreach": 0.0, "llama3 wrong": math.inf}
+    assert figures["CPU"]["gaps"] == {"llama3 foreach": 0.0}
+    assert figures["CPU"]["failed"].startswith("llama3 wrong: code 2")
     assert figures["resume"]["gaps"] == {"plain, again": 0.0, "plain, resumed": 0.0}
 
 

@@ -8,36 +8,32 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
 CHECK_SECONDS = 1.0
 """Interval at which a worker checks that its trainer is alive."""
-STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that end a job or ask for a checkpoint."""
 
 
-def worker_context(*, preload: str, blocked: Collection[signal.Signals] = STOPS) -> BaseContext:
+def worker_context(*, preload: str) -> BaseContext:
     """Return a way to start workers without forking this process, which has CUDA and threads.
 
-    Args:
-        preload: Module that they need.
-        blocked: Signals that they do not receive.
+    `preload` is the module that they need.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # torch is imported once, in the server that forks all workers
     context.set_forkserver_preload([preload])
-    _start_server(blocked=blocked)
+    _start_server_without_signals()
     return context
 
 
-def _start_server(*, blocked: Collection[signal.Signals]) -> None:
+def _start_server_without_signals() -> None:
     # A signal to all processes of the job, or Ctrl-C, would end the workers during the step that
     # the ranks want to finish. Workers inherit the blocked signals, and end when their rank ends.
+    blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # starting it has unblocked some of them

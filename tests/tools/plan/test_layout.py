@@ -30,6 +30,8 @@ from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.formulas import (
     FRAGMENTED,
     Measured,
+    _bubble,
+    _ranks,
     between,
     estimate,
     measure,
@@ -125,6 +127,37 @@ def test_formulas_are_near_the_rehearsal(
     active = max(replay(rehearse_rank(placed, rank)).active for rank in placed.first_ranks())
     assert (memory - ALLOWANCE) / FRAGMENTED == pytest.approx(active, rel=0.25)
     assert seconds > 0
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_formulas_know_the_layers_of_each_rank(stages: int, tmp_path: Path) -> None:
+    """Also if the job sets how many layers embedding and head count as."""
+    ends = [
+        f"--parallelism.pipeline_parallel_{end}_stage_less_layers=2" for end in ("first", "last")
+    ]
+    job = planned(tmp_path, *LARGE, *ends, world=8)
+    found = [
+        candidate
+        for candidate in enumerate_layouts(job, samples=32)
+        if (candidate.schedule, candidate.stages) == ("Interleaved1F1B", stages)
+    ]
+    assert {candidate.dims.pp for candidate in found} == ({2, 4} if stages == 2 else {2})
+    for pp in {candidate.dims.pp for candidate in found}:
+        candidate = next(one for one in found if one.dims.pp == pp)
+        pipeline = place_again(job, candidate).layout.pipeline
+        assert pipeline is not None
+        layers = [
+            sum(
+                "layers" in name
+                for stage in pipeline.stages_of(rank)
+                for name in pipeline.modules[stage]
+            )
+            for rank in range(pp)
+        ]
+        ranks = _ranks(job, candidate)
+        assert {rank.layers for rank in ranks} <= set(layers)
+        assert max(rank.layers for rank in ranks) == max(layers)
+        assert _bubble(candidate) == (pp - 1) / stages
 
 
 def test_what_does_not_fit_is_left_out(

@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 
 from tests.tools.plan.jobs import planned, recorded
 from tests.tools.plan.test_traffic import BLOCK, EMBEDDING, FP32, HEAD, KV, B, C, F, H, L, S, V
+from torchtitan.data.workers import worker_context
 from torchtitan.parallel.pipeline.schedules import compute_table
 from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.devices import DEVICES, Share
@@ -251,6 +252,8 @@ def test_what_cannot_be_rehearsed_is_refused(
 
 
 def test_processes_answer_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    """And end, where a loader has started the server of all processes, which blocks signals."""
+    worker_context(preload="json")
     with open_pool(2) as pool:
         assert list(run_in(pool, abs, [-1, -2], names=["one", "two"])) == [1, 2]
     assert "rehearsed 2 of 2" in capsys.readouterr().err

@@ -6,8 +6,8 @@ and the best few are rehearsed (`layout.py`).
 Candidates have powers of two for tp (within a machine), cp (down to 4096 tokens per rank), pp, ep
 and copies of the model; microbatches of 1 to 8 samples; recomputation of no, every fourth, every
 second or all blocks, or by operator; and the schedules 1F1B, Interleaved1F1B (2 or 4 stages per
-rank) and ZBVZeroBubble. The samples of a step are constant: fewer data-parallel ranks accumulate
-more.
+rank; 4 where `layers_per_stage` can make that many) and ZBVZeroBubble. Stages that the job sets are
+replaced. The samples of a step are constant: fewer data-parallel ranks accumulate more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.job import Config
 from torchtitan.layout import check_model
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import LanguageModel
+from torchtitan.parallel.pipeline.layout import end_weights
 from torchtitan.parallel.pipeline.schedules import SCHEDULES, check_schedule
 from torchtitan.tools.plan.job import Planned, place
 
@@ -36,7 +38,7 @@ PIPELINES: Sequence[tuple[Pipelining, int]] = (
     ("ZBVZeroBubble", 2),
 )
 """Schedules with the stages per rank."""
-ENDS = 2
+ENDS = sum(end_weights(ParallelismConfig()))
 """Layers that embedding and head count as, if `layers_per_stage` is set."""
 LEAST_SEQUENCE = 4096
 """Least number of tokens of a sequence per rank of cp."""
@@ -78,7 +80,15 @@ class Candidate:
             pipeline_parallel_schedule=self.schedule if is_staged else "1F1B",
             pipeline_parallel_microbatch_size=size if is_staged else 1,
             pipeline_parallel_layers_per_stage=self.layers_per_stage,
+            pipeline_parallel_schedule_csv="",
+            module_fqns_per_model_part=(),
         )
+        if self.layers_per_stage is not None:
+            parallelism = replace(
+                parallelism,
+                pipeline_parallel_first_stage_less_layers=None,
+                pipeline_parallel_last_stage_less_layers=None,
+            )
         mode, recompute = config.activation_checkpoint, self.recompute
         if recompute in ("none", "full"):
             mode = replace(mode, mode=recompute)
@@ -177,11 +187,8 @@ def _allows(planned: Planned, model: LanguageModel, dims: ParallelDims) -> bool:
 
 def _can_run(candidate: Candidate, num_layers: int) -> bool:
     """Return whether the schedule can run with these numbers."""
-    schedule, stages, num_stages = (
-        SCHEDULES[candidate.schedule],
-        candidate.stages,
-        candidate.stages * candidate.dims.pp,
-    )
+    schedule, pp = SCHEDULES[candidate.schedule], candidate.dims.pp
+    num_stages = candidate.stages * pp
     if num_stages > num_layers or (schedule.splits_backward and candidate.recompute != "none"):
         return False
     size = candidate.layers_per_stage
@@ -190,8 +197,8 @@ def _can_run(candidate: Candidate, num_layers: int) -> bool:
     try:
         check_schedule(
             schedule.name,
-            pp=candidate.dims.pp,
-            stages_per_rank=stages,
+            pp=pp,
+            stages_per_rank=candidate.stages,
             num_microbatches=candidate.num_microbatches,
         )
     except ConfigError:

@@ -48,7 +48,7 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
     yield "\n\n".join(parts) + "\n"
     if arguments.ran_out or fullest.needed > planned.device.memory:
         now = Tried(memory=fullest.needed, time=time_step(planned, records))
-        yield f"\n{plan_remedies(planned, now=now)}\n"
+        yield from plan_remedies(planned, now=now)
 
 
 def staged(planned: Planned, record: Record) -> int:

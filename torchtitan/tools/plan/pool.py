@@ -27,12 +27,8 @@ U = TypeVar("U")
 
 
 def start_server() -> BaseContext:
-    """Start the server, which imports in parallel with this process, if it does not run yet.
-
-    Ctrl-C is blocked in its processes: this one handles it and ends them.
-    """
-    preload = "torchtitan.tools.plan.records"
-    return worker_context(preload=preload, blocked=(signal.SIGINT,))
+    """Start the server, which imports in parallel with this process, if it does not run yet."""
+    return worker_context(preload="torchtitan.tools.plan.records")
 
 
 @contextmanager
@@ -40,8 +36,15 @@ def open_pool(num_jobs: int) -> Iterator[Pool]:
     """Start processes for a number of rehearsals, and end them with the context."""
     from torchtitan.data.prepare import num_cores
 
-    with start_server().Pool(max(1, min(num_jobs, num_cores(), MOST))) as pool:
+    num = max(1, min(num_jobs, num_cores(), MOST))
+    with start_server().Pool(num, _receive_sigterm) as pool:
         yield pool
+
+
+def _receive_sigterm() -> None:
+    """Let the pool end this process, which inherits the signals that the server blocks. Ctrl-C
+    stays blocked: the parent handles it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def run_in(

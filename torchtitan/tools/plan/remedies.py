@@ -38,30 +38,30 @@ class Remedy:
         return " ".join([*ranks, *options])
 
 
-def plan_remedies(planned: Planned, *, now: Tried) -> str:
-    """Return memory and step time of the job with each remedy, and as it is (`now`), as a table."""
+def plan_remedies(planned: Planned, *, now: Tried) -> Iterator[str]:
+    """Yield a table of memory and step time of the job with each remedy, and as it is (`now`)."""
     remedies = list(propose(planned))
     jobs = [
         send(planned.config, planned, settings=one.settings, world_size=one.world_size)
         for one in remedies
     ]
+    yield (
+        "\nRemedies, each planned by itself, as options to add to this command:\n"
+        f"{'GiB':>6}{'step, s':>16}  fits  options\n"
+    )
     with open_pool(len(jobs)) as pool:
-        found = list(run_in(pool, try_job, jobs, names=[str(one) for one in remedies]))
-    lines = [
-        "Remedies, each planned by itself, as options to add to this command:",
-        f"{'GiB':>6}{'step, s':>16}  fits  options",
-    ]
-    for remedy, tried in zip(remedies, found, strict=True):
-        if tried is not None:
-            lines.append(_line(planned, tried, str(remedy)))
-    lines.append(_line(planned, now, "as it is"))
-    return "\n".join(lines)
+        found = run_in(pool, try_job, jobs, names=[str(one) for one in remedies])
+        for remedy, tried in zip(remedies, found, strict=True):
+            if tried is not None:
+                yield _line(planned, tried, str(remedy))
+    yield _line(planned, now, "as it is")
+    yield "`plan layout` searches all degrees, batches and ways of recomputation.\n"
 
 
 def _line(planned: Planned, tried: Tried, options: str) -> str:
     fits = "yes" if tried.memory <= planned.device.memory else "no"
     seconds = f"{tried.time.best:.3g}-{tried.time.worst:.3g}"
-    return f"{tried.memory / GIB:>6.1f}{seconds:>16}  {fits:<4}  {options}"
+    return f"{tried.memory / GIB:>6.1f}{seconds:>16}  {fits:<4}  {options}\n"
 
 
 def propose(planned: Planned) -> Iterator[Remedy]:

@@ -14,6 +14,7 @@ without an operator. They are replaced here, and in no other file:
     sums of experts' rows as several operators       a GPU has one kernel for them
     the head's gradient in thousands of products     those of one chunk are copied
     the garbage collector                            it would run at any time
+    groups of other ranks                            a world of 16,384 ranks has 70,000 or more
 
 Memory that a stage sends is freed at once. NCCL keeps it until the other stage has received it:
 at most one microbatch's stream for each send in progress.
@@ -66,10 +67,7 @@ different types remains several operators, as on a GPU."""
 
 @contextmanager
 def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
-    """Act as one rank of a job whose other ranks do not exist.
-
-    Groups without this rank are not created: a world of 16,384 ranks has 75,000 of them.
-    """
+    """Act as one rank of a job whose other ranks do not exist, nor groups without this rank."""
     create = device_mesh.new_group
 
     def create_own(ranks: Sequence[int], **options: Any) -> Any:
