@@ -83,12 +83,12 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
         f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout\n"
     )
     yield "".join(_row(*one) for one in shown)
-    yield "\nBounds, and limits as of `memory` and `step`.\n"
+    yield "\nTimes are bounds; the limits of `plan memory` and `plan step` apply.\n"
     if arguments.write is not None:
         config = found[0][0].apply(planned.config)
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         arguments.write.write_text(to_toml(config, only_changed=True), encoding="utf-8")
-        yield f"\nwritten, with the fastest of them: {arguments.write}\n"
+        yield f"\nwrote the fastest of them to {arguments.write}\n"
     if stop is not None:
         raise stop
 
