@@ -197,7 +197,7 @@ def run_loops(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[
             take_turns()
     peak = max([memory_peak_gib(device), *peaks])
     return {
-        "spent": {name: times[1:] for name, times in spent.items()},
+        "spent": {name: times[1 : settings["pairs"] + 1] for name, times in spent.items()},
         "losses": {name: loop.losses() for name, loop in loops.items()},
         "rows": rows,
         "memory": {"peak_gib": peak, "above_start_gib": peak - start},
