@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; --out has what was measured before\n")
+        sys.stderr.write("stopped by Ctrl-C\n")
         return 130
     pairs.show(report)
     if args.out is not None:

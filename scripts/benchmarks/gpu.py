@@ -217,8 +217,7 @@ def measure(args: argparse.Namespace) -> Report:
             try:
                 found = _measure(name, args, folder=Path(folder), deadline=deadline)
             except subprocess.CalledProcessError as failed:
-                error = failed.stderr.strip()[-600:]
-                found = {"failed": f"code {failed.returncode}: {error}"}
+                found = {"failed": _reason(failed)}
             except subprocess.TimeoutExpired:
                 found = {"failed": "did not end within --budget_s"}
         measured[name] = found | {"seconds": time.monotonic() - begin}
@@ -227,6 +226,10 @@ def measure(args: argparse.Namespace) -> Report:
             write_json(report, args.out)
         sys.stderr.write(f"{name}: {_describe(found)}\n")
     return _report(about, measured)
+
+
+def _reason(failed: subprocess.CalledProcessError) -> str:
+    return f"code {failed.returncode}: {failed.stderr.strip()[-600:]}"
 
 
 def _measured_before(file: Path | None, *, about: Mapping[str, str]) -> dict[str, Figures]:
@@ -336,7 +339,7 @@ def _compare_with_cpu(start: Start, *, folder: Path, is_toy: bool) -> Figures:
             try:
                 gaps[name] = largest_gap(here[pair].result(), there[pair[0]].result())
             except subprocess.CalledProcessError as failed:  # keep the results of the others
-                errors.append(f"{name}: code {failed.returncode}: {failed.stderr.strip()[-600:]}")
+                errors.append(f"{name}: {_reason(failed)}")
         return {"gaps": gaps, **({"failed": "; ".join(errors)} if errors else {})}
 
 

@@ -141,8 +141,7 @@ def plan_pipeline(
 def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:
     """Compute the table of the schedule in the settings."""
     name, pp = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
-    facts = SCHEDULES[name]
-    default = pp * (2 if facts.multi_stage else 1)
+    default = pp * SCHEDULES[name].usual_stages
     wanted = count_stages(settings, num_layers=num_layers, default=default)
     return compute_table(
         name, pp=pp, stages_per_rank=wanted // pp, num_microbatches=num_microbatches

@@ -84,6 +84,11 @@ class Schedule:
         """Whether a rank may hold several stages."""
         return not issubclass(get_schedule_class(self.name), PipelineScheduleSingle)
 
+    @property
+    def usual_stages(self) -> int:
+        """Stages per rank, unless the settings determine them."""
+        return 2 if self.multi_stage else 1
+
     @cached_property
     def placement(self) -> Literal["loop", "v"]:
         """Whether stages wrap around from the last rank to the first, or return rank by rank."""
@@ -97,7 +102,7 @@ class Schedule:
 
     @cached_property
     def _example(self) -> Table:
-        return _torch_table(self, pp=2, stages_per_rank=2 if self.multi_stage else 1, num=4)
+        return _torch_table(self, pp=2, stages_per_rank=self.usual_stages, num=4)
 
 
 SCHEDULES: Mapping[str, Schedule] = {

@@ -153,7 +153,7 @@ def enumerate_layouts(planned: Planned, *, samples: int) -> Iterator[Candidate]:
             num = samples // (dp * size)
             pipelines = PIPELINES if pp > 1 else PIPELINES[:1]
             for (schedule, stages), recompute in product(pipelines, RECOMPUTES):
-                is_usual = stages == num_stages_per_rank(schedule)
+                is_usual = stages == SCHEDULES[schedule].usual_stages
                 candidate = Candidate(
                     dims=dims,
                     schedule=schedule,
@@ -204,8 +204,3 @@ def _can_run(candidate: Candidate, num_layers: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def num_stages_per_rank(schedule: str) -> int:
-    """Return the usual number of stages on a rank."""
-    return 2 if SCHEDULES[schedule].multi_stage else 1

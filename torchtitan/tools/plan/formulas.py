@@ -12,9 +12,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import cache
 
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import GroupedExperts
-from torchtitan.parallel.pipeline.layout import Costs, divide_evenly, find_costs, split_layers
+from torchtitan.parallel.pipeline.layout import divide_evenly, find_costs, split_layers
 from torchtitan.parallel.pipeline.schedules import Kind, compute_table, ranks_of
 from torchtitan.tools.plan.account import classify, replay
 from torchtitan.tools.plan.candidates import (
@@ -161,20 +160,14 @@ _split = cache(split_layers)
 
 @cache
 def _pipeline_ranks(
-    schedule: str, pp: int, stages_per_rank: int, num: int, num_layers: int, costs: Costs | None
+    schedule: str, pp: int, stages_per_rank: int, num: int, layers: Sequence[int]
 ) -> Sequence[_Rank]:
-    """Return the parts of the ranks, with `num` microbatches.
+    """Return the parts of the ranks, with `num` microbatches and the `layers` of each stage.
 
-    Ranks that have no more of anything than another one are left out. Under layers_per_stage
-    `costs` is None.
+    Ranks that have no more of anything than another one are left out.
     """
     table = compute_table(schedule, pp=pp, stages_per_rank=stages_per_rank, num_microbatches=num)
     holders = ranks_of(table)
-    if costs is None:
-        settings = ParallelismConfig()
-        layers = divide_evenly(settings, num_layers=num_layers, num_stages=len(holders))
-    else:
-        layers = _split(num_layers, num_stages=len(holders), costs=costs)
     ranks: list[_Rank] = []
     for number, row in enumerate(table):
         held = most = 0.0
@@ -196,7 +189,7 @@ def _ranks(planned: Planned, candidate: Candidate) -> Sequence[_Rank]:
     num_layers = planned.layout.architecture.num_layers
     if candidate.dims.pp == 1:
         return [_Rank(layers=num_layers, held=num_layers, has_embedding=True, has_head=True)]
-    costs = None
+    pp, stages = candidate.dims.pp, candidate.stages
     if candidate.layers_per_stage is None:
         costs = find_costs(
             planned.config.parallelism,
@@ -204,9 +197,12 @@ def _ranks(planned: Planned, candidate: Candidate) -> Sequence[_Rank]:
             num_layers=num_layers,
             seq_len=planned.config.training.seq_len,
         )
-    pp, stages = candidate.dims.pp, candidate.stages
+        layers = _split(num_layers, num_stages=pp * stages, costs=costs)
+    else:
+        settings = candidate.apply(planned.config).parallelism
+        layers = divide_evenly(settings, num_layers=num_layers, num_stages=pp * stages)
     num = min(candidate.num_microbatches, 2 * pp)  # more hold no more
-    return _pipeline_ranks(candidate.schedule, pp, stages, num, num_layers, costs)
+    return _pipeline_ranks(candidate.schedule, pp, stages, num, layers)
 
 
 def estimate(planned: Planned, candidate: Candidate, measured: Measured) -> tuple[float, float]:

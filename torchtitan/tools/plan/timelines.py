@@ -64,7 +64,7 @@ def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
     if name is None or pp is None or num is None:
         raise ConfigError("--schedule, --pp and --microbatches must be set, or --csv FILE")
     # compute_table refuses an unknown name
-    usual = 2 if name in SCHEDULES and SCHEDULES[name].multi_stage else 1
+    usual = SCHEDULES[name].usual_stages if name in SCHEDULES else 1
     stages = usual * pp if arguments.stages is None else arguments.stages
     if pp < 1 or stages < 1 or stages % pp:
         raise ConfigError(f"--stages must be a multiple of --pp, got {stages} and {pp}")

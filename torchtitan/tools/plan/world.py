@@ -67,7 +67,7 @@ different types remains several operators, as on a GPU."""
 
 @contextmanager
 def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
-    """Act as one rank of a job whose other ranks do not exist, nor groups without this rank."""
+    """Act as one rank of a job. Other ranks, and groups without this rank, do not exist."""
     create = device_mesh.new_group
 
     def create_own(ranks: Sequence[int], **options: Any) -> Any:
