@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests: ./scripts/run_tests.sh [--all | pytest arguments]
-# Without arguments: the gate, without the slow tests of tests/gate.py and those marked `long`
+# Without arguments: the gate, without the tests marked `slow` and those marked `long`
 # (campaigns, benchmarks, commands of docs/). Continuous integration runs -m "not long".
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

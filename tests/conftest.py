@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import warm_python as warm
 from tests.distributed.rank_pool import RankPool, start_server
-from tests.gate import KEPT, SLOW
 from torchtitan.base.custom import trusting_stored
 
 # before torch is imported, here and in what tests start: two test processes share the cores, and
@@ -26,32 +25,25 @@ LONGEST = ("test_commands_run", "test_this_code_computes", "test_inductor")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --gate, which ./scripts/run_tests.sh gives."""
-    parser.addoption("--gate", action="store_true", help="leave out the slow tests of gate.py")
+    parser.addoption("--gate", action="store_true", help="leave out tests marked slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest tests, for which nobody should wait alone at the end."""
     if config.getoption("gate"):
-        left_out = named(SLOW, items) - named(KEPT, items)
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        deselected = [item for item in items if is_slow(item)]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not is_slow(item)]
     items.sort(key=lambda item: not item.name.startswith(LONGEST))
 
 
-def named(names: Sequence[str], items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that `names` has: files, functions or single cases.
-
-    Raises:
-        pytest.UsageError: A name is none of a test.
-    """
-    found: set[pytest.Item] = set()
-    for name in names:
-        ways = (f"{name}[", f"{name}::")
-        tests = {item for item in items if item.nodeid == name or item.nodeid.startswith(ways)}
-        if not tests:
-            raise pytest.UsageError(f"tests/gate.py names {name}, which is no test")
-        found |= tests
-    return found
+def is_slow(item: pytest.Item) -> bool:
+    """Return whether the gate leaves `item` out: `slow(gate=[CASE, ...])` keeps these cases."""
+    mark = item.get_closest_marker("slow")
+    if mark is None:
+        return False
+    case = item.name.partition("[")[2].removesuffix("]")
+    return case not in mark.kwargs.get("gate", ())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ from torchtitan.tools import convert
 from torchtitan.tools.average import average as room
 from torchtitan.tools.average.command import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.slow]
 STEPS = (1, 2, 3)
 
 
@@ -68,6 +68,7 @@ def command(run: Path, out: Path, *more: str) -> int:
     return main([str(run), "--out", str(out), *more])
 
 
+@pytest.mark.promise("tools")
 @pytest.mark.parametrize(("name", "decay"), [("float32", None), ("bfloat16", 0.75)])
 def test_equals_the_recurrence(
     runs, name: str, decay: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_gather_object", lambda into, one: into.__setitem__(0, one))
 
 
+@pytest.mark.promise("nobody-forks")
 @pytest.mark.usefixtures("alone")
 def test_each_hook_is_called_and_its_draws_are_given_back() -> None:
     noting = Noting()

@@ -57,6 +57,7 @@ def test_the_settings_are_the_trainers(command: Any, monkeypatch: pytest.MonkeyP
     assert job.config.checkpoint.enable  # or a restart would begin anew
 
 
+@pytest.mark.promise("cluster")
 def test_the_schema_of_kubernetes() -> None:
     validator = pytest.importorskip("kubernetes_validate")
     service, job = documents("kubernetes.yaml")
@@ -79,6 +80,7 @@ def test_the_schema_of_kubernetes() -> None:
     assert {codes["containerName"] for codes in by_code.values()} == {container["name"]}
 
 
+@pytest.mark.slow
 def test_the_models_of_kubeflow() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models.trainer_v1alpha1_train_job")
     [document] = documents("kubeflow.yaml")
@@ -108,6 +110,7 @@ def settings(folder: Path) -> list[str]:
     return [*write_job(folder), UNSAVED, "--training.steps=2"]
 
 
+@pytest.mark.promise("cluster")
 @pytest.mark.long
 def test_the_pods_of_kubernetes_meet(tmp_path: Path) -> None:
     def command(number: int, port: int) -> tuple[list[str], dict[str, str]]:
@@ -188,6 +191,7 @@ exit "${code:-$ENDS}"
 """
 
 
+@pytest.mark.promise("signals", "cluster")
 @pytest.mark.parametrize(
     ("variables", "is_asked", "code", "num_started", "is_queued"),
     [

@@ -51,6 +51,8 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.promise("readme")
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_commands_run(page: Path, workplace: Path, home: Path, warm_python: Path) -> None:
@@ -76,6 +78,7 @@ def test_commands_run(page: Path, workplace: Path, home: Path, warm_python: Path
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
+@pytest.mark.promise("readme")
 def test_the_first_two_commands_of_the_readme() -> None:
     assert commands(ROOT / "README.md")[:2] == ["./run_train.sh", "./scripts/run_tests.sh"]
 

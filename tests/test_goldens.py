@@ -43,6 +43,8 @@ FEW = ["single", "tp2_pp2", "packed_examples", "lora", "resume_fsdp2", "whole_ex
 """Jobs that the gate runs."""
 
 
+@pytest.mark.promise("same-bits")
+@pytest.mark.slow(gate=["few"])
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", [FEW, [n for n in JOBS if n not in FEW]], ids=["few", "others"])
 def test_this_code_computes_what_was_recorded(names: list[str]) -> None:
@@ -102,6 +104,7 @@ PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
 }
 
 
+@pytest.mark.promise("same-bits")
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_difference_is_named(planted: str) -> None:
     change, expected = PLANTED[planted]

@@ -30,6 +30,7 @@ class Stuck:
 """
 
 
+@pytest.mark.promise("tools")
 @pytest.mark.long
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
@@ -146,6 +147,7 @@ def write_record(file: Path, entries: object, **groups: str) -> None:
     file.write_bytes(pickle.dumps({"pg_config": config, "entries": entries}))
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 def test_nccl_s_own_file_is_read_and_runs_nothing(tmp_path: Path) -> None:
     """NCCL writes pickles, which could call anything."""
     file, ranks = tmp_path / "rank_0", {"fsdp": "[0, 1]"}

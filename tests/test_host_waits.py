@@ -6,6 +6,8 @@ operators whose output shape depends on values. Real steps of a small model on t
 
 from __future__ import annotations
 
+import pytest
+
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -132,6 +134,7 @@ def count_planted(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> d
         return count_waits(launch, folder, settings)
 
 
+@pytest.mark.promise("no-waits")
 def test_a_step_never_waits() -> None:
     found = run_ranks(count_waits, SETTINGS, ranks=1)
     assert found["step"] == [0, 2]

@@ -65,6 +65,7 @@ def test_what_needs_no_torch_imports_none() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.slow
 def test_a_plain_run_imports_what_it_uses(tmp_path: Path) -> None:
     modules = imported(tmp_path)
     assert "torchtitan.trainer" in modules

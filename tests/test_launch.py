@@ -103,6 +103,7 @@ def test_the_records_are_those_of_the_settings(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.promise("hangs", "exit-codes")
 def test_a_timeout_of_nccl_is_a_hang(tmp_path: Path) -> None:
     """NCCL writes its record and ends the process by SIGABRT; the launcher ends the other ranks."""
     aborted = {1: -signal.SIGABRT, 0: -signal.SIGTERM}

@@ -59,6 +59,7 @@ def own(module: str, *options: str) -> list[str]:
     return [f"--model.name={module}:SPEC", "--model.flavor=tiny", *options]
 
 
+@pytest.mark.promise("nobody-forks")
 def test_a_module_of_the_current_folder_brings_a_model_and_its_sizes(folder: Path) -> None:
     (folder / "my_model.py").write_text(MODULE)
     config = load_config(own("my_model", "--model.kind=flat", "--model.branch_scale=0"))

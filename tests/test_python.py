@@ -75,6 +75,7 @@ def test_to_import_it_takes_no_time() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.promise("python-api")
 @pytest.mark.parametrize(
     ("path", "overrides", "words"),
     [
@@ -162,6 +163,8 @@ def test_mistakes_are_told_together(path: str | None, overrides: Any, said: list
     assert "--" not in str(error.value)  # nobody has a command line here
 
 
+@pytest.mark.promise("python-api")
+@pytest.mark.slow
 def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     """Bit for bit, its result is what it has written, and nothing stays in the process."""
     command = [*write_job(tmp_path, name="command"), "--training.steps=4"]
@@ -181,6 +184,7 @@ def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     assert replace(again, rows=rows) == result
 
 
+@pytest.mark.slow
 def test_it_resumes_and_validates(tmp_path: Path) -> None:
     schedule = {
         "lr_scheduler.total_steps": 4,
@@ -206,6 +210,7 @@ def interrupt_at(step: int, *, folder: Path) -> threading.Thread:
     return thread
 
 
+@pytest.mark.promise("python-api")
 def test_ctrl_c_ends_the_run_and_not_the_process(tmp_path: Path) -> None:
     endless = {"training.steps": 10**6, "lr_scheduler.total_steps": None}
     config = job(tmp_path, **endless, **{"checkpoint.interval": 10**6})
@@ -220,6 +225,7 @@ def test_ctrl_c_ends_the_run_and_not_the_process(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_first_step_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +296,7 @@ def test_a_run_that_cannot_start_says_why(
     assert process_state() == before
 
 
+@pytest.mark.slow
 def test_a_failure_is_raised_and_noted(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="step 2"):
         train(job(tmp_path, **{"optimizer.lr": 1e30}))
@@ -311,6 +318,7 @@ class Stops:
         self.seen.append(reason)
 
 
+@pytest.mark.slow
 def test_callbacks_follow_a_run(tmp_path: Path) -> None:
     callback = Stops()
     result = train(job(tmp_path), callbacks=[callback])
@@ -381,6 +389,7 @@ def test_a_model_is_the_same_from_each_folder(trained: Path) -> None:
         assert torch.equal(other, logits[0])
 
 
+@pytest.mark.promise("python-api")
 def test_a_model_is_a_plain_module(trained: Path) -> None:
     model = load_model(str(trained), device="cpu", dtype="float32")
     labels = TOKENS.roll(-1, 1)
@@ -396,6 +405,7 @@ def test_a_model_is_a_plain_module(trained: Path) -> None:
     assert halved(TOKENS).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "lora"),
     [
@@ -440,6 +450,7 @@ def test_a_folder_without_a_model_is_told(
         assert part in str(error.value)
 
 
+@pytest.mark.promise("python-api")
 @pytest.mark.long
 def test_text_is_that_of_the_command(
     trained: Path,
@@ -516,6 +527,7 @@ def test_all_files_of_the_package_are_shipped() -> None:
     assert others == shipped
 
 
+@pytest.mark.slow
 def test_the_page_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run its blocks one after the other; a block's output is that on the page."""
     page = (ROOT / "docs" / "config.md").read_text()

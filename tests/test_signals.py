@@ -107,6 +107,7 @@ def saved_step(job: Job) -> int:
     return step
 
 
+@pytest.mark.promise("signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_process_saves_and_the_next_start_goes_on(
     number: signal.Signals, tmp_path: Path, start: Start
@@ -128,6 +129,8 @@ def test_one_process_saves_and_the_next_start_goes_on(
         assert find_steps(job.folder / "checkpoint")[-1] > step
 
 
+@pytest.mark.promise("signals")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.long)])
 def test_the_launcher_passes_a_signal_on_and_waits(mode: str, tmp_path: Path, start: Start) -> None:
     """Saves follow one another closely, so that the signal falls into one or right beside it."""
@@ -141,6 +144,8 @@ def test_the_launcher_passes_a_signal_on_and_waits(mode: str, tmp_path: Path, st
     assert errors.count(f"stopped after step {step} of 1000000") == 1
 
 
+@pytest.mark.promise("signals")
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     job = Job(tmp_path, "--checkpoint.interval=1000000", ranks=2)
@@ -151,6 +156,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     assert f"stopped after step {saved_step(job)} of 1000000 by a signal (to 1 rank)" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_data_workers_live_on_when_the_whole_group_is_signalled(tmp_path: Path) -> None:
     job = Job(tmp_path, "--training.dataloader.num_workers=2", "--checkpoint.interval=1000000")
@@ -161,6 +167,7 @@ def test_data_workers_live_on_when_the_whole_group_is_signalled(tmp_path: Path) 
     saved_step(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.long
 def test_a_signal_during_set_up(ranks: int, tmp_path: Path) -> None:
@@ -173,6 +180,8 @@ def test_a_signal_during_set_up(ranks: int, tmp_path: Path) -> None:
     assert not find_steps(job.folder / "checkpoint") or "Saved" in job.log()
 
 
+@pytest.mark.promise("signals")
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, start: Start) -> None:
     """Without saving, though a step goes on and on."""
     job = start(tmp_path, "--training.callbacks=tests.own_faults:SleepsAfterStep3")
@@ -188,6 +197,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, start: Start) 
     assert "\x1b" not in errors  # no terminal
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_signals_to_launcher_and_ranks_are_one_request(tmp_path: Path) -> None:
     """As Slurm sends them, to every process of a step at once."""
@@ -200,6 +210,8 @@ def test_signals_to_launcher_and_ranks_are_one_request(tmp_path: Path) -> None:
     assert errors.count(f"stopped after step {saved_step(job)} of 1000000") == 1
 
 
+@pytest.mark.promise("signals")
+@pytest.mark.slow
 @pytest.mark.long
 def test_ranks_without_a_launcher_save_too(tmp_path: Path) -> None:
     """As srun starts them: each a task, each signalled."""
@@ -227,6 +239,8 @@ def test_ranks_without_a_launcher_save_too(tmp_path: Path) -> None:
     assert len(find_steps(tmp_path / "run" / "checkpoint")) == 1
 
 
+@pytest.mark.promise("exit-codes")
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(tmp_path: Path, start: Start) -> None:
     job = start(tmp_path, ranks=2)
     job.wait_for(STEP)
@@ -236,6 +250,8 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path, start: Start) -> None:
     assert "rank 1: -9" in errors
 
 
+@pytest.mark.promise("hangs")
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_job_whose_rank_hangs_ends_as_one_to_start_again(tmp_path: Path) -> None:
     job = Job(tmp_path, "--comm.train_timeout_seconds=3", ranks=2)
@@ -251,6 +267,8 @@ def test_a_job_whose_rank_hangs_ends_as_one_to_start_again(tmp_path: Path) -> No
     assert "Timed out" in errors
 
 
+@pytest.mark.promise("hangs")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "ranks", "source"),
     [(1, 1, "data workers (processes "), (0, 1, "own_faults.py"), (1, 2, "data workers (process")],
@@ -267,6 +285,8 @@ def test_data_that_never_come_end_the_run_with_who_owes_them(
     assert source in errors
 
 
+@pytest.mark.promise("hangs")
+@pytest.mark.slow
 @pytest.mark.long
 def test_validation_data_that_never_come_end_the_run(tmp_path: Path) -> None:
     name = "tests.own_faults:HangsHeldOut"
@@ -278,6 +298,8 @@ def test_validation_data_that_never_come_end_the_run(tmp_path: Path) -> None:
     assert "data workers (processes " in errors
 
 
+@pytest.mark.promise("signals")
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_signal_while_data_do_not_come_saves_the_step_before(
     workers: int, tmp_path: Path, start: Start
@@ -293,6 +315,8 @@ def test_a_signal_while_data_do_not_come_saves_the_step_before(
     assert f"stopped after step {step} of 1000000 by a signal" in errors
 
 
+@pytest.mark.promise("signals")
+@pytest.mark.slow
 def test_nothing_is_saved_where_checkpoints_are_off_and_it_says_so(
     tmp_path: Path, start: Start
 ) -> None:

@@ -146,6 +146,7 @@ def surface(section: str, folder: Path) -> Any:
 SECTIONS = ("settings", "exit codes", *JOBS)
 
 
+@pytest.mark.promise("surface")
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_surface_is_what_was_recorded(section: str, tmp_path: Path) -> None:
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))[section]

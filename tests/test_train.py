@@ -47,6 +47,8 @@ def train(*arguments: str, ranks: int = 1, **environ: str) -> subprocess.Complet
     return run([sys.executable, *launcher, "-m", "torchtitan.train", *arguments], **environ)
 
 
+@pytest.mark.promise("exit-codes")
+@pytest.mark.slow
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     done = train(*write_job(tmp_path), "--training.steps=3")
     assert done.returncode == 0, done.stderr
@@ -59,6 +61,8 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.promise("last-stage-loss")
+@pytest.mark.slow
 def test_two_ranks_show_the_picked_one_and_log_both(tmp_path: Path) -> None:
     done = train(*write_job(tmp_path), "--training.steps=2", ranks=2, LOG_RANK="1")
     assert done.returncode == 0, done.stderr
@@ -83,6 +87,8 @@ def losses(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     return [row["loss"] for row in read_rows(folder / "run")]
 
 
+@pytest.mark.promise("last-stage-loss")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
     schedule: str, losses: list[float], ranks: RankPool, tmp_path: Path
@@ -111,6 +117,7 @@ def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
             assert values == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.promise("exit-codes", "mistakes")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -134,6 +141,8 @@ def test_a_mistake_ends_in_its_message_and_code_2(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.promise("exit-codes")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -151,6 +160,8 @@ def test_own_code_does_not_end_a_run_as_if_it_were_done(
     assert "SystemExit" in said or "KeyboardInterrupt" in said
 
 
+@pytest.mark.promise("mistakes")
+@pytest.mark.slow
 def test_a_mistake_that_every_rank_meets_is_said_once(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     for arguments, message in (
@@ -163,6 +174,8 @@ def test_a_mistake_that_every_rank_meets_is_said_once(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.promise("not-finite", "exit-codes")
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_in_code_3(tmp_path: Path) -> None:
     done = train(*write_job(tmp_path), "--optimizer.lr=1e30", ranks=2)
     assert done.returncode == 3, done.stderr
@@ -225,6 +238,8 @@ def test_a_number_of_ranks_that_is_none_is_refused(ngpu: str) -> None:
     assert done.stderr == f"NGPU must be the number of ranks, 1 or more, got: {ngpu}\n"
 
 
+@pytest.mark.promise("readme")
+@pytest.mark.slow
 def test_run_train_uses_the_given_file_and_ranks(tmp_path: Path) -> None:
     arguments = write_job(tmp_path, TINY)
     environ = {
@@ -240,6 +255,7 @@ def test_run_train_uses_the_given_file_and_ranks(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "run")) == 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_that_there_is_nothing_to_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +301,8 @@ train.main_and_exit(sys.argv[2:])
 MANY_STEPS = ("--training.steps=1000000", "--lr_scheduler.total_steps=1000000")
 
 
+@pytest.mark.promise("exit-codes")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "code", "message", "times"),
     [
@@ -317,6 +335,7 @@ def test_help_is_no_fault() -> None:
     assert "--training.steps" in done.stdout
 
 
+@pytest.mark.promise("exit-codes")
 def test_a_fault_ends_the_process_though_a_save_hangs(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", PATCHED, "hang", *write_job(tmp_path)])
     assert done.returncode == 1
@@ -326,6 +345,7 @@ def test_a_fault_ends_the_process_though_a_save_hangs(tmp_path: Path) -> None:
         assert "Traceback" in text
 
 
+@pytest.mark.promise("exit-codes")
 def test_a_failed_save_does_not_hide_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", PATCHED, "nan", *write_job(tmp_path)])
     assert done.returncode == 3

@@ -201,6 +201,7 @@ def test_these_are_the_keys_that_name_code() -> None:
     }
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_a_tool_does_not_need_is_not_imported(
     tool: str, capsys: pytest.CaptureFixture[str], starts: list[dict[str, Any]]
@@ -216,6 +217,7 @@ def test_what_a_tool_does_not_need_is_not_imported(
     assert code == (2 if tool in STARTS_TRAINER else 0), said
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 @pytest.mark.parametrize(
     ("tool", "key"), [(tool, key) for tool, (_, _, needed) in TOOLS.items() for key in needed]
 )
@@ -288,6 +290,7 @@ def test_a_step_beside_the_users_own_module_is_read(tool: str) -> None:
     assert main([*words, "--trust_code"]) == 0
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 def test_python_asks_for_trust_too() -> None:
     store(RUN, {"model.name": evil("model.name")})
     with pytest.raises(UserError, match="trust_code"):
@@ -424,6 +427,7 @@ def test_no_tokenised_data_are_uploaded_where_settings_say(
     assert not Path("uploaded").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {
         "job.dump_folder": "outputs/own",

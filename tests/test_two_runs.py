@@ -70,6 +70,8 @@ def losses(folder: Path) -> list[float]:
 DETERMINISTIC = "--debug.deterministic=true"
 
 
+@pytest.mark.promise("same-bits")
+@pytest.mark.slow
 def test_runs_follow_one_another_also_after_one_that_failed(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first, failed, third = (
@@ -167,6 +169,8 @@ def make_folder(file: Path) -> None:
     file.mkdir()
 
 
+@pytest.mark.promise("mistakes")
+@pytest.mark.slow
 def test_a_run_folder_that_somebody_has_edited_ends_in_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

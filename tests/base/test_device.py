@@ -111,6 +111,7 @@ def test_other_devices_have_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_flops(CPU, dtype=torch.float32) is None
 
 
+@pytest.mark.slow
 def test_memory_peak_sees_an_allocation(warm_python: Path) -> None:
     """In a process of its own: a peak never falls, and other tests have theirs."""
     code = (

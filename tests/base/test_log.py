@@ -41,6 +41,7 @@ def _start(rank: int, *, folder: Path | None, log_rank: str | None = None, color
     init_logging(rank=rank, world_size=16, log_rank=log_rank, folder=folder, color=color)
 
 
+@pytest.mark.promise("last-stage-loss")
 @pytest.mark.parametrize(
     ("spec", "ranks"),
     [("0", {0}), ("0,7", {0, 7}), (" 3 , 5 ", {3, 5}), ("15", {15}), ("all", set(range(16)))],
@@ -61,6 +62,7 @@ def test_malformed_ranks_name_rule_value_and_remedy(spec: str) -> None:
     assert "LOG_RANK=0" in message
 
 
+@pytest.mark.promise("last-stage-loss")
 @pytest.mark.parametrize("log_rank", [None, "", "0", "0,9", "8", "all"])
 def test_console_shows_picked_global_ranks_and_files_have_all(
     log_rank: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -168,6 +170,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         _start(0, folder=tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_handlers_that_libraries_installed_are_silenced_unless_torch_logs_asks(
     warm_python: Path,
 ) -> None:

@@ -70,5 +70,6 @@ def test_data_of_an_unsupported_url(url: str, tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.promise("object-stores")
 def test_a_password_is_not_shown() -> None:
     assert "secret" not in refusal("checkpoint.folder", "ftp://me:secret@host/Z")

@@ -67,6 +67,7 @@ def train_smallest(job: list[str]) -> jobs.Result:
     return jobs.train(job)
 
 
+@pytest.mark.slow
 def test_two_ranks_start_from_the_weights_of_one(ranks: RankPool, tmp_path: Path) -> None:
     """In the format of either house; tests/test_goldens.py resumes them."""
     check_start(RUNS / "single", SMALLEST, ranks, tmp_path, train=train_smallest)

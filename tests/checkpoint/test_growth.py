@@ -30,6 +30,7 @@ def covariance(rows: Tensor) -> Tensor:
     return torch.cov(rows.T, correction=0)
 
 
+@pytest.mark.promise("new-rows")
 @pytest.mark.parametrize("center", [0.0, 0.7])
 def test_as_many_new_rows_have_mean_and_covariance_of_the_stored(
     center: float, tmp_path: Path

@@ -49,6 +49,8 @@ def holder(folder: Path) -> Iterator[BaseProcess]:
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.promise("one-run-per-folder")
+@pytest.mark.slow
 def test_a_folder_has_one_holder_until_that_one_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +86,8 @@ def test_a_file_system_without_locks_is_warned_of(
     assert naming(tmp_path, "No locks available").match(said)
 
 
+@pytest.mark.promise("one-run-per-folder")
+@pytest.mark.slow
 def test_a_second_run_is_refused_on_all_ranks_before_it_writes(
     ranks: RankPool, tmp_path: Path
 ) -> None:

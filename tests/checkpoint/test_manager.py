@@ -24,6 +24,7 @@ def steps(folder: Path) -> list[int]:
     return find_steps(folder / "run" / "checkpoint")
 
 
+@pytest.mark.promise("one-run-per-folder")
 @pytest.mark.parametrize(
     ("world", "settings", "expected"),
     [
@@ -41,6 +42,7 @@ def test_cadence_and_retention(
     assert steps(tmp_path) == expected
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_state_is_resumed(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), "--optimizer.name=SGD"]
     ranks.run(jobs.train, [*job, "--training.steps=1"], world=2)
@@ -48,6 +50,7 @@ def test_an_optimizer_without_state_is_resumed(ranks: RankPool, tmp_path: Path) 
     assert [row["step"] for row in result.rows] == [1, 2]
 
 
+@pytest.mark.slow
 def test_retention_that_cannot_delete_ends_no_run(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), "--checkpoint.interval=1", "--checkpoint.keep_latest_k=1"]
     assert ranks.run(fail_to_delete, [*job, "--training.steps=3"], world=1) == ["no error"]
@@ -78,6 +81,8 @@ def fail_in_the_background(job: list[str]) -> tuple[str, int]:
     return "no error", run.progress.step
 
 
+@pytest.mark.promise("kill-save")
+@pytest.mark.slow
 def test_what_a_dead_save_left_is_replaced(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), "--training.steps=2"]
     ranks.run(jobs.train, job, world=1)
@@ -95,6 +100,8 @@ def first_step(job: list[str]) -> int:
     return jobs.start(job).progress.step
 
 
+@pytest.mark.promise("intentions")
+@pytest.mark.slow
 def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -132,6 +139,7 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
     assert "[checkpoint] load_step" in message
 
 
+@pytest.mark.slow
 def test_commands_of_torchtitan_in_a_folder_with_steps(ranks: RankPool, tmp_path: Path) -> None:
     """A run that reached its end is trained for longer, and parts are left out, once."""
     toml = jobs.TINY.replace("total_steps = 20", "").replace("warmup_steps = 5", "warmup_steps = 1")
@@ -168,6 +176,7 @@ def test_commands_of_torchtitan_in_a_folder_with_steps(ranks: RankPool, tmp_path
     assert naming("lr_scheduler.total_steps", 4, 6).match(message)
 
 
+@pytest.mark.slow
 def test_an_export_has_a_type_of_its_own_and_is_read_in_the_jobs(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -183,6 +192,8 @@ def test_an_export_has_a_type_of_its_own_and_is_read_in_the_jobs(
     assert all(torch.equal(found.final[n], weights[n].float()) for n in weights)
 
 
+@pytest.mark.promise("kill-save")
+@pytest.mark.slow
 def test_damaged_newer_steps_come_before_none_of_ours(ranks: RankPool, tmp_path: Path) -> None:
     """They are passed over, and set aside by the first save, also if it is of a later step."""
     job = [*jobs.write_job(tmp_path), "--checkpoint.keep_latest_k=1"]
@@ -203,6 +214,8 @@ def test_damaged_newer_steps_come_before_none_of_ours(ranks: RankPool, tmp_path:
     assert verify(folder / "step-6", group=None) == []
 
 
+@pytest.mark.promise("kill-save")
+@pytest.mark.slow
 def test_a_failed_background_save_stops_all_ranks_at_the_same_step(
     ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def save(target: Path) -> None:
     write(target, {"model": Component(tensors=tensors)}, manifest={}, group=dist.group.WORLD)
 
 
+@pytest.mark.promise("interchange")
 def test_real_metadata_are_read_as_dcp_reads_them(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save, tmp_path / "step-1", world=3)
     ours = read_metadata(tmp_path / "step-1" / "model")
@@ -101,6 +102,7 @@ def rewrite(folder: Path, change: Callable[[Metadata], Any]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata if changed is None else changed))
 
 
+@pytest.mark.promise("interchange")
 def test_a_checkpoint_of_another_writer_is_read(folder: Path) -> None:
     assert torch.equal(read(folder), torch.ones(4))
 
@@ -134,6 +136,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_crafted_metadata_are_refused_and_nothing_runs(name: str, folder: Path) -> None:
     Path("payload.pt").write_bytes(pickle.dumps(Call(os.system, "touch run")))
@@ -143,6 +146,7 @@ def test_crafted_metadata_are_refused_and_nothing_runs(name: str, folder: Path) 
     assert not Path("run").exists()
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 @pytest.mark.parametrize("attack", [in_an_entry, in_the_planner_data, in_the_path])
 def test_the_attacks_are_real(attack: Callable[[Metadata], None], folder: Path) -> None:
     rewrite(folder, attack)
@@ -183,6 +187,7 @@ LASTING = {
 }
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 @pytest.mark.parametrize("what", LASTING)
 def test_a_pickle_changes_nothing_that_outlives_it(what: str, folder: Path) -> None:
     """Else later saves of this process could not be read."""
@@ -425,6 +430,7 @@ def test_ranks_without_a_part_of_a_tensor_leave_it_whole(ranks: RankPool, tmp_pa
     assert torch.equal(into["a"], torch.ones(2, 3))
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 def test_raw_bytes_are_never_loaded(folder: Path) -> None:
     def make_bytes(metadata: Metadata) -> None:
         metadata.state_dict_metadata["a"] = BytesStorageMetadata()
@@ -436,6 +442,7 @@ def test_raw_bytes_are_never_loaded(folder: Path) -> None:
     assert not Path("run").exists()
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 @pytest.mark.parametrize("protocol", ["zip", "bare pickle"])
 def test_a_crafted_payload_is_refused_and_nothing_runs(protocol: str, folder: Path) -> None:
     payload = folder / "__0_0.distcp"

@@ -81,6 +81,7 @@ def test_a_request_that_fails_twice_is_repeated(
     assert caplog.text.count("trying again") == 2
 
 
+@pytest.mark.promise("hangs")
 def test_patience_ends(faulty: Any) -> None:
     def fail(request: str, path: str) -> None:
         raise OSError("503 Slow Down")
@@ -113,6 +114,7 @@ def test_an_answer_that_is_cut_short_is_asked_for_again(faulty: Any, tmp_path: P
     assert next(cut, None) is None
 
 
+@pytest.mark.promise("flipped-byte")
 def test_bytes_that_arrive_changed_are_noticed(faulty: Any, tmp_path: Path) -> None:
     file, record = write_file(tmp_path)
     store = open_store()
@@ -180,6 +182,7 @@ def test_no_object_has_too_many_parts(size: int) -> None:
     assert size / part_size(size) <= 10_000
 
 
+@pytest.mark.slow
 def test_a_server_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "PART", 5 << 20)  # S3's least
     content = CONTENT * 120  # three parts

@@ -29,6 +29,8 @@ from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import load_config
 
+pytestmark = pytest.mark.slow
+
 ALONE = "faulty://bucket/run"
 
 
@@ -89,6 +91,8 @@ def open_store(url: str) -> objects.ObjectStore:
     return objects.ObjectStore(url, key="checkpoint.folder", patience_seconds=5)
 
 
+@pytest.mark.promise("kill-upload")
+@pytest.mark.slow(gate=["True-disabled"])
 @pytest.mark.parametrize(("own_disks", "mode"), [(False, "async"), (True, "disabled")])
 def test_a_run_resumes_from_the_store_alone(
     own_disks: bool, mode: str, runs: Runs, undisturbed: dict[int, list[str]], tmp_path: Path
@@ -131,6 +135,7 @@ def test_a_restart_fetches_only_what_the_disk_lost(
     assert states == undisturbed[1][2:3]
 
 
+@pytest.mark.promise("kill-upload")
 def test_an_upload_that_did_not_end_is_ended(runs: Runs, undisturbed: dict[int, list[str]]) -> None:
     on_two: dict[str, Any] = {"world": 2, "own_disks": True}
     runs.run(steps=2, **on_two)
@@ -159,6 +164,7 @@ def test_an_upload_that_nobody_can_end_is_removed(
     assert states == undisturbed[1][1:3]
 
 
+@pytest.mark.promise("kill-upload")
 def test_a_damaged_step_is_passed_over_and_set_aside(runs: Runs, tmp_path: Path) -> None:
     runs.run(steps=2)
     store = runs.store
@@ -187,6 +193,7 @@ def test_a_run_starts_from_another_in_a_store(
         shutil.rmtree(tmp_path / "other")
 
 
+@pytest.mark.promise("kill-upload")
 def test_two_runs_do_not_share_a_store(runs: Runs, ranks: RankPool) -> None:
     job = runs.job(2, f"folder={runs.url}")
     [message] = ranks.run(taken_over, runs.url, job, world=1)
@@ -208,6 +215,7 @@ def taken_over(url: str, job: list[str]) -> str:
         return jobs.failure(job)
 
 
+@pytest.mark.promise("kill-upload")
 def test_no_manifest_before_all_files(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), f"--checkpoint.folder={ALONE}", "--training.steps=2"]
     [(order, message)] = ranks.run(order_of_writes, job, world=1)
@@ -277,10 +285,12 @@ def commit_as_files_come(folder: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.promise("kill-upload")
 def test_what_is_not_there_is_not_committed(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(commit_as_files_come, tmp_path, world=1) == [[[], [], [1]]]
 
 
+@pytest.mark.promise("object-stores")
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/run", "s3://bucket/run?token=secret"])
 @pytest.mark.parametrize("key", ["folder", "initial_load_path"])
 def test_credentials_in_a_url_are_refused_unseen(key: str, url: str) -> None:

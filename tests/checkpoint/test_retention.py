@@ -49,6 +49,7 @@ def test_the_lowest_loss_comes_first_on_these_data_alone(
     assert "step-8" in warning
 
 
+@pytest.mark.promise("one-run-per-folder")
 @pytest.mark.parametrize(
     ("keep_latest", "best", "expected"),
     [(2, [], [1, 2, 3]), (2, [2], [1, 3]), (2, [5, 1], [2, 3]), (0, [2], []), (9, [], [])],

@@ -51,6 +51,7 @@ def test_what_was_written_is_read(ranks: RankPool, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-3"]  # no draft is left
 
 
+@pytest.mark.promise("interchange")
 def test_a_component_is_a_plain_dcp_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save, tmp_path / "step-3", world=2)
     dcp_to_torch_save(tmp_path / "step-3" / "model", tmp_path / "model.pt")
@@ -82,6 +83,7 @@ def save_on_a_full_disk(target: Path, full_rank: int) -> str:
     return "saved"
 
 
+@pytest.mark.promise("kill-save")
 @pytest.mark.parametrize("full_rank", [0, 1])
 def test_a_full_disk_leaves_the_earlier_checkpoint(
     full_rank: int, ranks: RankPool, tmp_path: Path
@@ -142,6 +144,7 @@ def save_again_and_fail_to_rename(target: Path) -> str:
         Path.rename = correct  # type: ignore[method-assign]
 
 
+@pytest.mark.promise("kill-save")
 def test_what_cannot_be_replaced_stays(ranks: RankPool, tmp_path: Path) -> None:
     [message] = ranks.run(save_again_and_fail_to_rename, tmp_path / "step-3", world=1)
     assert "step-3" in message
@@ -282,6 +285,7 @@ class Command:
         return os.system, (self.command,)
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 @pytest.mark.parametrize(
     "content",
     [

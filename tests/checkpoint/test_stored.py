@@ -239,6 +239,7 @@ def outcome(read: Callable[[bytes], Tensor], content: bytes) -> bytes | None:
     return str((tensor.dtype, tensor.shape)).encode() + bits(tensor).numpy().tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_damage_is_refused_or_read_as_torch_reads_it(
     opened: Callable[[bytes], StoredPiece],

@@ -72,6 +72,7 @@ def verify_and_find(folder: Path) -> tuple[list[str], Path | None]:
     return verify(folder / "step-9", group=dist.group.WORLD), found
 
 
+@pytest.mark.promise("flipped-byte")
 def test_a_whole_one_is_whole_and_its_digests_are_those_of_its_files(saved: Path) -> None:
     step = saved / "step-3"
     present = sorted(p.relative_to(step).as_posix() for p in step.rglob("*") if p.is_file())
@@ -83,6 +84,7 @@ def test_a_whole_one_is_whole_and_its_digests_are_those_of_its_files(saved: Path
         assert entry == {"size": len(content), "xxh3_128": digest}
 
 
+@pytest.mark.promise("flipped-byte")
 @pytest.mark.parametrize("name", FILES)
 def test_any_flipped_byte_of_any_file_is_found(name: str, folder: Path) -> None:
     path = folder / "step-3" / name
@@ -98,6 +100,7 @@ def test_any_flipped_byte_of_any_file_is_found(name: str, folder: Path) -> None:
     assert verify(folder / "step-3", group=None) == []
 
 
+@pytest.mark.promise("flipped-byte")
 def test_a_file_of_several_chunks_is_hashed_to_its_end(tmp_path: Path) -> None:
     content = random.Random(0).randbytes((5 << 20) // 2)
     (tmp_path / "file").write_bytes(content)
@@ -133,6 +136,7 @@ def flip(path: Path) -> str:
     return "{} is damaged: its checksum differs"
 
 
+@pytest.mark.promise("flipped-byte")
 @pytest.mark.parametrize("harm", [cut, grow, remove, flip])
 @pytest.mark.parametrize("name", ["manifest.json", "model/__1_0.distcp"])
 def test_all_ranks_name_what_is_wrong_and_take_the_newest_whole_step(
@@ -198,6 +202,7 @@ def test_no_checkpoint_is_none_and_no_whole_one_an_error(folder: Path, tmp_path:
         newest_valid_step(folder, group=None, verifies=True)
 
 
+@pytest.mark.promise("kill-save")
 def test_a_complete_draft_gets_the_name_that_a_kill_kept_from_it(folder: Path) -> None:
     """Killed while replacing step 9: the old one is put aside, the new one not yet named."""
     (folder / "step-9").rename(folder / ".step-9.deleted")
@@ -206,6 +211,7 @@ def test_a_complete_draft_gets_the_name_that_a_kill_kept_from_it(folder: Path) -
     assert sorted(p.name for p in folder.iterdir()) == ["step-3", "step-9"]
 
 
+@pytest.mark.promise("kill-save")
 def test_the_drafts_of_another_run_are_left_to_it(folder: Path) -> None:
     """It may be alive, right between the manifest and the rename."""
     (folder / "step-9").rename(folder / ".step-9.tmp")
@@ -213,6 +219,7 @@ def test_the_drafts_of_another_run_are_left_to_it(folder: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == [".step-9.tmp", "step-3", "step-6"]
 
 
+@pytest.mark.promise("kill-save")
 @pytest.mark.parametrize("harm", [cut, remove])
 def test_a_draft_that_is_not_complete_stays_one(harm: Callable[[Path], str], folder: Path) -> None:
     (folder / "step-9").rename(folder / ".step-9.tmp")
@@ -225,6 +232,7 @@ def save_at(folder: Path) -> None:
     save(folder / "step-12")
 
 
+@pytest.mark.promise("kill-save")
 def test_a_save_clears_what_dead_ones_left(folder: Path, ranks: RankPool) -> None:
     (folder / "step-6").rename(folder / ".step-6.deleted")
     (folder / "step-9").rename(folder / ".step-9.tmp")

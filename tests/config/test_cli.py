@@ -68,6 +68,7 @@ def test_lists_of_numbers(jobs: Jobs) -> None:
     assert one.training.dataset_weights == (2,)
 
 
+@pytest.mark.promise("settings")
 @pytest.mark.parametrize("words", [["a, b", "c"], ["a", "b", "c"], ["a,b,c"], ['["a", "b", "c"]']])
 def test_lists_of_names(words: list[str]) -> None:
     job = load_config(["--optimizer.frozen_params", *words])
@@ -116,6 +117,7 @@ def test_a_switch_before_another_option_is_true() -> None:
     assert (config.checkpoint.enable, config.training.steps) == (True, 3)
 
 
+@pytest.mark.promise("settings")
 @pytest.mark.parametrize(
     ("words", "mistakes"),
     [

@@ -67,6 +67,7 @@ def other_than(value: object) -> object:
     return "other"
 
 
+@pytest.mark.promise("old-names")
 def test_old_defaults_load_and_change_nothing() -> None:
     cases = [(path, default) for path, default in ALL if ".".join(path) not in OTHER_DEFAULTS]
     assert len(cases) > 150
@@ -105,6 +106,7 @@ def outcome(path: Path, default: object) -> str:
     return "arrived"
 
 
+@pytest.mark.promise("old-names")
 def test_any_other_value_arrives_or_is_refused_by_name_or_says_that_it_has_no_effect() -> None:
     wrong = {}
     outcomes: dict[str, int] = {"arrived": 0, "refused": 0, "off": 0}
@@ -132,6 +134,7 @@ def test_every_old_key_is_either_built_or_in_the_table_and_nothing_else_is() -> 
     assert {switch for switch, _ in THEIRS.switches.values()} <= known
 
 
+@pytest.mark.promise("old-names")
 def test_every_default_of_one_old_file_together() -> None:
     lines = []
     for name, table in KEYS_0_2.items():
@@ -143,6 +146,7 @@ def test_every_default_of_one_old_file_together() -> None:
     assert config.checkpoint.last_save_model_only is True
 
 
+@pytest.mark.promise("old-names")
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
@@ -169,6 +173,7 @@ def test_what_is_not_built_is_refused_with_what_to_do(text: str, remedy: str) ->
     assert remedy in mistake
 
 
+@pytest.mark.promise("old-names")
 @pytest.mark.parametrize(
     ("old", "value", "new"),
     [
@@ -239,6 +244,7 @@ def test_data_that_are_not_here_load_where_nothing_reads_them(
 FLOAT8_GATHER = "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true"
 
 
+@pytest.mark.promise("old-names")
 @pytest.mark.parametrize(
     ("text", "switch"),
     [
@@ -327,6 +333,7 @@ enable = true
 """
 
 
+@pytest.mark.promise("old-names")
 def test_a_file_for_torchtitan_is_told_what_means_something_else(
     jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:

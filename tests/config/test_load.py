@@ -80,6 +80,7 @@ def test_no_message_points_at_a_tokenizer_that_is_not_used(jobs: Jobs) -> None:
 # --- inheritance -------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("settings")
 def test_tables_merge_and_values_replace(jobs: Jobs) -> None:
     jobs.write("[training]\nsteps = 1\nseq_len = 1\nlocal_batch_size = 1", name="a/grand.toml")
     jobs.write(
@@ -132,6 +133,7 @@ def test_a_later_choice_of_files_replaces_an_earlier_one(
     assert not mixture or not training.dataset_weights
 
 
+@pytest.mark.promise("settings")
 @pytest.mark.parametrize(
     ("text", "options", "wanted"),
     [
@@ -151,6 +153,7 @@ def test_a_table_of_options_replaces_the_one_below_and_keys_of_the_command_line_
     assert not job.mistakes
 
 
+@pytest.mark.promise("settings")
 def test_the_command_line_wins(jobs: Jobs) -> None:
     assert jobs.load("[training]\nsteps = 7", "--training.steps", "8").training.steps == 8
 
@@ -396,6 +399,7 @@ def random_config(seed: int) -> Config:
     return Config(**parts[()])  # type: ignore[arg-type]
 
 
+@pytest.mark.promise("settings")
 @pytest.mark.parametrize("seed", range(60))
 def test_resolved_toml_loads_to_an_equal_config(jobs: Jobs, seed: int) -> None:
     config = random_config(seed)
@@ -405,6 +409,7 @@ def test_resolved_toml_loads_to_an_equal_config(jobs: Jobs, seed: int) -> None:
     assert to_toml(jobs.load(to_toml(config, only_changed=True))) == to_toml(config)
 
 
+@pytest.mark.promise("settings")
 @pytest.mark.parametrize("seed", range(20))
 def test_options_give_what_the_file_gives(seed: int) -> None:
     config = random_config(seed)

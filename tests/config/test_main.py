@@ -23,6 +23,7 @@ TO_BE_GIVEN = {
 }
 
 
+@pytest.mark.promise("settings")
 def test_it_prints_what_loads_again(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.write("[training]\nsteps = 7")
     assert main(["--job.config_file", "job.toml", "--training.seq_len", "64"]) == 0
@@ -51,6 +52,8 @@ def test_a_name_of_torchtitan_is_accepted_and_told(
     ]
 
 
+@pytest.mark.promise("mistakes")
+@pytest.mark.slow
 def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_code(
     tmp_path: Path,
 ) -> None:
@@ -87,6 +90,7 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
     return code, printed.out, printed.err
 
 
+@pytest.mark.promise("mistakes")
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -153,6 +157,7 @@ def test_it_refuses_what_a_start_would(
     assert all(part in err for part in parts), err
 
 
+@pytest.mark.promise("mistakes")
 @pytest.mark.parametrize(
     "options",
     [
@@ -209,6 +214,7 @@ def test_there_are_job_files() -> None:
     assert names >= {"debug_model", *(f"llama3_{size}" for size in sizes)}
 
 
+@pytest.mark.promise("settings")
 @pytest.mark.parametrize("path", TRAIN_CONFIGS, ids=lambda path: path.stem)
 def test_every_job_file_loads_without_old_names(
     path: Path, caplog: pytest.LogCaptureFixture

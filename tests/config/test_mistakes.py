@@ -35,6 +35,7 @@ def test_empty_known_tables_load(text: str) -> None:
     assert loaded(text).checked() == Config()
 
 
+@pytest.mark.promise("settings")
 @pytest.mark.parametrize(
     ("section", "line"),
     [
@@ -70,6 +71,7 @@ def test_a_long_value_is_cut_short(jobs: Jobs) -> None:
     assert "x ...: " in mistake
 
 
+@pytest.mark.promise("mistakes")
 def test_all_mistakes_come_together(jobs: Jobs) -> None:
     jobs.write("[modle]\nname = 1\n[optimizer]\nlr = -1.0", name="base.toml")
     found = jobs.mistakes(

@@ -34,6 +34,7 @@ def test_equal_jobs_do_not_differ(jobs: Jobs) -> None:
     assert differences(jobs) == []
 
 
+@pytest.mark.promise("intentions")
 @pytest.mark.parametrize(
     "options",
     [
@@ -57,6 +58,7 @@ def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:
     assert differences(jobs, *options) == []
 
 
+@pytest.mark.promise("intentions")
 @pytest.mark.parametrize(
     ("options", "difference"),
     [
@@ -119,6 +121,7 @@ def test_the_global_batch_that_results_is_what_counts(jobs: Jobs) -> None:
     assert found == "training.global_batch_size: stored 16, now 8 (4 on each of 2 ranks)"
 
 
+@pytest.mark.promise("learning-rate")
 def test_more_steps_bend_the_curve_unless_the_total_is_pinned(jobs: Jobs) -> None:
     [found] = differences(jobs, "--training.steps=200")
     assert found == "lr_scheduler.total_steps: stored 100, now 200 (from training.steps)"

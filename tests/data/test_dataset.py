@@ -37,6 +37,7 @@ def cuts(tokens: list[int]) -> list[tuple[int, ...]]:
     return [tuple(tokens[start : start + SEQ_LEN + 1]) for start in starts]
 
 
+@pytest.mark.promise("mixtures")
 def test_samples_are_cut_across_documents(tmp_path: Path) -> None:
     paths = write_texts(tmp_path / "texts", TEXTS)
     dataset = dataset_of(tmp_path, dataset_path=paths, num_epochs=2)
@@ -51,6 +52,7 @@ def test_samples_are_cut_across_documents(tmp_path: Path) -> None:
     assert first != expected
 
 
+@pytest.mark.promise("mixtures")
 @pytest.mark.parametrize("num_tokens", [SEQ_LEN + 1, 2 * SEQ_LEN, 2 * SEQ_LEN + 1])
 def test_the_last_whole_sample_is_used(tmp_path: Path, num_tokens: int) -> None:
     paths = write_texts(tmp_path / "texts", {"a.txt": "x" * (num_tokens - 1)})
@@ -64,6 +66,7 @@ def test_too_few_tokens(tmp_path: Path) -> None:
         dataset_of(tmp_path, dataset_path=paths)
 
 
+@pytest.mark.promise("mixtures")
 def test_order_does_not_depend_on_the_number_of_epochs(tmp_path: Path) -> None:
     datasets = [dataset_of(tmp_path, num_epochs=n) for n in (1, 5, None)]
     orders = [[hash_tokens(dataset[k]["tokens"]) for k in range(100)] for dataset in datasets]
@@ -79,6 +82,7 @@ def test_seeds_change_the_order_alone(tmp_path: Path) -> None:
     assert sorted(orders[0]) == sorted(orders[1])
 
 
+@pytest.mark.promise("mixtures")
 def test_weights(tmp_path: Path) -> None:
     texts = {"a.txt": "a" * 999, "b.txt": "b" * 2999}
     paths = write_texts(tmp_path / "texts", texts)
@@ -135,6 +139,7 @@ def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
         dataset_of(tmp_path, dataset_path=[str(tmp_path / "store")])
 
 
+@pytest.mark.promise("mixtures", "other-data")
 def test_fingerprint_tells_what_changed(tmp_path: Path) -> None:
     def fingerprint(**settings: object) -> dict[str, str]:
         return dataset_of(tmp_path, **settings).fingerprint  # type: ignore[arg-type]
@@ -157,6 +162,7 @@ def test_fingerprint_tells_what_changed(tmp_path: Path) -> None:
     assert [key for key in base if changes[key] != base[key]] == ["data", "tokenizer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["python_stdlib", "synthetic"])
 def test_built_in_data(tmp_path: Path, name: str) -> None:
     job = training(tmp_path, dataset=name, seq_len=256)

@@ -51,6 +51,7 @@ def test_a_store_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_boundaries(pickle.loads(pickle.dumps(store)), lengths)
 
 
+@pytest.mark.promise("token-stores")
 @pytest.mark.parametrize("code", [1, 4, 5, 8])
 def test_a_store_of_megatrons(tmp_path: Path, code: int) -> None:
     """Several sequences to a document, and documents without one, at the end too."""
@@ -79,6 +80,7 @@ def dataset(tmp_path: Path, attention: str = "block_causal", positions: bool = T
     return dataset_of(tmp_path, dataset_path=paths, num_epochs=1, **how)
 
 
+@pytest.mark.promise("documents")
 @pytest.mark.parametrize(("attention", "positions"), EACH)
 def test_lengths_and_labels_of_samples(tmp_path: Path, attention: str, positions: bool) -> None:
     stream = [i for text in TEXTS for i in [*text.encode(), 257]]
@@ -147,6 +149,7 @@ def test_a_batch_holds_the_lengths_of_all_its_samples(tmp_path: Path, num_worker
         assert batch["document_lengths"].tolist() == torch.cat(lengths).tolist()
 
 
+@pytest.mark.promise("no-square")
 def test_no_memory_grows_with_the_square(tmp_path: Path) -> None:
     """Of what Python and numpy take, to make a batch: far less than S squared / 64 bytes."""
     seq_len = 20_000

@@ -84,6 +84,7 @@ def read(file: Path, *, key: str = "text", template: str | None = None) -> list[
     return [piece.text for piece in pieces]
 
 
+@pytest.mark.promise("token-stores")
 def test_rows_of_any_format_are_the_same_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_rows_of_any_format_are_the_same_store(
     assert read(file, template="{title}: {{{text}}}")[0] == "{0}: {" + TEXTS[0] + "}"
 
 
+@pytest.mark.promise("token-stores")
 def test_a_dataset_saved_by_datasets(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_list(ROWS)
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
@@ -125,6 +127,7 @@ def test_a_dataset_saved_by_datasets(tmp_path: Path) -> None:
 WIDE = [{"text": "a" * 4000, "more": str(i) * 4000} for i in range(3000)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
 def test_memory_is_bounded(tmp_path: Path, name: str) -> None:
     made = {

@@ -42,6 +42,7 @@ def stream(tmp_path: Path, **settings: Any) -> MapSamples:
     )
 
 
+@pytest.mark.promise("streams")
 def test_its_samples_are_those_of_the_text(tmp_path: Path, files: list[str]) -> None:
     stored = dataset_of(tmp_path, dataset_path=files).sources[0]
     streamed = stream(tmp_path, name="json", data_files=tuple(files))
@@ -52,6 +53,7 @@ def test_its_samples_are_those_of_the_text(tmp_path: Path, files: list[str]) -> 
     assert len(again["tokens"]) == SEQ_LEN
 
 
+@pytest.mark.promise("streams")
 @pytest.mark.parametrize("before", [1, 7, 20])
 def test_it_goes_on_exactly_on_other_ranks(before: int, tmp_path: Path, files: list[str]) -> None:
     settings = {"name": "json", "data_files": tuple(files)}

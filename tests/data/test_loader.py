@@ -41,6 +41,7 @@ def steps_of(loader: Loader) -> list[Rows]:
     return steps
 
 
+@pytest.mark.promise("data-order")
 def test_one_rank_gets_the_global_order(dataset: Dataset) -> None:
     loader = loader_of(dataset, batch=4, accumulation=3)
     step = next(loader)
@@ -49,6 +50,7 @@ def test_one_rank_gets_the_global_order(dataset: Dataset) -> None:
     assert rows(step) + rows(next(loader)) == in_order(dataset, 24)
 
 
+@pytest.mark.promise("data-order")
 @pytest.mark.parametrize(
     ("degree", "batch", "accumulation"), [(2, 4, 1), (4, 2, 1), (1, 2, 4), (2, 1, 4), (8, 1, 1)]
 )
@@ -70,6 +72,7 @@ def test_a_step_is_the_same_samples_in_every_layout(
         assert sorted(share) == sorted(step)
 
 
+@pytest.mark.promise("data-order")
 def test_microbatches_do_not_depend_on_the_degree(dataset: Dataset) -> None:
     """4 accumulated on one rank are the 2 + 2 of two ranks: sums over microbatches stay alike."""
     alone = next(loader_of(dataset, accumulation=4))
@@ -78,6 +81,7 @@ def test_microbatches_do_not_depend_on_the_degree(dataset: Dataset) -> None:
         assert torch.equal(batch["tokens"], pair[number % 2][number // 2]["tokens"])
 
 
+@pytest.mark.promise("mixtures")
 def test_the_end_is_the_last_whole_global_batch(dataset: Dataset) -> None:
     assert dataset.num_samples is not None
     loader = loader_of(dataset, batch=10)
@@ -90,6 +94,7 @@ def test_the_end_is_the_last_whole_global_batch(dataset: Dataset) -> None:
     assert len(list(whole)) == 1
 
 
+@pytest.mark.promise("resume-elsewhere")
 @pytest.mark.parametrize(("num_workers", "stop"), [(0, 0), (2, 5)])
 def test_resume_continues_with_the_next_sample(
     dataset: Dataset, num_workers: int, stop: int
@@ -107,6 +112,7 @@ def test_resume_continues_with_the_next_sample(
     assert before + steps_of(second) == everything
 
 
+@pytest.mark.promise("resume-elsewhere")
 def test_resume_into_another_layout(dataset: Dataset) -> None:
     expected = in_order(dataset, 3 * 6 + 2 * 8)
     first = loader_of(dataset, batch=3, accumulation=2)
@@ -120,6 +126,7 @@ def test_resume_into_another_layout(dataset: Dataset) -> None:
     assert rows(next(loader_of(dataset, position=18))) == expected[18:20]
 
 
+@pytest.mark.promise("data-order")
 def test_workers_change_nothing_and_end(dataset: Dataset) -> None:
     expected = steps_of(loader_of(dataset, batch=7, accumulation=2))
     loader = loader_of(
@@ -161,6 +168,7 @@ def read_and_leave(folder: Path) -> None:
 kept: list[Loader] = []
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_not_closed_does_not_keep_its_process(tmp_path: Path) -> None:
     start_server()
     context = multiprocessing.get_context("forkserver")
@@ -170,6 +178,7 @@ def test_a_loader_that_is_not_closed_does_not_keep_its_process(tmp_path: Path) -
     assert process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
     start_server()
     ours, theirs = multiprocessing.Pipe()
@@ -196,6 +205,7 @@ def test_epochs_reshuffle(tmp_path: Path) -> None:
     assert sorted(first) == sorted(second) == sorted(third)
 
 
+@pytest.mark.promise("other-data")
 def test_other_data_is_refused(tmp_path: Path, dataset: Dataset) -> None:
     state = loader_of(dataset, position=7).state_dict()
     other = loader_of(dataset_of(tmp_path, seed=3, seq_len=8, num_epochs=1), position=5)

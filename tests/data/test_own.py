@@ -86,6 +86,7 @@ def steps(loader: Loader, number: int) -> list[list[tuple[int, ...]]]:
     return [rows(next(loader)) for _ in range(number)]
 
 
+@pytest.mark.promise("nobody-forks")
 @pytest.mark.parametrize("name", ["Indexed", "Endless", "Stream"])
 def test_ranks_share_the_samples_of_one(name: str, tmp_path: Path) -> None:
     alone = steps(loader_of(build(name, tmp_path), batch=2, accumulation=2), 9)
@@ -96,6 +97,7 @@ def test_ranks_share_the_samples_of_one(name: str, tmp_path: Path) -> None:
     assert [one + other for one, other in zip(*ranks, strict=True)] == alone
 
 
+@pytest.mark.promise("streams")
 @pytest.mark.parametrize("name", ["Indexed", "Endless", "Stream"])
 def test_a_run_goes_on_with_the_next_sample_on_other_ranks(name: str, tmp_path: Path) -> None:
     straight = steps(loader_of(build(name, tmp_path), batch=4), 9)
@@ -264,6 +266,7 @@ def test_memory_that_is_filled_again_makes_other_samples(tmp_path: Path) -> None
     assert reused == plain
 
 
+@pytest.mark.promise("streams")
 def test_streams_that_cannot_resume(tmp_path: Path, others: ModuleType) -> None:
     """No samples; states that are no JSON, or that JSON changes; one that counts after its yield,
     where its state is asked for before; one whose state stands still."""
@@ -342,6 +345,7 @@ class Raw:
         return raw
 
 
+@pytest.mark.promise("streams")
 @pytest.mark.parametrize("position", range(8))
 def test_a_stream_resumes_anywhere_also_at_the_end_of_a_pass(position: int) -> None:
     def stream() -> CustomStream:

@@ -38,6 +38,7 @@ def entries(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
 
 
+@pytest.mark.promise("token-stores")
 @pytest.mark.parametrize("name", ["byte", "bpe_2048"])
 def test_tokens_are_the_documents_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -65,6 +66,7 @@ class CountingTokenizer(ByteTokenizer):
         return super().encode_batch(texts)
 
 
+@pytest.mark.promise("token-stores")
 def test_tokenised_once_and_again_after_a_change(tmp_path: Path) -> None:
     tokenizer, cache = CountingTokenizer(), tmp_path / "cache"
     corpus = corpus_of(tmp_path / "texts", ["one", "two"])
@@ -116,6 +118,7 @@ def test_a_fault_leaves_nothing(tmp_path: Path) -> None:
     assert entries(tmp_path / "cache") == []
 
 
+@pytest.mark.promise("token-stores")
 def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     corpus = corpus_of(tmp_path / "texts", ["one", "two"])
@@ -176,6 +179,7 @@ def build_in_process(cache: str, notes: str, start: str) -> tuple[int, str]:
     return store.num_tokens, store.content_hash()
 
 
+@pytest.mark.slow
 def test_processes_build_once_and_wait(tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("cache", "notes", "start")]
     for folder in folders:

@@ -49,6 +49,7 @@ def prepare(corpus: FileCorpus, prefix: Path, num_workers: int) -> Summary:
     return prepare_files(corpus, prefix=str(prefix), tokenizer_path=NAME, num_workers=num_workers)
 
 
+@pytest.mark.promise("token-stores")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_store_is_that_of_one_reader(tmp_path: Path, num_workers: int) -> None:
     corpus, tokenizer = corpus_of(tmp_path / "texts"), build_tokenizer(NAME)
@@ -145,6 +146,7 @@ def test_what_waits_is_not_begun_when_stopped(
     assert f"{tmp_path}/store.parts" in caplog.text
 
 
+@pytest.mark.slow
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     paths = write_texts(tmp_path, {f"{i}.txt": f"{i} words " * 3_000_000 for i in range(2)})
     script = [sys.executable, "-m", "torchtitan", "prepare", str(tmp_path / "store")]

@@ -19,6 +19,7 @@ def order(n: int, *, seed: int = 0, epoch: int = 0, source: int = 0) -> list[int
     return [permutation[i] for i in range(n)]
 
 
+@pytest.mark.promise("mixtures")
 @pytest.mark.parametrize("n", [*range(1, 40), 63, 64, 65, 99, 100, 101, 255, 256, 257, 1000, 4567])
 def test_each_number_once(n: int) -> None:
     for seed in range(3):
@@ -31,6 +32,7 @@ def test_seed_epoch_and_source_each_change_the_order() -> None:
     assert order(100) == orders[0]
 
 
+@pytest.mark.promise("mixtures")
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_every_order_is_as_likely(n: int) -> None:
     num_orders = math.factorial(n)
@@ -62,6 +64,7 @@ def test_orders_of_seeds_and_epochs_are_uncorrelated() -> None:
     assert np.abs(correlations).max() < 4.5 / math.sqrt(n)
 
 
+@pytest.mark.promise("mixtures")
 def test_huge_permutations_take_no_memory() -> None:
     tracemalloc.start()
     permutation = Permutation(10**15, seed=0, epoch=0, source=0)
@@ -85,6 +88,7 @@ WEIGHTS = [
 ]
 
 
+@pytest.mark.promise("mixtures")
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_mixtures_keep_their_weights_in_every_prefix(weights: tuple[float, ...]) -> None:
     mixture = Mixture(weights)
@@ -101,6 +105,7 @@ def test_mixtures_keep_their_weights_in_every_prefix(weights: tuple[float, ...])
             assert abs(drawn[source] - (k + 1) * weight / sum(exact)) < limit
 
 
+@pytest.mark.promise("mixtures")
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_exhaustion_is_the_first_time(weights: tuple[float, ...]) -> None:
     mixture = Mixture(weights)
@@ -117,6 +122,7 @@ def test_a_share_so_small_that_it_is_never_exhausted() -> None:
     assert mixture.exhausted_after(1, num_samples=5) == 5 + (mixture[0].source == 0)
 
 
+@pytest.mark.promise("mixtures")
 def test_far_samples_are_as_exact_as_near_ones() -> None:
     mixture = Mixture((0.7, 0.3))
     for k in (10**15, 10**15 + 1, 10**15 + 9):

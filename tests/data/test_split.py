@@ -81,6 +81,7 @@ def assert_same_samples(ours: Any, theirs: Any) -> None:
         assert all(torch.equal(sample[key], expected[key]) for key in expected)
 
 
+@pytest.mark.promise("validation")
 @BOTH
 @pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
 def test_the_samples_are_those_of_the_documents_alone(
@@ -120,6 +121,7 @@ def test_of_several_stores_and_kinds(tmp_path: Path, side: Holdout) -> None:
     assert_same_samples(pickle.loads(copy), alone)
 
 
+@pytest.mark.promise("validation")
 def test_no_held_out_document_in_a_mixture(tmp_path: Path) -> None:
     """Over several epochs of weighted sources, document by document; the others are all there."""
     paths = [write(tmp_path / f"{i}.jsonl", TEXTS[i : i + 50]) for i in (0, 50, 100)]
@@ -139,6 +141,7 @@ def test_no_held_out_document_in_a_mixture(tmp_path: Path) -> None:
     assert documents_of(held_out) == [text for text in TEXTS if is_held_out(text)]
 
 
+@pytest.mark.promise("validation")
 def test_added_documents_move_none(tmp_path: Path) -> None:
     def held_out(texts: list[str], *more: str) -> list[str]:
         path = write(tmp_path / f"{len(texts)}.jsonl", texts)
@@ -161,6 +164,7 @@ def test_a_larger_fraction_holds_out_the_same_and_more(tmp_path: Path) -> None:
     assert [round(len(held_out) / len(TEXTS), 1) for held_out in found] == [0.1, 0.2, 0.7]
 
 
+@pytest.mark.promise("validation")
 def test_copies_are_on_one_side(tmp_path: Path) -> None:
     """In a file twice, in a store of another type, and in one without end tokens."""
     for code, end in ((4, []), (8, [END])):

@@ -61,6 +61,7 @@ def read_by_hand(prefix: Path) -> tuple[int, list[list[list[int]]]]:
 DOCUMENTS = [[[1, 2, 3]], [[4]], [[5, 6], [7, 100]]]
 
 
+@pytest.mark.promise("token-stores")
 @pytest.mark.parametrize("code", LETTERS)
 @pytest.mark.parametrize("modes", [False, True])
 def test_reads_what_others_write(tmp_path: Path, code: int, modes: bool) -> None:
@@ -72,6 +73,7 @@ def test_reads_what_others_write(tmp_path: Path, code: int, modes: bool) -> None
     assert (store.num_tokens, store.num_documents) == (8, 3)
 
 
+@pytest.mark.promise("token-stores")
 @pytest.mark.parametrize(("vocab_size", "code"), [(2**16, 8), (2**16 + 1, 4), (2**31 + 1, 5)])
 def test_others_read_what_is_written(tmp_path: Path, vocab_size: int, code: int) -> None:
     rng = np.random.default_rng(0)
@@ -107,6 +109,7 @@ def test_long_documents_and_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert joined == [[i] * length for i, length in enumerate(lengths)]
 
 
+@pytest.mark.promise("token-stores")
 def test_an_interrupted_writer_leaves_the_old_store(tmp_path: Path) -> None:
     write_by_hand(tmp_path / "kept", DOCUMENTS, code=8)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -162,6 +165,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.promise("token-stores")
 @pytest.mark.parametrize("chunk", [1, 2, store_module.CHUNK])
 def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(store_module, "CHUNK", chunk)

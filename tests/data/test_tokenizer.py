@@ -37,6 +37,7 @@ SAMPLES = [
 BUILT_INS = ["byte", "bpe_2048"]
 
 
+@pytest.mark.promise("tokenizers")
 @pytest.mark.parametrize("name", BUILT_INS)
 def test_round_trip(name: str) -> None:
     tokenizer = build_tokenizer(name)
@@ -58,6 +59,7 @@ def test_byte_ids_are_the_bytes() -> None:
     assert build_tokenizer("byte").encode("aé") == [97, 0xC3, 0xA9]
 
 
+@pytest.mark.promise("tokenizers")
 def test_tiktoken_ids_are_those_of_tiktoken_itself() -> None:
     lines = map(bytes.split, BUILT_IN["bpe_2048"].read_bytes().splitlines())
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
@@ -78,6 +80,7 @@ def llama3_file(path: Path) -> Path:
     return path
 
 
+@pytest.mark.promise("tokenizers")
 def test_llama3_special_tokens(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(str(llama3_file(tmp_path / "tokenizer.model")))
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (128_256, 128_001)
@@ -143,6 +146,7 @@ def test_vocabulary_must_fit_the_model() -> None:
         check_vocabulary(ByteTokenizer(), model_vocab_size=257)
 
 
+@pytest.mark.promise("tokenizers")
 def test_long_texts_get_the_ids_of_the_whole() -> None:
     tokenizer = build_tokenizer("bpe_2048")
     text = "".join(f"def f{i}(x):\n\n    return {i} + x\n\n\n" for i in range(12_000))
@@ -208,6 +212,7 @@ def hf_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.promise("tokenizers")
 def test_hugging_face(hf_folder: Path) -> None:
     tokenizer = build_tokenizer(str(hf_folder))
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (259, 258)
@@ -220,6 +225,7 @@ def test_hugging_face(hf_folder: Path) -> None:
     tokenizer.decode([10**6, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "encodes_pieces"),
     [
@@ -292,6 +298,7 @@ def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> N
     assert tokenizer.fingerprint != by_name.fingerprint
 
 
+@pytest.mark.promise("tokenizers")
 def test_hugging_face_tokens_stated_beside_the_tokenizer(hf_folder: Path) -> None:
     stated = {"259": {"content": "<|end|>", "special": True}, "257": {"content": "<stop>"}}
     config = {"eos_token": "<|end|>", "added_tokens_decoder": stated}
@@ -334,6 +341,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.promise("no-code-from-data")
 @pytest.mark.parametrize("damage", BROKEN)
 def test_hugging_face_damaged(hf_folder: Path, damage: Callable[[Path], object]) -> None:
     damage(hf_folder)

@@ -155,6 +155,8 @@ def test_no_secret_is_shown(faulty: Any, tmp_path: Path, monkeypatch: pytest.Mon
     assert "0123" not in str(error.value)
 
 
+@pytest.mark.promise("object-stores")
+@pytest.mark.slow
 def test_ranks_train_on_a_bucket_as_on_files(ranks: RankPool, tmp_path: Path) -> None:
     """The bucket is a folder; tests/checkpoint/test_objects.py has a server of S3."""
     text = "".join(f"line {number} of a text\n" for number in range(3000))

@@ -14,6 +14,7 @@ from torchtitan.data.padding import PadToBatch
 from torchtitan.data.synthetic import SyntheticCorpus
 
 
+@pytest.mark.promise("validation")
 @pytest.mark.parametrize(("degree", "batch"), [(1, 4), (3, 2), (2, 5), (7, 90)])
 def test_every_sample_once_on_any_ranks(degree: int, batch: int, tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, num_epochs=1, attn_mask_type="block_causal")

@@ -83,6 +83,8 @@ def train(job: list[str]) -> tuple[str, Counter[str]]:
     return jobs.hash_state(run), mode.calls
 
 
+@pytest.mark.promise("compile")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_bit_changes_and_only_so_much_is_repeated(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path

@@ -24,6 +24,8 @@ from torchtitan.optim import balance as module
 from torchtitan.optim.balance import Balance
 from torchtitan.trainer import Run, Trainer
 
+pytestmark = pytest.mark.slow
+
 SAVED = (EXPERTS, *ROUTERS, "--training.seq_len=40", "--training.steps=4")
 BALANCED = (*SAVED, jobs.UNSAVED)
 COUNTS = "router.last_counts"
@@ -44,6 +46,7 @@ def trained(what: str, on_one_device: OneDevice) -> pj.Trained:
     return result
 
 
+@pytest.mark.promise("balance")
 def test_the_reference_is_balanced(on_one_device: OneDevice) -> None:
     """Biases and losses matter in the reference of test_matrix.py."""
     found = trained("balanced", on_one_device)
@@ -59,6 +62,7 @@ def test_the_reference_is_balanced(on_one_device: OneDevice) -> None:
     assert (ours - theirs).norm() > 0.1 * ours.norm()
 
 
+@pytest.mark.promise("balance")
 def test_what_only_fills_samples_up_is_not_counted(on_one_device: OneDevice) -> None:
     found = trained("balanced, padding", on_one_device)
     data: list[Tensor] = on_one_device(lengths, *WHAT["balanced, padding"].options(Path()))
@@ -70,6 +74,7 @@ def test_what_only_fills_samples_up_is_not_counted(on_one_device: OneDevice) -> 
     ]
 
 
+@pytest.mark.promise("balance")
 @pytest.mark.long
 def test_recomputed_choices_are_counted_once(on_one_device: OneDevice) -> None:
     options = (*WHAT["balanced"].options(Path()), *HOW["recomputed"])
@@ -118,6 +123,7 @@ def begin(job: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return _biases(run), run.balance.state()
 
 
+@pytest.mark.promise("balance")
 def test_biases_and_counts_load_into_other_layouts(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
@@ -140,6 +146,7 @@ def test_biases_and_counts_load_into_other_layouts(
 # --- what must not change the balance
 
 
+@pytest.mark.promise("balance")
 def test_biases_stay_float32(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *BALANCED]
     job += ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"]
@@ -186,6 +193,7 @@ def train_into_a_bad_step(job: list[str], bad: int) -> tuple[dict[str, Tensor], 
     return _biases(runs[0]), runs[0].balance.state()
 
 
+@pytest.mark.promise("not-finite")
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_a_step_that_is_not_taken_moves_nothing(
     implementation: str, ranks: RankPool, tmp_path: Path, cache: Path

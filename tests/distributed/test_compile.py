@@ -28,6 +28,8 @@ from tests.distributed.pipeline_jobs import (
 )
 from tests.distributed.rank_pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 UNCLIPPED = ("--training.max_norm=inf", "--training.steps=2", "--training.local_batch_size=8")
 AOT_EAGER = ("--compile.enable", "--compile.backend=aot_eager")
 TP2 = "--parallelism.tensor_parallel_degree=2"
@@ -94,6 +96,7 @@ def job(tmp_path: Path, cache: Path) -> list[str]:
     return [*jobs.write_job(tmp_path, TINY8, cache=cache), *UNCLIPPED, jobs.UNSAVED]
 
 
+@pytest.mark.promise("mixes", "compile")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_same_model_from_one_code(
     name: str, ranks: RankPool, job: list[str], plain: Trained
@@ -105,6 +108,7 @@ def test_the_same_model_from_one_code(
     assert {(result.graphs, result.breaks) for result in results} == {(1, 0)}
 
 
+@pytest.mark.promise("compile")
 def test_documents_change_with_each_batch_and_compile_nothing(
     ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
@@ -156,6 +160,7 @@ def train_anew(
         pool.close()
 
 
+@pytest.mark.promise("compile")
 @pytest.mark.timeout(600)
 @pytest.mark.long
 def test_inductor_trains_the_same_and_later_starts_compile_nothing(

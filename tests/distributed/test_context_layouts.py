@@ -22,6 +22,8 @@ from torchtitan.models.decoder import Block
 from torchtitan.optim.loss import IGNORE_INDEX
 from torchtitan.parallel.context import attention as context_attention
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS = 2
 BASE = (
     "--model.flavor=tiny8",
@@ -59,6 +61,7 @@ def train_on_the_second_half(job: list[str]) -> pj.Trained:
         return pj.train(job)
 
 
+@pytest.mark.promise("cp", "loss")
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 def test_a_rank_whose_labels_are_all_masked(
     method: str, ranks: RankPool, job: list[str], on_one_device: OneDevice

@@ -139,6 +139,8 @@ def each_alone() -> dict[str, list[Figures]]:
     return alone()
 
 
+@pytest.mark.promise("documents")
+@pytest.mark.slow(gate=["pp 2"])
 @pytest.mark.parametrize("layout", ALONE)
 def test_as_if_each_document_were_alone(
     layout: str,
@@ -186,6 +188,7 @@ def first_steps(arguments: list[list[str]]) -> list[dict[str, float]]:
     return [pj.train(job).rows[0] for job in arguments]
 
 
+@pytest.mark.promise("documents")
 def test_the_two_settings_are_independent(
     ranks: RankPool, tmp_path: Path, cache: Path, arguments: list[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +13,8 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import CONTINUE
 from tests.finetune.chats import write_lines
 from torchtitan.data.sample_log import hash_tokens
+
+pytestmark = pytest.mark.slow
 
 BATCH = ("--training.local_batch_size=2", "--training.global_batch_size=12")
 LOGGED = "--debug.log_sample_hashes=true"
@@ -31,6 +35,7 @@ def hashes_of_the_order(job: list[str], count: int) -> list[str]:
     return [hash_tokens(run.loader.dataset[k]["tokens"]) for k in range(count)]
 
 
+@pytest.mark.promise("data-order", "resume-elsewhere")
 def test_dp_2_4_1_3_draws_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     whole = [*jobs.write_job(tmp_path, name="whole", cache=cache), *BATCH, LOGGED]
@@ -50,6 +55,7 @@ def test_dp_2_4_1_3_draws_the_same_samples(ranks: RankPool, tmp_path: Path) -> N
         assert abs(ours["loss"] - theirs["loss"]) < 1e-5
 
 
+@pytest.mark.promise("resume-elsewhere")
 def test_another_batch_goes_on_at_the_next_sample(ranks: RankPool, tmp_path: Path) -> None:
     job, counts = [*jobs.write_job(tmp_path), LOGGED], (8, 4, 12)
     for step, (world, local) in enumerate(((2, 2), (1, 4), (3, 1)), start=1):
@@ -63,6 +69,7 @@ def test_another_batch_goes_on_at_the_next_sample(ranks: RankPool, tmp_path: Pat
     ]
 
 
+@pytest.mark.promise("resume-elsewhere")
 def test_a_step_that_is_trained_again_is_logged_once(ranks: RankPool, tmp_path: Path) -> None:
     """Steps after the checkpoint are lost with the ranks that drew them, torn lines included."""
     job = [*jobs.write_job(tmp_path), LOGGED, "--checkpoint.interval=2", "--training.steps=3"]
@@ -75,6 +82,7 @@ def test_a_step_that_is_trained_again_is_logged_once(ranks: RankPool, tmp_path: 
     assert samples(tmp_path / "run") == whole
 
 
+@pytest.mark.promise("resume-elsewhere")
 def test_packed_examples_go_on_in_the_middle_of_an_epoch(ranks: RankPool, tmp_path: Path) -> None:
     """Also over its end; each example is drawn once an epoch, whichever ranks are there."""
     values: list[object] = [

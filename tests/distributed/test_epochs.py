@@ -16,6 +16,8 @@ from tests.naming import naming
 from torchtitan.checkpoint.checksums import write_sealed_json
 from torchtitan.checkpoint.storage import read_state
 
+pytestmark = pytest.mark.slow
+
 LR = 0.002
 UNTIMED = jobs.TINY.replace("\nsteps = 20", "").replace("warmup_steps = 5\ntotal_steps = 20", "")
 """No number of steps is given: epochs and the schedule are to find it."""
@@ -69,6 +71,7 @@ def digits(result: jobs.Result) -> list[tuple[float, ...]]:
     return [(row["step"], row["lr"], row["loss"], row["grad_norm"]) for row in result.rows]
 
 
+@pytest.mark.promise("learning-rate", "mixtures")
 def test_the_rate_of_100_chats_3_times_is_planned_over_their_18_steps(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -108,6 +111,7 @@ def test_text_is_planned_too_and_training_steps_may_come_first(
     assert rates(found) == pytest.approx([LR, LR * 3 / 4, LR * 2 / 4, LR / 4])
 
 
+@pytest.mark.promise("learning-rate")
 def test_more_epochs_follow_the_schedule_of_all(ranks: RankPool, tmp_path: Path) -> None:
     job = write_text(tmp_path)
     ranks.run(jobs.train, job, world=1)

@@ -114,6 +114,8 @@ LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...], int]] = {
 }
 
 
+@pytest.mark.promise("experts")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_travel_as_often_as_said(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path

@@ -45,6 +45,8 @@ WITHOUT_A_TOKEN: dict[str, tuple[int, int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.promise("ep")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", WITHOUT_A_TOKEN)
 def test_experts_without_a_token(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
@@ -69,6 +71,7 @@ def shards(jobs_of: list[list[str]]) -> list[set[tuple[int, ...]]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_a_rank_holds_of_few_experts(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
     given = [
         [*jobs.write_job(tmp_path, MOE, name=name, cache=cache), *how, IN_PAIRS, jobs.UNSAVED]
@@ -77,6 +80,8 @@ def test_what_a_rank_holds_of_few_experts(ranks: RankPool, tmp_path: Path, cache
     assert ranks.run(shards, given, world=4) == [[{(2, 6, 32)}, {(1, 12, 32)}]] * 4
 
 
+@pytest.mark.promise("bfloat16")
+@pytest.mark.slow
 def test_bfloat16_is_near_float32(
     ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
 ) -> None:
@@ -101,6 +106,7 @@ def hashes(jobs_of: list[list[str]]) -> set[str]:
         return {jobs.train(job).state_hash for job in jobs_of}
 
 
+@pytest.mark.promise("experts")
 def test_recomputation_chooses_the_same_experts(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
@@ -114,6 +120,7 @@ def test_recomputation_chooses_the_same_experts(
     assert len(found) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -145,6 +152,7 @@ def test_what_cannot_be_is_refused(
         assert all(part in message for part in parts), message
 
 
+@pytest.mark.slow
 def test_the_log_says_what_a_token_meets(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
     job: Any = [*jobs.write_job(tmp_path, cache=cache), EXPERTS, jobs.UNSAVED]
     [lines] = ranks.run(jobs.logged, job, world=1)

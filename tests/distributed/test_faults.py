@@ -25,6 +25,8 @@ from torchtitan.mesh.stop import StopRequest, WaitInterrupted
 from torchtitan.models.interface import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
+pytestmark = pytest.mark.slow
+
 
 def holdings(parameters: dict[str, nn.Parameter], run: Run) -> dict[str, Tensor]:
     """Copy the weights and what the optimizer keeps of each."""
@@ -68,6 +70,7 @@ LATER = ("--metrics.log_freq=100", "--checkpoint.interval=100")
 SGD = "--optimizer.name=SGD"
 
 
+@pytest.mark.promise("not-finite")
 @pytest.mark.parametrize(
     ("value", "found"),
     [
@@ -117,6 +120,7 @@ def stop_while_waiting(job: list[str]) -> str:
     return "no error"
 
 
+@pytest.mark.promise("not-finite")
 def test_a_step_that_was_left_out_is_not_saved_when_a_run_is_stopped(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -160,6 +164,7 @@ def waits_by_step(job: list[str]) -> tuple[list[int], list[int]]:
     return counts, norms_read
 
 
+@pytest.mark.promise("no-waits")
 @pytest.mark.parametrize("layout", [jobs.FSDP, ("--parallelism.context_parallel_degree=2",)])
 def test_no_step_waits_but_those_that_are_reported(
     layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
@@ -184,6 +189,7 @@ def in_epochs(folder: Path, text: str) -> list[str]:
     return [*jobs.write_job(folder), *data, "--training.num_epochs=2", *steps]
 
 
+@pytest.mark.promise("mixtures")
 def test_the_end_of_the_data_ends_the_run_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """2 epochs of 401 tokens make 24 samples of 32: 3 steps of 8."""
     results = ranks.run(jobs.train, in_epochs(tmp_path, "x" * 400), world=2)

@@ -17,6 +17,7 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.sizes import MoEConfig
 
 
+@pytest.mark.promise("generation")
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.long
 def test_greedy_text_of_two_ranks_is_that_of_transformers(
@@ -55,6 +56,8 @@ def test_a_model_that_cannot_be_split_is_refused(ranks: RankPool, tmp_path: Path
             assert parts in message
 
 
+@pytest.mark.promise("generation")
+@pytest.mark.slow
 def test_text_of_low_rank_factors_is_that_of_the_merged_export(
     ranks: RankPool, tmp_path: Path
 ) -> None:

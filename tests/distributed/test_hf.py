@@ -23,6 +23,8 @@ from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 
+pytestmark = pytest.mark.slow
+
 TIED, TIE = {"tie_embeddings": True}, "--model.tie_embeddings=true"
 SMALL, LAYERS = {"num_layers": 2}, "--model.num_layers=2"
 
@@ -75,6 +77,8 @@ def family_of(options: tuple[str, ...]) -> str:
     return next(named, "llama3")
 
 
+@pytest.mark.promise("hf")
+@pytest.mark.slow(gate=["fsdp 3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_begins_with_these_weights_and_each_rank_reads_its_own_alone(
     layout: str, ranks: RankPool, tmp_path: Path
@@ -94,6 +98,7 @@ def test_every_layout_begins_with_these_weights_and_each_rank_reads_its_own_alon
         assert max(num_read for _, num_read, _ in results) < 0.7 * whole
 
 
+@pytest.mark.promise("hf")
 def test_of_float8_each_rank_reads_its_own_part(ranks: RankPool, tmp_path: Path) -> None:
     """A byte for each number of its shard, and the scales of the blocks that it meets."""
     source, _ = float8_folder(tmp_path / "theirs", block=16)
@@ -108,6 +113,7 @@ def test_of_float8_each_rank_reads_its_own_part(ranks: RankPool, tmp_path: Path)
         assert num_read < 0.5 * num_held
 
 
+@pytest.mark.promise("float64", "experts")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v2"])
 def test_a_training_with_experts_is_that_of_transformers(
     family: str, ranks: RankPool, tmp_path: Path
@@ -125,6 +131,7 @@ def test_a_training_with_experts_is_that_of_transformers(
     assert [row["grad_norm"] for row in result.rows] == pytest.approx(norms, rel=1e-4)
 
 
+@pytest.mark.promise("hf")
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -251,6 +258,7 @@ def test_a_run_without_checkpoints_starts_from_weights_and_saves_none(
     assert [row["step"] for row in result.rows] == [3]
 
 
+@pytest.mark.promise("mistakes")
 def test_refusals_reach_every_rank_before_anything_is_built(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -270,6 +278,7 @@ def test_refusals_reach_every_rank_before_anything_is_built(
         assert str(file) in message
 
 
+@pytest.mark.promise("partial-loading")
 def test_what_is_left_out_keeps_its_initial_weights(ranks: RankPool, tmp_path: Path) -> None:
     source, model = folder_of(tmp_path / "theirs")
     pattern = '--checkpoint.exclude_from_loading=["output.*", "layers.1.*norm*"]'

@@ -102,6 +102,8 @@ def job_of(folder: Path, source: Path, *options: str) -> list[str]:
     ]
 
 
+@pytest.mark.promise("round-trip")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -128,6 +130,8 @@ def test_no_step_changes_nothing(family: str, layout: str, ranks: RankPool, tmp_
     assert not changed
 
 
+@pytest.mark.promise("exact-resume")
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_where_the_folder_is_gone(
     tmp_path: Path, ranks: RankPool
 ) -> None:

@@ -96,6 +96,7 @@ def fresh(saved: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
     return found
 
 
+@pytest.mark.promise("intentions")
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -118,6 +119,7 @@ def test_another_training_is_refused_with_both_values_and_the_ways_on(
     assert all(part in message for part in parts), message
 
 
+@pytest.mark.slow
 def test_the_batch_that_ranks_make_is_compared(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -141,6 +143,7 @@ def test_the_checkpoint_is_asked_and_not_the_last_start(
     assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
 
 
+@pytest.mark.promise("one-run-per-folder")
 def test_results_without_a_checkpoint_are_protected(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), "--training.steps=2", "--checkpoint.enable=false"]
     ranks.run(jobs.train, job, world=1)
@@ -175,6 +178,8 @@ def first_rates(job: list[str]) -> list[float]:
     return used
 
 
+@pytest.mark.promise("intentions", "learning-rate")
+@pytest.mark.slow
 def test_continue_takes_all_and_plans_the_rate_anew(
     saved: Path, whole: Beginning, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -217,6 +222,7 @@ def test_a_checkpoint_of_an_earlier_version_keeps_its_rates_or_says_so(
     assert not [line for line in lines if line.startswith("Learning rate")]
 
 
+@pytest.mark.promise("partial-loading")
 def test_a_continued_run_is_recovered_by_its_own_command(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -232,6 +238,8 @@ def test_a_continued_run_is_recovered_by_its_own_command(
     assert changed.step == 6
 
 
+@pytest.mark.promise("partial-loading")
+@pytest.mark.slow
 def test_what_was_left_out_once_is_not_left_out_of_what_was_trained_since(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -250,6 +258,7 @@ def test_what_was_left_out_once_is_not_left_out_of_what_was_trained_since(
     assert equal(new_head.model, trained.final, but="output.")
 
 
+@pytest.mark.promise("intentions", "other-data")
 def test_the_same_data_in_another_place_are_the_same(ranks: RankPool, tmp_path: Path) -> None:
     """What counts is their fingerprint, not their path."""
     (tmp_path / "a.txt").write_text("hello world " * 200)
@@ -268,6 +277,7 @@ def at(path: Path) -> str:
     return f"--training.dataset_path={path}"
 
 
+@pytest.mark.promise("intentions")
 @pytest.mark.parametrize("override", ["--training.seq_len=16", "--training.dataset=synthetic"])
 def test_a_position_in_other_data_cannot_be_kept(
     override: str, saved: Path, ranks: RankPool, tmp_path: Path
@@ -288,6 +298,7 @@ def begin_and_log(job: list[str]) -> tuple[Beginning, list[str]]:
         return begin(job), lines
 
 
+@pytest.mark.promise("partial-loading")
 @pytest.mark.parametrize("left_out", COMPONENTS)
 def test_each_component_can_be_left_out(
     left_out: str,
@@ -311,6 +322,7 @@ def test_each_component_can_be_left_out(
     assert not equal(whole.model, fresh.model)
 
 
+@pytest.mark.promise("intentions")
 @pytest.mark.parametrize(
     ("mode", "place"),
     [
@@ -354,6 +366,7 @@ def test_a_complete_draft_is_finished_in_the_own_folder_alone(
     assert find_steps(folder) == [4]
 
 
+@pytest.mark.promise("intentions")
 def test_an_own_checkpoint_comes_before_the_path(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -369,6 +382,7 @@ def test_an_own_checkpoint_comes_before_the_path(
     assert equal(again.model, trained.final)  # the new head too
 
 
+@pytest.mark.promise("intentions")
 def test_recover_from_elsewhere_holds_the_settings_too(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -408,6 +422,8 @@ def test_the_export_is_no_full_checkpoint_and_says_so(
     assert "initial_load_model_only = true" in message
 
 
+@pytest.mark.promise("learning-rate")
+@pytest.mark.slow
 def test_the_last_checkpoint_is_full_and_a_finished_run_goes_on(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -424,6 +440,7 @@ def test_the_last_checkpoint_is_full_and_a_finished_run_goes_on(
     assert find_steps(tmp_path / "run" / "checkpoint" / "export") == [4, 8]
 
 
+@pytest.mark.promise("flipped-byte")
 def test_damage_is_passed_over_unless_asked_for(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:

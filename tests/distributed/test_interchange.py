@@ -23,7 +23,7 @@ from tests.naming import naming
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.slow]
 
 
 class Command:
@@ -82,6 +82,7 @@ def job_from(folder: Path, source: Path, *options: str, toml: str = TINY) -> lis
     return [*jobs.write_job(folder, toml), path, *options]
 
 
+@pytest.mark.promise("interchange")
 @pytest.mark.parametrize(("content", "world"), [(everything, 2), (weights, 1)])
 def test_the_weights_of_another_writer_are_a_beginning(
     content: Callable[[], dict[str, Any]],
@@ -106,6 +107,7 @@ def test_the_weights_of_another_writer_are_a_beginning(
         assert naming(len(expected) + 5).match(beside[0])
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 def test_pickles_that_lie_beside_are_never_run(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +190,7 @@ def test_a_folder_of_steps_asks_for_the_name_of_one(
     assert str(run / "checkpoint") in message
 
 
+@pytest.mark.promise("interchange")
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("saved_by", "world"), [(1, 1), (5, 2), (2, 4)])
 @pytest.mark.long

@@ -375,6 +375,7 @@ def words(row: tuple[str, str, str]) -> set[str]:
     return {*WHERE[where].degrees, what, *how.split(", ")} - {"all", ""}
 
 
+@pytest.mark.promise("mixes")
 def test_every_pair_has_its_row() -> None:
     found = {frozenset(pair) for row in TABLE for pair in combinations(sorted(words(row)), 2)}
     axes = ("dp", "tp", "pp", "halves", "cp")
@@ -421,6 +422,31 @@ def assert_as_on_one_device(
     return compare
 
 
+@pytest.mark.promise(
+    "initial-weights", "dp", "hsdp", "tp", "cp", "mixes", "loss", "lora", "clipping"
+)
+@pytest.mark.slow(
+    gate=[
+        "one device; all; recomputed, accumulating, offloaded",
+        "fsdp 2; adapter; recomputed, offloaded",
+        "fsdp 2; few; by operator, kept",
+        "ddp 2; documents; half recomputed, accumulating, chunks",
+        "tp 2; documents; kept",
+        "tp 2, logits gathered; tied; half recomputed, offloaded",
+        "fsdp 2 x tp 2; few; recomputed, offloaded, chunks",
+        "pp 2; few; half recomputed, accumulating",
+        "pp 2; tied; kept",
+        "pp 2; all but a tied embedding; by operator, chunks",
+        "pp 2 ZBV; documents; offloaded",
+        "pp 2 ZBV; few; accumulating",
+        "pp 2 Interleaved x fsdp 2; adapter; half recomputed, kept, chunks",
+        "cp 2 allgather; adapter; chunks",
+        "cp 2 allgather balanced; documents; recomputed",
+        "cp 2 ring; few; recomputed, accumulating",
+        "cp 2 ulysses; documents; by operator",
+        "cp 4 ulysses; all but a tied embedding; accumulating, kept",
+    ]
+)
 @pytest.mark.parametrize("row", TABLE, ids="; ".join)
 def test_the_same_model(
     row: tuple[str, str, str], assert_as_on_one_device: Callable[[tuple[str, str, str]], None]
@@ -428,6 +454,22 @@ def test_the_same_model(
     assert_as_on_one_device(row)
 
 
+@pytest.mark.promise(
+    "dp", "ep", "mixes", "loss", "lora", "balance", "optimizers", "clipping", "nobody-forks"
+)
+@pytest.mark.slow(
+    gate=[
+        "cp 2 ulysses; experts, documents; ",
+        "ep 2 x tp 2, stream copied; experts, odd tokens; ",
+        "ep 2; experts; by operator",
+        "ep 4; experts; offloaded",
+        "one device; DeepSeek; recomputed, accumulating",
+        "one device; balanced, padding; recomputed, accumulating",
+        "pp 2 ZBV; experts in four layers; ",
+        "pp 2; Muon; ",
+        "tp 2; experts; ",
+    ]
+)
 @pytest.mark.parametrize("row", OF_FAMILIES, ids="; ".join)
 def test_families_optimizers_and_examples(
     row: tuple[str, str, str], assert_as_on_one_device: Callable[[tuple[str, str, str]], None]
@@ -435,6 +477,7 @@ def test_families_optimizers_and_examples(
     assert_as_on_one_device(row)
 
 
+@pytest.mark.promise("mixes")
 @pytest.mark.parametrize(
     ("what", "count"), [("few", 9), ("all but a tied embedding", 33), ("adapter", 55)]
 )
@@ -447,6 +490,7 @@ def test_what_is_frozen_stays_and_all_else_moves(
     assert len(result.trained) == count
 
 
+@pytest.mark.promise("bfloat16")
 def test_bfloat16_is_near_float32(texts: Path, on_one_device: OneDevice) -> None:
     """Within its rounding, 2^-8, and no closer than that."""
     found = {

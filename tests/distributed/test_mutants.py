@@ -55,6 +55,7 @@ def run_mutated(
 # --- one device
 
 
+@pytest.mark.promise("oracles-can-fail")
 @seen_by("one device")
 def test_one_device_shows_it(
     name: str,
@@ -76,6 +77,7 @@ def test_one_device_shows_it(
 # --- other oracles
 
 
+@pytest.mark.promise("oracles-can-fail")
 @seen_by("PyTorch")
 def test_plain_pytorch_shows_it(
     name: str, seen: Seen, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
@@ -90,6 +92,7 @@ def test_plain_pytorch_shows_it(
     ]
 
 
+@pytest.mark.promise("oracles-can-fail")
 @seen_by("by sample")
 def test_a_sample_at_a_time_shows_it(
     name: str, seen: Seen, ranks: RankPool, tmp_path: Path, cache: Path
@@ -121,6 +124,7 @@ def resume(job: list[str]) -> Noisy:
     return result
 
 
+@pytest.mark.promise("oracles-can-fail")
 @seen_by("unstopped")
 def test_a_run_that_was_never_stopped_shows_it(
     name: str,
@@ -285,6 +289,7 @@ def test_each_has_two_killers() -> None:
     assert sorted([*found, "generators not restored"]) == sorted(MUTANTS)
 
 
+@pytest.mark.promise("oracles-can-fail")
 @pytest.mark.parametrize("test", ALSO_SEEN)
 def test_another_test_fails(test: str, warm_python: Path) -> None:
     """It passes without a bug, and fails with each that it is said to see."""

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.long
 SECONDS = 240
 
 
+@pytest.mark.promise("resume-elsewhere")
 def test_two_nodes_one_two(tmp_path: Path) -> None:
     """The first node is killed: rank 0 with its log, its figures and the store of the ranks."""
     run = ElasticRun(folder=tmp_path, fewest=1, nodes=2, steps=45, seconds=SECONDS)

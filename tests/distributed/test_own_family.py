@@ -42,6 +42,7 @@ def train_two_kinds(job: list[str]) -> jobs.Result:
         return jobs.train(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "world"),
     [((*COMPILED, *PP2), 2), ((BFLOAT16, *COMPILED), 1)],
@@ -65,6 +66,8 @@ def figures(result: jobs.Result) -> list[tuple[float, float]]:
     return [(row["loss"], row["grad_norm"]) for row in result.rows]
 
 
+@pytest.mark.promise("nobody-forks")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plain", "other", "world", "bound"),
     [

@@ -14,6 +14,8 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_elastic import LOGGED, samples
 from torchtitan.metrics.ledger import read_ledger
 
+pytestmark = pytest.mark.slow
+
 
 class Counted:
     """Samples one after another."""
@@ -35,6 +37,7 @@ class Counted:
         self.next = state["next"]
 
 
+@pytest.mark.promise("streams")
 def test_a_stream_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Where it is read is written down with each sample's number and hash."""
     data = (f"--training.dataset={__name__}:Counted", LOGGED)
@@ -70,6 +73,7 @@ def stops() -> Parting:
     return Parting("stops")
 
 
+@pytest.mark.promise("nobody-forks")
 def test_an_error_of_a_callback_on_one_rank_ends_all(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), f"--training.callbacks={__name__}:Parting"]
     for steps, last in ((5, 3), (2, 2)):
@@ -80,6 +84,7 @@ def test_an_error_of_a_callback_on_one_rank_ends_all(ranks: RankPool, tmp_path: 
         assert jobs.read_rows(tmp_path / "run")[-1]["step"] == last - (steps == 5)
 
 
+@pytest.mark.promise("signals")
 def test_a_callback_on_one_rank_stops_all_and_it_is_saved(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), f"--training.callbacks={__name__}:stops"]
     first, _ = ranks.run(jobs.train, job, world=2)

@@ -24,6 +24,8 @@ from tests.distributed.test_intentions import (
 from tests.distributed.test_matrix import frozen
 from tests.naming import naming
 
+pytestmark = pytest.mark.slow
+
 IN_A_LAYER = 9
 LAYERS = "--model.num_layers="
 
@@ -50,6 +52,7 @@ def job(saved: Path, tmp_path: Path) -> list[str]:
     return [*jobs.write_job(tmp_path, cache=saved.parent / "cache"), FINETUNE, elsewhere(saved)]
 
 
+@pytest.mark.promise("mistakes")
 @pytest.mark.parametrize(
     ("sizes", "parts"),
     [
@@ -91,6 +94,7 @@ def test_an_optimizer_of_another_kind_is_left_out_by_name(job: list[str], ranks:
     assert begun.step == 3
 
 
+@pytest.mark.promise("partial-loading")
 def test_a_new_head_by_pattern(old: Beginning, job: list[str], ranks: RankPool) -> None:
     larger = "--model.vocab_size=300"
     fresh_job = [argument for argument in job if "initial_load_path" not in argument][:-1]
@@ -105,6 +109,7 @@ def test_a_new_head_by_pattern(old: Beginning, job: list[str], ranks: RankPool) 
     assert any("'tok_*'" in line and "1 parameter: tok_embeddings.weight" in line for line in lines)
 
 
+@pytest.mark.promise("partial-loading")
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_more_or_fewer_layers_by_pattern(
     num_layers: int, old: Beginning, job: list[str], ranks: RankPool
@@ -121,6 +126,7 @@ def test_more_or_fewer_layers_by_pattern(
     assert begun.step == 3
 
 
+@pytest.mark.promise("partial-loading")
 @pytest.mark.parametrize(
     ("pattern", "num_dropped"), [("*norm.weight", 5 * 32), ("optimizer.norm.*", 0)]
 )
@@ -145,6 +151,7 @@ def test_a_pattern_excludes_weights_with_their_state_or_state_alone(
 ADAPT = ("--lora.rank=2", "--lora.modules=*.wq", excluding("*.lora_?"))
 
 
+@pytest.mark.promise("partial-loading")
 @pytest.mark.parametrize(
     ("then", "now", "num_fresh", "num_unread"),
     [
@@ -179,6 +186,7 @@ def test_a_continued_run_may_train_other_parameters(
     assert naming(num_fresh, num_unread).match(line)
 
 
+@pytest.mark.promise("partial-loading")
 @pytest.mark.parametrize("layout", [(), pipeline("1F1B")], ids=["fsdp 2", "pp 2"])
 def test_a_pattern_counts_on_all_ranks_together(
     layout: tuple[str, ...], job: list[str], ranks: RankPool

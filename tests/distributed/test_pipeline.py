@@ -23,6 +23,8 @@ from tests.distributed.pipeline_jobs import (
 )
 from tests.distributed.rank_pool import RankPool
 
+pytestmark = pytest.mark.slow
+
 # the modules of two stages, cut where no cost would
 LISTS = [
     ["tok_embeddings", *(f"layers.{i}" for i in range(3))],
@@ -91,6 +93,8 @@ WHAT = {
 }
 
 
+@pytest.mark.promise("pp", "clipping")
+@pytest.mark.slow(gate=["2 microbatches"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_model(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
@@ -131,6 +135,7 @@ def test_a_schedule_file_of_two_stages_with_halved_backwards(
     assert [result.owns_loss for result in results] == [True, True, False, False]
 
 
+@pytest.mark.promise("no-waits")
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
 def test_no_gradient_of_the_head_waits_for_another(
     schedule: str, ranks: RankPool, tmp_path: Path, cache: Path

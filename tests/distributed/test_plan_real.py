@@ -249,6 +249,7 @@ def assert_equal(real: Record, fake: Record) -> None:
     assert real.pieces == fake.pieces
 
 
+@pytest.mark.promise("plan-real")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fake_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
     world, arguments = LAYOUTS[name]
@@ -262,6 +263,7 @@ def test_fake_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
         assert "?" not in axes, "a message over a group of no axis"
 
 
+@pytest.mark.promise("plan-real")
 @pytest.mark.parametrize("name", VALIDATED)
 def test_fake_validation_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
     world, arguments = LAYOUTS[name]
@@ -290,6 +292,7 @@ def saved(job: list[str]) -> int:
     return sum(local_part(t).untyped_storage().nbytes() for t in of_state)
 
 
+@pytest.mark.promise("plan-real")
 @pytest.mark.parametrize("name", STAGED)
 def test_a_copy_to_save_is_as_planned(name: str, ranks: RankPool, tmp_path: Path) -> None:
     world, arguments = LAYOUTS[name]
@@ -333,6 +336,7 @@ def coarse(record: Record) -> list[list[tuple[object, ...]]]:
     return [sorted(run) if are_deaths else list(run) for are_deaths, run in runs]
 
 
+@pytest.mark.promise("plan-real")
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "ep 2, bfloat16" in name])
 def test_an_even_load_is_what_even_routes_give(
     name: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -356,6 +360,7 @@ PROFILED = {
 }
 
 
+@pytest.mark.promise("plan-real")
 @pytest.mark.parametrize("name", PROFILED)
 def test_profiler_counts_the_same_bytes(name: str, ranks: RankPool, tmp_path: Path) -> None:
     _, arguments = LAYOUTS[name]

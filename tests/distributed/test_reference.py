@@ -79,6 +79,7 @@ def train_plainly(
     return losses, norms
 
 
+@pytest.mark.promise("float64", "dp", "loss")
 @pytest.mark.parametrize("world", [1, 2])
 def test_losses_and_norms(world: int, ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), f"--training.steps={STEPS}"]
@@ -88,6 +89,7 @@ def test_losses_and_norms(world: int, ranks: RankPool, tmp_path: Path) -> None:
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
 
 
+@pytest.mark.promise("dp", "pp")
 @pytest.mark.parametrize(
     ("then", "world", "options"),
     [

@@ -22,6 +22,8 @@ from tests.distributed.test_matrix import EXPERTS, TP2, cp, ep
 from torchtitan.tools.compare.layouts.gaps import first_unequal
 from torchtitan.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 # ranks, data-parallel ranks
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "one device": (1, 1, ()),
@@ -72,6 +74,8 @@ def whole(found: list[Beginning]) -> dict[str, Tensor]:
     return {n: t for one in found for n, t in (*one.model.items(), *one.optimizer.items())}
 
 
+@pytest.mark.promise("resume-elsewhere")
+@pytest.mark.slow(gate=["tiny-one device-targets0"])
 @pytest.mark.parametrize(("model", "source", "targets"), LOADS)
 def test_a_checkpoint_loads_into_other_layouts(
     model: str,
@@ -106,6 +110,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.promise("data-order", "resume-elsewhere")
 @pytest.mark.parametrize(("what", "chain"), CHAINS, ids=["dense", "tied, Muon"])
 def test_a_run_goes_through_layouts_as_if_on_one_device(
     what: tuple[str, ...],

@@ -18,6 +18,8 @@ from tests.distributed.test_matrix import BALANCED, EXPERTS, HOW, OWN_THINGS, TP
 from torchtitan.checkpoint import restore
 from torchtitan.models.interface import HeadLoss
 
+pytestmark = pytest.mark.slow
+
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction")
 
 
@@ -81,6 +83,8 @@ def train_noisily(runs: list[tuple[list[str], tuple[int, ...]]]) -> list[list[No
         return [[train(job, to=stop) for stop in stops] for job, stops in runs]
 
 
+@pytest.mark.promise("exact-resume", "same-bits")
+@pytest.mark.slow(gate=["one process"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_steps_equal_two_and_two(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path
@@ -107,6 +111,7 @@ def train_to(jobs_of: list[tuple[list[str], int]]) -> list[tuple[list[Any], str]
     return found
 
 
+@pytest.mark.promise("exact-resume", "balance")
 @pytest.mark.parametrize("layout", QUIET)
 def test_three_steps_equal_one_and_two(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path
@@ -120,6 +125,7 @@ def test_three_steps_equal_one_and_two(
         assert resumed == through
 
 
+@pytest.mark.promise("exact-resume")
 def test_a_run_that_died_between_checkpoints_repeats_what_was_lost(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -133,6 +139,7 @@ def test_a_run_that_died_between_checkpoints_repeats_what_was_lost(
     assert resumed.state_hash == through.state_hash
 
 
+@pytest.mark.promise("resume-elsewhere")
 def test_another_number_of_ranks_goes_on_at_the_next_sample(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
@@ -167,6 +174,7 @@ def resume_with_another_generator(job: list[str]) -> tuple[dict[str, Tensor], li
     return taken[0], lines
 
 
+@pytest.mark.promise("exact-resume")
 def test_a_checkpoint_without_the_generators_of_a_gpu_is_resumed(
     ranks: RankPool, tmp_path: Path
 ) -> None:

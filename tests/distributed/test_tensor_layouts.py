@@ -30,6 +30,8 @@ from torchtitan.models.init import initialize
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import tensor
 
+pytestmark = pytest.mark.slow
+
 SIZES = (
     *("--model.dim=16", "--model.num_heads=8", "--model.num_kv_heads=4"),
     *("--model.hidden_dim=40", "--model.vocab_size=268"),
@@ -98,6 +100,8 @@ GRADIENTS = [
 ]
 
 
+@pytest.mark.promise("hsdp", "tp", "ep")
+@pytest.mark.slow(gate=["tp 2-llama3-sizes0"])
 @pytest.mark.parametrize(("layout", "family", "sizes"), GRADIENTS)
 def test_every_parameters_gradient(
     layout: str,
@@ -150,6 +154,7 @@ def look_up_split(kind: type[nn.Embedding]) -> tuple[Tensor, Tensor]:
     return look_up(kind, split_over=mesh)
 
 
+@pytest.mark.promise("tp")
 @pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
 def test_any_embedding_may_be_split(kind: type[nn.Embedding], ranks: RankPool) -> None:
     rows, gradient = look_up(kind, split_over=None)
@@ -159,6 +164,7 @@ def test_any_embedding_may_be_split(kind: type[nn.Embedding], ranks: RankPool) -
         torch.testing.assert_close(found_gradient, gradient)
 
 
+@pytest.mark.promise("mistakes")
 def test_sizes_that_do_not_divide_are_refused_before_any_data_is_read(
     ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -30,6 +30,8 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.interface import Documents, HeadLoss
 from torchtitan.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 NUM_SAMPLES, SEQ_LEN = 13, 32
 TP2 = "--parallelism.tensor_parallel_degree=2"
 CP2 = "--parallelism.context_parallel_degree=2"
@@ -108,11 +110,14 @@ def reference(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: 
     return Reference([row["validation_loss"] for row in result.rows], final)
 
 
+@pytest.mark.promise("validation")
 def test_the_loss_is_that_of_each_sample_once(reference: Reference) -> None:
     assert len(set(reference.losses)) == 3
     assert reference.losses[-1] == pytest.approx(reference.final, rel=1e-6)
 
 
+@pytest.mark.promise("validation")
+@pytest.mark.slow(gate=["pp 2 1F1B x fsdp 2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_figure_in_any_layout(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path, reference: Reference
@@ -167,6 +172,7 @@ def train_noisily(job: list[str]) -> tuple[jobs.Result, list[bool]]:
     return result, [*sharded, *(part.training for part in run.model)]
 
 
+@pytest.mark.promise("validation")
 @pytest.mark.parametrize("case", NO_TRACE)
 def test_nothing_of_the_training_differs(
     case: str, ranks: RankPool, tmp_path: Path, cache: Path
@@ -224,6 +230,7 @@ def train_to(job: list[str], losses: dict[int, float]) -> list[int]:
     return [row["step"] for row in rows if "validation_loss" in row]
 
 
+@pytest.mark.promise("validation")
 def test_the_best_checkpoints_are_kept(ranks: RankPool, tmp_path: Path) -> None:
     losses = {2: 3.0, 3: 0.5, 4: 1.0, 6: 2.0, 8: 2.5, 10: 4.0}
     job = [
@@ -374,6 +381,7 @@ def split_job(folder: Path, name: str, cache: Path, *arguments: str) -> list[str
     ]
 
 
+@pytest.mark.promise("validation")
 def test_held_out_documents_are_as_if_in_files_of_their_own(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:

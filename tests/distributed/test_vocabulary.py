@@ -17,6 +17,8 @@ from torchtitan.data.sampler import Permutation
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS, find_model
 
+pytestmark = pytest.mark.slow
+
 TINY8 = jobs.TINY.replace('"tiny"', '"tiny8"\nnum_layers = 2')
 ROWS = 264
 LARGER = ("--model.vocab_size=300", "--checkpoint.grow_vocab")
@@ -60,6 +62,7 @@ def job_from(source: str, folder: Path, sources: dict[str, Path], *options: str)
     return [*job, *(["--checkpoint.initial_load_in_hf"] if source == "hf" else []), *options]
 
 
+@pytest.mark.promise("new-rows")
 @pytest.mark.parametrize(
     ("source", "layout"),
     [

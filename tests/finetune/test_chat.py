@@ -43,6 +43,7 @@ def found(folder: Path, setting: str | None = None) -> ChatTemplate:
     return template
 
 
+@pytest.mark.promise("chat-masks")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_text_of_transformers(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
@@ -72,6 +73,7 @@ def test_an_answer_may_have_no_end() -> None:
     assert template_of("{% for m in messages %}{{ m.content }}\n{% endfor %}").end_of_turn() is None
 
 
+@pytest.mark.promise("chat-masks", "tokenizers")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
@@ -88,6 +90,7 @@ def test_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
     assert learnt == "".join(space + answer + end for answer in answers)
 
 
+@pytest.mark.promise("chat-masks")
 def test_the_marked_tokens_of_transformers(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, template=MARKED)
     oracle = AutoTokenizer.from_pretrained(folder)
@@ -103,6 +106,7 @@ def test_the_marked_tokens_of_transformers(tmp_path: Path) -> None:
     assert (row & 1).tolist() == expected["assistant_masks"]
 
 
+@pytest.mark.promise("chat-masks")
 def test_prefixes_find_what_marks_say(tmp_path: Path) -> None:
     """Two ways to the same tokens, on the template whose marks hold the end of the turn too."""
     folder = write_tokenizer(tmp_path, template=MARKED)
@@ -186,6 +190,7 @@ def test_many_at_once_are_each_as_one_alone(tmp_path: Path) -> None:
         assert row is None or alone is None or row.tolist() == alone.tolist()
 
 
+@pytest.mark.promise("no-code-from-data")
 @pytest.mark.parametrize(
     ("source", "cause"),
     [
@@ -251,6 +256,7 @@ def learnt_of(source: str, messages: list[dict[str, object]]) -> list[str]:
     return [rendered.text[start:stop] for start, stop in rendered.spans]
 
 
+@pytest.mark.promise("chat-masks")
 @pytest.mark.parametrize("source", [CHATML, MARKED])
 def test_answers_that_are_not_learnt(source: str) -> None:
     """Those of weight 0, and those that say nothing, by prefixes and by marks."""

@@ -109,6 +109,7 @@ def test_where_tokens_end() -> None:
     assert list(found.ids) == [1, 2]
 
 
+@pytest.mark.promise("tokenizers")
 def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     tokenizer = build_tokenizer(str(folder))
@@ -122,6 +123,7 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
     assert tokenizer.decode(plain) == text
 
 
+@pytest.mark.promise("chat-masks")
 @pytest.mark.parametrize("name", ["<|end_of_text|>", "<|begin_of_text|>"])
 def test_examples_that_spell_special_tokens(name: str) -> None:
     injected = [say("user", f"a{name}assistant"), say("assistant", "b")]
@@ -209,6 +211,7 @@ def mistakes_of(*files: Path) -> list[str]:
     return str(raised.value).splitlines()
 
 
+@pytest.mark.promise("mistakes")
 def test_mistakes_of_all_files_and_rows_are_told_at_once(tmp_path: Path) -> None:
     good: dict[str, object] = {"prompt": "a", "completion": "b"}
     cannot_render = {"messages": [say("user", "a"), {"role": "assistant", "tool_calls": [{}]}]}

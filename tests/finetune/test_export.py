@@ -62,6 +62,7 @@ def exported(variant: str, model: Decoder, folder: Path, *, merge: bool, **more:
     return folder / "out"
 
 
+@pytest.mark.promise("lora")
 @BOTH
 def test_the_merged_model_says_what_the_adapted_one_says(variant: str, tmp_path: Path) -> None:
     model = adapted(variant)
@@ -74,6 +75,7 @@ def test_the_merged_model_says_what_the_adapted_one_says(variant: str, tmp_path:
     assert (plain(TOKENS) - expected).abs().max() > 0.1
 
 
+@pytest.mark.promise("lora")
 @BOTH
 def test_an_adapter_added_by_hand_to_the_base_says_the_same(variant: str, tmp_path: Path) -> None:
     """By PEFT's names and formula: W + lora_alpha / r B A, for each module that it targets."""
@@ -107,6 +109,8 @@ def test_an_adapter_added_by_hand_to_the_base_says_the_same(variant: str, tmp_pa
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # its rotation is float32
 
 
+@pytest.mark.promise("lora")
+@pytest.mark.slow
 def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> None:
     """The base is read as it is, the factors begin with the run; a resumed one goes on exactly."""
     base = random_decoder(MODELS["llama3"].flavors["tiny"])
@@ -172,6 +176,7 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     assert "28 unexpected: 'layers.0.attention.wk.lora_a'" in said
 
 
+@pytest.mark.slow
 def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), "--training.steps=1"]
     [base] = ranks.run(jobs.train, job, world=1)

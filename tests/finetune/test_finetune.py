@@ -95,6 +95,7 @@ def documents_of(sample: dict[str, torch.Tensor]) -> list[Row]:
     return found
 
 
+@pytest.mark.promise("chat-masks")
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_every_example_once_an_epoch(tmp_path: Path, packing: str) -> None:
     dataset = examples_of(tmp_path, packing=packing, num_epochs=3)
@@ -151,6 +152,7 @@ def test_a_sample_is_the_same_wherever_it_is_asked_for(tmp_path: Path) -> None:
             tensor.fill_(-7)
 
 
+@pytest.mark.promise("data-order")
 def test_any_layout_reads_the_same_samples(tmp_path: Path) -> None:
     dataset = examples_of(tmp_path, num_epochs=2)
     alone = loader_of(dataset, batch=4)
@@ -169,6 +171,7 @@ def test_any_layout_reads_the_same_samples(tmp_path: Path) -> None:
     assert shares[0] + shares[1] == steps[2]
 
 
+@pytest.mark.promise("loss", "chat-masks")
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_the_loss_is_that_of_each_answer_alone(tmp_path: Path, packing: str) -> None:
     """Sum and all gradients, in float64: of prompts, padding and neighbours nothing comes in."""

@@ -72,6 +72,7 @@ SHAPES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 ]
 
 
+@pytest.mark.promise("chat-masks")
 @pytest.mark.parametrize(("value", "messages"), SHAPES)
 def test_a_shape_is_a_conversation(value: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     assert parse_example(value, where="here") == Conversation(messages, None, "here")

@@ -35,6 +35,7 @@ def adapted(model: Decoder, patterns: list[str] = ALL) -> Decoder:
     return model
 
 
+@pytest.mark.promise("lora")
 def test_it_starts_as_the_model_it_is_put_into_bit_for_bit() -> None:
     spec = MODELS["llama3"]
     plain = spec.build(spec.flavors["tiny"])
@@ -56,6 +57,7 @@ def test_it_starts_as_the_model_it_is_put_into_bit_for_bit() -> None:
     assert not torch.equal(a.wq.lora_a, a.wk.lora_a)
 
 
+@pytest.mark.promise("lora")
 @pytest.mark.parametrize("variant", ["grouped", "biased"])
 def test_loss_and_gradients_are_those_of_the_product_added_to_the_weight(variant: str) -> None:
     model = adapted(random_decoder(VARIANTS[variant])).double()

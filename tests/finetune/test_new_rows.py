@@ -29,6 +29,8 @@ from torchtitan.optim.settings import OptimizerConfig
 from torchtitan.resume_rules import read_settings
 from torchtitan.tools.convert import to_hf
 
+pytestmark = pytest.mark.slow
+
 BASE_ROWS = 100
 VOCABULARY = ("tok_embeddings.weight", "output.weight")
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 258
@@ -88,6 +90,7 @@ def trained(
     return base, folder / "run", result
 
 
+@pytest.mark.promise("new-rows")
 @pytest.mark.parametrize(
     ("trained", "layout"),
     [("llama3", "fsdp 2"), ("llama3", "tp 2"), ("tied", "tp 2"), ("tied", "pp 2, fsdp 2")],

@@ -21,6 +21,7 @@ def lengths_of(name: str, num: int) -> list[int]:
     return [DISTRIBUTIONS[name](draw) for _ in range(num)]
 
 
+@pytest.mark.promise("chat-masks")
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("window", [10_000, 256])
 def test_everything_once_and_nearly_full(name: str, window: int) -> None:

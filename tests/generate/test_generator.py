@@ -49,6 +49,7 @@ def their_text(folder: Path, prompt: list[int], length: int = 20) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
+@pytest.mark.promise("generation")
 @pytest.mark.parametrize(
     "variant",
     [
@@ -72,6 +73,7 @@ def test_greedy_text_is_that_of_transformers_whatever_the_sizes(
     assert generate(model, PROMPTS, max_new_tokens=20, temperature=0) == expected
 
 
+@pytest.mark.promise("generation")
 def test_a_text_begins_as_in_transformers(tmp_path: Path) -> None:
     """With the begin token that the tokenizer puts before it, unless the prompt names it."""
     write_model(tmp_path, begins=True)
@@ -102,6 +104,7 @@ def test_a_template_that_is_gone_is_missed_in_chats_alone(tmp_path: Path) -> Non
     assert opened(folder, chats=True).template is not None
 
 
+@pytest.mark.promise("generation")
 def test_text_ends_where_transformers_ends_it(tmp_path: Path) -> None:
     """By generation_config.json, one token or several, else by config.json."""
     folder = folder_of(tmp_path, "normed heads")

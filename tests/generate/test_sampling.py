@@ -13,6 +13,7 @@ from torchtitan.models.cache import KVCache
 PROMPT = [5, 200, 17, 17, 3]
 
 
+@pytest.mark.promise("generation")
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_greedy_text_is_the_public_models_and_that_without_a_cache(variant):
@@ -44,6 +45,7 @@ def test_text_ends_at_a_stop_token_and_keeps_it():
     assert ended == ids[: first + 1]
 
 
+@pytest.mark.promise("generation")
 @pytest.mark.parametrize(("variant", "temperature"), [("scaled", 0), ("normed heads, tied", 1.5)])
 def test_each_of_many_texts_is_the_one_that_its_prompt_gives_alone(variant, temperature):
     """Of other lengths, ending at other places, two of them alike."""
@@ -113,6 +115,8 @@ def test_logits_that_are_no_numbers_are_refused(temperature):
         generate(model, [PROMPT], max_new_tokens=2, temperature=temperature)
 
 
+@pytest.mark.promise("generation")
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_k"), [(2.0, None), (1.5, 6)])
 def test_draws_follow_the_models_distribution(temperature, top_k):
     model = random_decoder(TINY)

@@ -199,6 +199,7 @@ def test_what_is_not_there_is_said_by_a_number(tmp_path: Path) -> None:
     assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
 
 
+@pytest.mark.promise("round-trip")
 @pytest.mark.parametrize("variant", ["latent", "latent, softmax"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_read_is_written_byte_for_byte(
@@ -287,6 +288,7 @@ def float8_folder(folder: Path, *, block: int = 16) -> tuple[Path, dict[str, Ten
     return folder, meant
 
 
+@pytest.mark.promise("hf")
 @pytest.mark.parametrize("block", [1, 7, 16, 128])
 def test_float8_is_multiplied_by_the_scales_of_its_blocks(block: int, tmp_path: Path) -> None:
     folder, meant = float8_folder(tmp_path / "float8", block=block)

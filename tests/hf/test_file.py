@@ -32,6 +32,7 @@ def read(file: Path, config: DecoderConfig = GROUPED) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.promise("round-trip")
 @pytest.mark.parametrize("variant", ["grouped", "tied"])
 @pytest.mark.parametrize("spelling", ["ours", "under model", "meta", "hugging face"])
 def test_every_spelling_is_the_same_model(spelling: str, variant: str, tmp_path: Path) -> None:
@@ -76,6 +77,7 @@ class Evil:
         return (open, ("/tmp/never",))
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     state = dict(random_decoder(GROUPED).state_dict())

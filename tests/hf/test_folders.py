@@ -133,6 +133,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.promise("round-trip")
 def test_any_rows_of_ours_are_found_in_theirs() -> None:
     """By transformers' own formula for Meta's weights, also where a shard cuts a head."""
     ours = torch.randn(18, 5)
@@ -147,6 +148,7 @@ def test_any_rows_of_ours_are_found_in_theirs() -> None:
                 assert torch.equal(piece, ours[start:stop])
 
 
+@pytest.mark.promise("hf")
 @pytest.mark.parametrize(
     ("name", "shard_size"),
     [*((name, "5GB") for name in NAMES), ("grouped", "20KB"), (EXPERTS, "20KB")],
@@ -200,6 +202,7 @@ def test_no_file_is_larger_than_the_limit_but_for_a_single_tensor(tmp_path: Path
     assert set(index["weight_map"]) == {name for file in held for name in file}
 
 
+@pytest.mark.promise("hf")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_another_type(dtype: torch.dtype, tmp_path: Path) -> None:
     model = random_decoder(VARIANTS["tied"])
@@ -221,6 +224,7 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     file.write_text(json.dumps(content))
 
 
+@pytest.mark.promise("hf")
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -297,6 +301,7 @@ PUBLISHED: list[tuple[str, str, tuple[float, ...], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.promise("hf")
 @pytest.mark.parametrize(("family", "flavor", "sizes", "more"), PUBLISHED)
 def test_published_models_find_their_flavor(
     family: str, flavor: str, sizes: tuple[float, ...], more: dict[str, Any], tmp_path: Path
@@ -312,6 +317,7 @@ def test_published_models_find_their_flavor(
         assert flavor_of(tmp_path) == (family, flavor)
 
 
+@pytest.mark.promise("interchange")
 def test_a_plain_dcp_folder(tmp_path: Path) -> None:
     """What torch.distributed.checkpoint reads by itself."""
     config = VARIANTS["grouped"]
@@ -336,6 +342,7 @@ def test_the_sizes_of_a_folder_as_settings(name: str, tmp_path: Path) -> None:
     assert sizes_of(again) == sizes_of(found) == sizes_of(config)
 
 
+@pytest.mark.promise("round-trip")
 def test_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
     """Byte for byte: one tensor per expert, as published folders have them."""
     config = VARIANTS[EXPERTS]
@@ -589,6 +596,7 @@ def test_a_real_head_is_not_lost_to_tied_embeddings(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.promise("hf")
 def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
     model = random_decoder(VARIANTS["grouped"])
     folder = exported(model, tmp_path)

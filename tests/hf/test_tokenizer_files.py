@@ -63,6 +63,7 @@ def test_the_context_is_the_longest_the_weights_have_met(
     assert carried["max_position_embeddings"] == expected
 
 
+@pytest.mark.promise("no-code-from-data")
 def test_the_base_models_keys_are_kept_but_not_those_that_name_code(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

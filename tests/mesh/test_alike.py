@@ -39,6 +39,7 @@ def test_the_file_may_lie_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
     ] == []
 
 
+@pytest.mark.promise("other-data")
 @pytest.mark.parametrize(
     ("options", "values"),
     [
@@ -61,6 +62,8 @@ def test_every_rank_says_which_setting(
     assert naming(*values).match(found[0])
 
 
+@pytest.mark.promise("hangs")
+@pytest.mark.slow
 def test_a_job_ends_in_code_2(tmp_path: Path, warm_python: Path) -> None:
     """Not in a time-out: one rank would ask all which type to compute in, the other would not."""
     job = [*write_job(tmp_path), UNSAVED, "--training.steps=1"]
@@ -96,6 +99,7 @@ def said_of_data(files: list[str]) -> str:
     return ""
 
 
+@pytest.mark.promise("other-data")
 def test_every_rank_says_whose_data_differ(ranks: RankPool) -> None:
     assert ranks.run(said_of_data, ["a", "a", "a"], world=3) == ["", "", ""]
     [said] = set(ranks.run(said_of_data, ["a", "a", "b"], world=3))

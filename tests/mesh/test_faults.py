@@ -50,6 +50,8 @@ def saved_beside(how: str, seconds: float, job: list[str]) -> str:
     return "saved"
 
 
+@pytest.mark.promise("hangs")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "limit", "mode"),
     [("stopped", 2, "disabled"), ("stopped", 2, "async"), ("slow", 60, "async")],
@@ -95,6 +97,7 @@ def test_the_stacks_of_a_rank_that_hangs_are_in_its_log(tmp_path: Path) -> None:
     assert log.read_text() == said  # the run is over
 
 
+@pytest.mark.promise("hangs")
 @pytest.mark.parametrize(
     ("error", "world_size", "code"),
     [
@@ -127,5 +130,7 @@ def time_out() -> str:
     return ""
 
 
+@pytest.mark.promise("hangs")
+@pytest.mark.slow
 def test_gloo_says_that_it_timed_out_as_expected(ranks: RankPool) -> None:
     assert ranks.run(time_out, world=2)[0].startswith("True ")

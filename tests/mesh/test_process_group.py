@@ -64,6 +64,7 @@ def timeouts(seconds: int | None) -> set[float]:
     return {option._timeout.total_seconds() for option in options}
 
 
+@pytest.mark.promise("hangs")
 def test_a_timeout_reaches_every_group(ranks: RankPool) -> None:
     assert len(ranks.run(timeouts, None, world=2)[0]) > 1  # torch's own differ: hence set_timeout
     assert ranks.run(timeouts, 77, world=2) == [{77.0}, {77.0}]

@@ -152,6 +152,7 @@ def test_a_signal_ends_the_wait_of_the_only_rank(
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
+@pytest.mark.promise("hangs")
 def test_data_that_do_not_come_in_time(handlers: None, one_rank: None) -> None:
     with watch_signals() as request:
         request.data_timeout_seconds = 0.1

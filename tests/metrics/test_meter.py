@@ -206,6 +206,7 @@ def train_with_a_blank_step(job: list[str]) -> tuple[list[dict[str, Any]], list[
     return rows, [line for line in lines if "has no loss" in line]
 
 
+@pytest.mark.promise("loss")
 @pytest.mark.parametrize("layout", [(), ("--parallelism.pipeline_parallel_degree=2",)])
 def test_a_step_without_labels_has_no_loss(
     layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
@@ -236,6 +237,7 @@ def mfu_of_unequal_devices(job: list[str]) -> tuple[float, float]:
     return trainer.last_row["mfu"], trainer.last_row["tflops_per_device"]
 
 
+@pytest.mark.promise("tools")
 def test_mfu_is_of_the_peaks_of_all_devices(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), "--training.steps=1", "--checkpoint.enable=false"]
     for mfu, tflops in ranks.run(mfu_of_unequal_devices, job, world=2):

@@ -47,6 +47,7 @@ def _write(path: Path, steps: list[int], *, resume_step: int, **figures: float) 
     sink.close()
 
 
+@pytest.mark.promise("last-stage-loss")
 def test_jsonl_keeps_every_digit(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     numbers = {"loss": 0.1 + 0.2, "grad_norm": 2**-1074, "lr": 1 / 3, "num_tokens": 2**60 + 1}
@@ -108,6 +109,7 @@ def test_event_files_that_cannot_be_written_are_said_and_not_traced(tmp_path: Pa
     sink.close()
 
 
+@pytest.mark.promise("surface")
 def test_jsonl_survives_every_place_of_a_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, [1, 2], resume_step=0)
@@ -176,6 +178,7 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
+@pytest.mark.promise("last-stage-loss", "surface")
 def test_tensorboard_has_torchtitans_tags_and_hides_what_is_trained_again(tmp_path: Path) -> None:
     for resume_step, steps, loss in ((0, (1, 2, 3), 1.0), (2, (3, 4), 2.0)):
         settings = {"training": {"steps": 3, "loader": {"names": ("*", None)}}}
@@ -245,6 +248,7 @@ sink.close()
 """
 
 
+@pytest.mark.slow
 def test_wandb_works_offline(tmp_path: Path) -> None:
     done = _python(WANDB_RUN, str(tmp_path / "run"), WANDB_MODE="offline", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -189,6 +189,7 @@ def train_slowed(job: list[str], slowed: str) -> tuple[list[str], dict[str, Any]
     return [line for line in lines if " (" in line and " times " in line], trainer.last_row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slowed", "layout"),
     [

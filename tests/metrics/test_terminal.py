@@ -111,6 +111,7 @@ def _log_lines(screen: list[str]) -> list[str]:
     return [line for line in screen if re.match(r"\d\d:\d\d:\d\d ", line)]
 
 
+@pytest.mark.slow
 def test_bar_stays_below_whole_log_lines(tmp_path: Path) -> None:
     written = _in_terminal([["0", "0", str(tmp_path), "freeze"]])
     screen = _screen(written)
@@ -162,6 +163,7 @@ def test_a_step_fits_a_narrow_terminal(width: int, num_shown: int, tmp_path: Pat
     assert "mfu: 40.25%  memory: 61.00GiB" in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
+@pytest.mark.slow
 def test_lines_of_other_picked_ranks_do_not_run_into_the_bar(tmp_path: Path) -> None:
     commands = [[rank, "1,3", str(tmp_path), "freeze"] for rank in "0123"]
     screen = _screen(_in_terminal(commands))

@@ -69,6 +69,7 @@ def test_a_run_too_short_to_be_profiled_is_told(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_profiled_run_trains_the_same(tmp_path: Path, ranks: RankPool) -> None:
     short = ["--training.steps=4", "--checkpoint.enable=false"]

@@ -60,6 +60,7 @@ def step(layer: LayerCache, batch: list[Sequence], at: list[int], window: int | 
     torch.testing.assert_close(found[:, :, 0].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.promise("generation")
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("lengths", [[3, 12, 1, 7], [12, 4], [5, 5, 5], [9]])

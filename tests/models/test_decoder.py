@@ -17,6 +17,7 @@ def some_tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 263, (batch, length), generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.promise("float64")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_gradients_equal_the_public_models(variant):
     model = random_decoder(VARIANTS[variant])
@@ -77,6 +78,7 @@ def test_no_token_sees_a_later_one():
     assert (logits[:, 9:] - other[:, 9:]).abs().amax(-1).min() > 0.1
 
 
+@pytest.mark.promise("generation")
 @pytest.mark.parametrize("prompt", [1, 2, 11])
 @pytest.mark.parametrize(
     "variant", ["scaled", "biased", "window", "experts", "latent", "latent, wide values"]
@@ -119,6 +121,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.promise("no-square")
 def test_nothing_grows_with_the_square_of_the_sequence():
     model = random_decoder(dataclasses.replace(TINY, vocab_size=263))
     largest = {}

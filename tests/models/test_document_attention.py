@@ -76,6 +76,7 @@ def assert_exact(attend: Callable[..., Tensor], given: list[Tensor]) -> None:
     assert all(error(ours[name], exact[name]) < 1e-5 for name in exact)
 
 
+@pytest.mark.promise("documents")
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_document_attention(num_kv_heads: int) -> None:
     assert_exact(document_attention, tensors(num_kv_heads=num_kv_heads))
@@ -151,6 +152,7 @@ def test_no_gradient_of_a_document_is_as_long_as_the_sequence() -> None:
     assert sum(size == q.numel() for size in sizes) < 20
 
 
+@pytest.mark.promise("no-square")
 @pytest.mark.parametrize("lengths", [(4096,), (4095, 1)])
 def test_a_document_as_long_as_its_sequence_holds_nothing_of_its_square(
     lengths: tuple[int, ...],

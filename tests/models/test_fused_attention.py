@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan.models.attention import fused_attention
 
 
+@pytest.mark.promise("no-square")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_heads_never_come_to_the_kernel_that_holds_scores(

@@ -27,6 +27,7 @@ def sample():
     return draw((N,)).double()
 
 
+@pytest.mark.promise("initial-weights")
 def test_distribution_is_the_truncated_normal(sample):
     exact = scipy.stats.truncnorm(-CUTOFF, CUTOFF)
     assert scipy.stats.kstest(sample.numpy(), exact.cdf).pvalue > 1e-3
@@ -40,6 +41,7 @@ def test_truncation_is_sharp(sample):
     assert CUTOFF - 1e-3 < sample.abs().max() < CUTOFF
 
 
+@pytest.mark.promise("initial-weights")
 def test_values_are_those_of_the_formula_in_float64():
     # the same recipe in numpy's unsigned integers and scipy's exact inverse
     unsigned = [np.uint64(half % 2**64) for half in make_key(NAME, seed=5)]
@@ -90,6 +92,7 @@ def test_seeds_and_parameters_are_independent(sample, change):
     assert_independent(sample, draw((N,), **change).double())
 
 
+@pytest.mark.slow
 def test_no_stretch_of_one_parameter_appears_in_another(sample):
     # a key that only shifts the counter would repeat runs of values at another place
     others = [draw((N,), name=f"layers.{i}.attention.wq.weight") for i in (2, 3)]
@@ -124,6 +127,7 @@ def test_bfloat16_is_the_rounded_float32(sample):
     assert torch.equal(draw((N,), dtype=torch.bfloat16), sample.bfloat16())
 
 
+@pytest.mark.promise("initial-weights")
 def test_any_box_is_the_slice_of_the_whole():
     shape = (37, 5, 41)
     whole = draw(shape)
@@ -138,6 +142,7 @@ def test_any_box_is_the_slice_of_the_whole():
         assert torch.equal(out, whole[box])
 
 
+@pytest.mark.promise("initial-weights")
 def test_indices_beyond_32_bits_count():
     out, near = torch.empty(8), torch.empty(8)
     key = make_key(NAME, seed=0)

@@ -82,6 +82,7 @@ def test_fsdp_can_cut_columns():
                 assert torch.equal(parameter.to_local(), expected[name].to_local()), name
 
 
+@pytest.mark.promise("initial-weights")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_rank_fills_its_own_shard(layout):
     axes = LAYOUTS[layout]

@@ -80,6 +80,7 @@ def theirs_of(name: str, theirs: dict[str, Tensor | None]) -> Tensor:
     return grad
 
 
+@pytest.mark.promise("float64", "experts")
 @pytest.mark.parametrize("name", PAIRS)
 def test_logits_and_every_gradient_are_those_of_transformers(name: str) -> None:
     """In float64 but for what transformers does in float32: scores, norms, the rotation."""
@@ -137,6 +138,7 @@ CORRECT, CORRECT_INIT = Router.forward, LatentAttention.__init__
 CORRECT_EXPAND = LatentAttention.expand
 
 
+@pytest.mark.promise("experts")
 @pytest.mark.parametrize(
     ("owner", "name", "planted", "config"),
     [

@@ -81,6 +81,7 @@ def differing(config: MoEConfig, rtol: float = 1e-12) -> set[str]:
     return {n for n, e in expected.items() if (found[n] - e).norm() > rtol * e.norm()}
 
 
+@pytest.mark.promise("experts")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_experts_are_what_the_definition_says(name: str) -> None:
     assert differing(CONFIGS[name]) == set()
@@ -112,6 +113,7 @@ def without_gradient(self: Router, x_TC: Tensor, _: None = None) -> tuple[Tensor
 CORRECT_EXPERTS, CORRECT_ROUTER = Experts.forward, Router.forward
 
 
+@pytest.mark.promise("experts", "oracles-can-fail")
 @pytest.mark.parametrize(
     ("owner", "planted", "seen"),
     [
@@ -147,6 +149,7 @@ def test_a_planted_bug_is_seen_by_transformers(
         assert (model(tokens) - expected).abs().max() > 100 * atol
 
 
+@pytest.mark.promise("experts")
 def test_every_gradient_is_that_of_transformers() -> None:
     model = random_decoder(EXPERTS)
     reference = reference_of(model)
@@ -169,6 +172,7 @@ def test_every_gradient_is_that_of_transformers() -> None:
             assert (grad - wanted).norm() <= 1e-5 * wanted.norm(), key
 
 
+@pytest.mark.promise("experts")
 def test_of_equal_scores_the_lower_index_is_chosen() -> None:
     layer, x = some(dataclasses.replace(EXPERTS, num_experts=64, num_experts_per_token=4))
     layer.router.gate.weight.data.zero_()
@@ -182,12 +186,14 @@ def test_of_equal_scores_the_lower_index_is_chosen() -> None:
     assert ids[~above].tolist() == [[0, 1, 2, 3]] * int((~above).sum())
 
 
+@pytest.mark.promise("same-bits")
 def test_the_same_input_gives_the_same_bits() -> None:
     layer, x = some(EXPERTS, torch.float32)
     once, again = (gradients(lambda layer, x: layer(x), layer, x) for _ in range(2))
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
+@pytest.mark.promise("bfloat16")
 def test_scores_are_float32_in_bfloat16_too() -> None:
     layer, x = some(EXPERTS, torch.bfloat16)
     _, weights = layer.router(x)
@@ -231,6 +237,7 @@ def test_kernels_of_a_gpu_lose_no_more_than_copies_in_float32(
     assert {n for n, error in found.items() if error > 1.05 * copied[n]} == set()
 
 
+@pytest.mark.promise("same-bits")
 def test_nothing_is_added_up_by_scattering() -> None:
     """Its order would be left to chance on a GPU."""
     layer, x = some(EXPERTS, torch.float32)

@@ -15,6 +15,7 @@ from torchtitan.models.rope import build_rope, frequencies
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
 
 
+@pytest.mark.promise("float64")
 def test_rotation_is_that_of_complex_numbers_in_float64():
     positions = torch.tensor([0, 1, 2, 777, 131_071])
     x = torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(0))
@@ -105,6 +106,7 @@ def test_frequencies_equal_the_public_ones(flavor):
     assert_equal_to_the_public_rotation(MODELS["llama3"].flavors[flavor])
 
 
+@pytest.mark.promise("float64")
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize(

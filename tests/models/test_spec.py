@@ -44,6 +44,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.promise("hf")
 @pytest.mark.parametrize(("name", "flavor"), FLAVORS)
 def test_parameters_are_those_of_the_public_model(name, flavor):
     config = MODELS[name].flavors[flavor]
@@ -74,6 +75,7 @@ TORCHTITAN = {
 }
 
 
+@pytest.mark.promise("surface")
 @pytest.mark.parametrize(("name", "flavor"), TORCHTITAN)
 def test_flavors_with_names_of_torchtitan_are_its_models(name, flavor):
     config = MODELS[name].flavors[flavor]
@@ -96,6 +98,7 @@ def test_flavors_with_names_of_torchtitan_are_its_models(name, flavor):
     )
 
 
+@pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_flops_are_those_of_forward_and_backward(variant, monkeypatch):
     monkeypatch.setattr(attention, "MIN_WINDOW_BLOCK", 1)  # not a key beside its window

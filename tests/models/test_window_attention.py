@@ -20,6 +20,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "MIN_WINDOW_BLOCK", 4)
 
 
+@pytest.mark.promise("documents")
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 @pytest.mark.parametrize("window", [1, 2, 5, 26, 29])
@@ -50,6 +51,7 @@ def test_a_window_of_the_sequence_changes_no_bit(window: int) -> None:
         assert all(torch.equal(ours[name], plain[name]) for name in plain)
 
 
+@pytest.mark.promise("no-square")
 @pytest.mark.parametrize("lengths", [None, (4096,), (4000, 96)])
 def test_nothing_grows_with_the_square(lengths: tuple[int, ...] | None) -> None:
     q = torch.randn(1, 2, 4096, 8, requires_grad=True)

@@ -120,6 +120,7 @@ def biases_off() -> list[str]:
     return sorted(wrong)
 
 
+@pytest.mark.promise("balance")
 def test_biases_are_sums_of_signs(ranks: RankPool) -> None:
     """With one step that is not taken, and layers seen without gradients in between."""
     assert ranks.run(biases_off, world=1) == [[]]
@@ -190,6 +191,7 @@ def differing(config: MoEConfig, used: tuple[str, ...]) -> set[str]:
     return wrong
 
 
+@pytest.mark.promise("balance")
 @pytest.mark.parametrize("used", [(), *((one,) for one in module.LOSSES), module.LOSSES])
 @pytest.mark.parametrize("config", [BIASED, replace(SIGMOID, num_experts=5)])
 def test_losses_and_their_gradients(
@@ -222,6 +224,7 @@ def counts_of_shared_sequence() -> list[list[int]]:
     return counts
 
 
+@pytest.mark.promise("balance")
 @pytest.mark.long
 def test_ranks_that_share_a_sequence_count_it_together(ranks: RankPool) -> None:
     assert ranks.run(counts_of_shared_sequence, world=2) == [[[1, 1, 0, 2]]] * 2
@@ -243,6 +246,7 @@ def figures_of(counts: list[list[int]]) -> dict[str, Any]:
     return {name: value.tolist() for name, value in balance.figures().items()}
 
 
+@pytest.mark.promise("balance")
 def test_figures(ranks: RankPool) -> None:
     """Of the choices of both ranks."""
     found, same = ranks.run(figures_of, [[6, 0, 3, 3], [4, 4, 4]], world=2)

@@ -49,6 +49,7 @@ def spread(losses: list[float], max_norm: float) -> tuple[float, list[torch.Tens
     return norm.item(), [g.full_tensor() for g in grads if isinstance(g, DTensor)]
 
 
+@pytest.mark.promise("clipping")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_one_device_agrees_with_torch(dtype: torch.dtype, ranks: RankPool) -> None:
     [(norm, expected, same)] = ranks.run(alone, dtype, world=1)
@@ -56,6 +57,7 @@ def test_one_device_agrees_with_torch(dtype: torch.dtype, ranks: RankPool) -> No
     assert same
 
 
+@pytest.mark.promise("hsdp", "clipping")
 def test_shards_and_copies_have_the_norm_of_one_device(ranks: RankPool) -> None:
     [(expected, _, _)] = ranks.run(alone, world=1)
     full = [p.grad for p in parameters_with_gradients()]
@@ -65,12 +67,14 @@ def test_shards_and_copies_have_the_norm_of_one_device(ranks: RankPool) -> None:
             torch.testing.assert_close(got, whole * (0.5 / expected), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.promise("clipping")
 def test_an_infinite_max_norm_changes_nothing(ranks: RankPool) -> None:
     full = [p.grad for p in parameters_with_gradients()]
     for _, grads in ranks.run(spread, [1.0] * 4, math.inf, world=4):
         assert all(torch.equal(got, whole) for got, whole in zip(grads, full, strict=True))
 
 
+@pytest.mark.promise("clipping")
 def test_one_ranks_bad_loss_is_seen_by_all(ranks: RankPool) -> None:
     for bad in (math.nan, math.inf):
         answers = ranks.run(spread, [1.0, 1.0, bad, 1.0], 1.0, world=4)
@@ -84,6 +88,7 @@ def norm_of_many_elements() -> tuple[float, float]:
     return global_norm([p], loss=torch.tensor(0.0)).item(), p.grad.double().norm().item()
 
 
+@pytest.mark.promise("clipping")
 def test_the_norm_of_many_elements_is_as_exact_as_of_few(ranks: RankPool) -> None:
     """torch's own kernel, in float32 on CPU, is off by 7e-5 here."""
     [(norm, expected)] = ranks.run(norm_of_many_elements, world=1)

@@ -95,6 +95,7 @@ def assert_right(found: Found, expected: Found) -> None:
         assert error <= 1e-6 * theirs.norm(), error / theirs.norm()
 
 
+@pytest.mark.promise("loss")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("num_chunks", [0, 1, 2, 5, B * S, 99])
 @pytest.mark.parametrize("case", [*LABELS, "huge"])
@@ -104,6 +105,7 @@ def test_loss_and_gradients_equal_float64(case: str, num_chunks: int, recompute:
     assert count_valid(tensors[2]).item() == sum(tensors[2].flatten() != IGNORE_INDEX)
 
 
+@pytest.mark.promise("loss")
 def test_without_valid_labels_loss_and_gradients_are_zero() -> None:
     for found in (computed(inputs("none due"), num_chunks=n) for n in (1, 5)):
         assert found[0] == 0
@@ -152,6 +154,7 @@ def together(answers: Sequence[Found]) -> Found:
     return values.pop(), dx, torch.cat([dweight for *_, dweight in answers])
 
 
+@pytest.mark.promise("loss")
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("case", [*LABELS, "huge"])
 def test_parts_of_the_vocabulary_give_the_whole(case: str, world: int, ranks: RankPool) -> None:
@@ -198,6 +201,7 @@ LARGE = (1, 300, 8, 200)
 """Logits of which even a chunk is larger than input and weight."""
 
 
+@pytest.mark.promise("no-square")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("recompute", "products"), [(False, (30, 0)), (True, (10, 40))])
 def test_three_products_a_chunk_and_no_tensor_larger_than_its_logits(
@@ -308,6 +312,7 @@ def one_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return crossed(logits, labels).sum()
 
 
+@pytest.mark.promise("nobody-forks")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("num_chunks", [1, 5])
 @pytest.mark.parametrize("case", ["some due", "none due"])

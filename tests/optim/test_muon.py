@@ -26,6 +26,7 @@ SHAPES |= {"norm": (7,)}
 STEPS = 4
 
 
+@pytest.mark.promise("optimizers")
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
 def test_singular_values_come_near_one_and_their_vectors_stay(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -105,6 +106,7 @@ def alone(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in holder.named_parameters()}
 
 
+@pytest.mark.promise("optimizers")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_device_agrees_with_torch(dtype: torch.dtype, ranks: RankPool) -> None:
     """In both types of the iteration: they are 1e-3 apart."""
@@ -143,6 +145,7 @@ def skip_steps(kinds: str) -> list[dict[str, Tensor]]:
     return seen
 
 
+@pytest.mark.promise("not-finite")
 def test_a_step_left_out_changes_no_bit_and_the_host_does_not_wait(ranks: RankPool) -> None:
     [plain] = ranks.run(skip_steps, "...", world=1)
     [skipped] = ranks.run(skip_steps, "x.x..x", world=1)
@@ -203,6 +206,7 @@ def spread() -> tuple[dict[str, Tensor], Counter[int], list[tuple[str, int | Non
     return whole, sent, [(m.name, m.index) for m in optimizer.own]
 
 
+@pytest.mark.promise("optimizers")
 def test_any_shards_are_updated_as_on_one_device(ranks: RankPool) -> None:
     results = ranks.run(spread, world=4)
     expected = by_torch(torch.float32)
@@ -214,6 +218,7 @@ def test_any_shards_are_updated_as_on_one_device(ranks: RankPool) -> None:
     assert len(owned) == len(set(owned)) == 3 + SHAPES["experts"][0]
 
 
+@pytest.mark.promise("counted-messages")
 def test_a_step_sends_what_the_page_says(ranks: RankPool) -> None:
     """Elements to others: a part that the owner lacks comes once, each part but its own goes out.
 

@@ -46,6 +46,7 @@ def test_patterns_are_the_users() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
 
 
+@pytest.mark.promise("optimizers")
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
 def test_adamw_follows_its_paper(implementation: str) -> None:
     """Decoupled weight decay, arXiv 1711.05101, algorithm 2, in float64."""
@@ -89,6 +90,7 @@ def test_no_step_is_taken_on_a_norm_that_is_not_finite(make: Any) -> None:
     assert weight.max() < 1
 
 
+@pytest.mark.promise("optimizers")
 def test_sgd_with_momentum_follows_its_formula() -> None:
     net = model()
     settings = OptimizerConfig(name="SGD", lr=0.1, momentum=0.9, weight_decay=0.0)
@@ -119,6 +121,7 @@ def rates_and_decays(settings: OptimizerConfig) -> dict[str, tuple[float, float]
     return {name: found[p] for name, p in net.named_parameters()}
 
 
+@pytest.mark.promise("optimizers")
 def test_groups_have_rates_and_decays_of_their_own() -> None:
     """The first group that matches has a parameter; no_decay_params are decayed in none."""
     groups = (
@@ -227,6 +230,8 @@ def all_updated() -> list[list[Tensor]]:
     return [updated(settings, sharded=True, state_first=False) for settings in TORCHS]
 
 
+@pytest.mark.promise("optimizers")
+@pytest.mark.slow
 def test_torchs_optimizers_update_shards_as_whole_parameters(ranks: RankPool) -> None:
     for result in ranks.run(all_updated, world=2):
         for settings, found in zip(TORCHS, result, strict=True):

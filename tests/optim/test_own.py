@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("trusted_code")
 NAME = "examples.own_optimizer:Lion"
 
 
+@pytest.mark.promise("nobody-forks")
 def test_it_follows_its_formula_in_the_groups_of_ours() -> None:
     net = nn.Linear(3, 2)
     settings = OptimizerConfig(

@@ -43,6 +43,7 @@ def reference(steps: int, *, warmup: int, ratio: float | None, kind: str, floor:
     return list(rising * falling)
 
 
+@pytest.mark.promise("learning-rate")
 @pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize("warmup", [0, 1, 7, 20])
 @pytest.mark.parametrize("ratio", [None, 0.0, 0.05, 0.3, 0.8, 1.0])
@@ -59,6 +60,7 @@ def test_the_step_after_the_last_one_would_have_the_floor(
         assert lr(60) > 2.0 * floor  # the last step trains
 
 
+@pytest.mark.promise("learning-rate")
 @pytest.mark.parametrize(
     ("settings", "theirs"),
     [
@@ -88,6 +90,7 @@ def test_a_decay_that_ends_at_the_last_step_reaches_the_floor_there() -> None:
     assert lrs[-1] == pytest.approx(0.2)
 
 
+@pytest.mark.promise("learning-rate")
 def test_linear_warmup_and_decay_equal_torchs_own_schedulers() -> None:
     lrs = rates(30, warmup_steps=10)
     p = torch.nn.Parameter(torch.zeros(1))
@@ -103,6 +106,7 @@ def test_linear_warmup_and_decay_equal_torchs_own_schedulers() -> None:
     assert lrs == pytest.approx(theirs, abs=1e-12)
 
 
+@pytest.mark.promise("learning-rate")
 @pytest.mark.parametrize("total", [None, 200])
 def test_a_warmup_ratio_is_of_the_schedule_and_not_of_the_run(total: int | None) -> None:
     by_ratio = {"warmup_ratio": 0.1, "total_steps": total, "decay_ratio": 0.5}
@@ -110,6 +114,7 @@ def test_a_warmup_ratio_is_of_the_schedule_and_not_of_the_run(total: int | None)
     assert rates(50, **by_ratio) == rates(50, **by_steps)
 
 
+@pytest.mark.promise("learning-rate")
 def test_a_pinned_length_makes_the_curve_independent_of_training_steps() -> None:
     settings = {"warmup_steps": 5, "total_steps": 40, "decay_ratio": 0.5}
     assert rates(20, **settings) == rates(40, **settings)[:20]

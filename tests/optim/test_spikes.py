@@ -42,6 +42,7 @@ JOB = [
 CPU = torch.device("cpu")
 
 
+@pytest.mark.promise("spikes")
 def test_bounds_are_those_of_medians() -> None:
     draw = random.Random(1)
     for _ in range(50):
@@ -72,6 +73,7 @@ def judge(spikes: SpikeDetector, norm: float, *, loss: float = 2.0) -> tuple[flo
     return float(norm_to_take), float(clip_at)
 
 
+@pytest.mark.promise("spikes")
 def test_a_spike_is_clipped_to_the_median_and_a_level_that_lasts_is_none(
     spikes: SpikeDetector,
 ) -> None:
@@ -119,6 +121,8 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.promise("spikes")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -143,6 +147,8 @@ def test_a_step_that_is_left_out_changes_nothing(
         assert found == pytest.approx([row[figure] for row in expected], rel=1e-3)
 
 
+@pytest.mark.promise("exact-resume", "spikes")
+@pytest.mark.slow
 def test_a_resumed_run_goes_by_the_same_figures(
     alone: Path, ranks: RankPool, tmp_path: Path
 ) -> None:

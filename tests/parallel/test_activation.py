@@ -50,6 +50,7 @@ def gradients(model: Decoder) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.promise("compile")
 @pytest.mark.parametrize(
     ("mode", "option", "recomputed"),
     [
@@ -116,6 +117,7 @@ def watched_step(mode: Mode, option: str) -> tuple[Counter[str], int]:
     return watch.calls - forward, held
 
 
+@pytest.mark.promise("counted-messages")
 def test_by_operator_the_dear_ones_are_kept() -> None:
     """Of seven products of a block three run again: wq, wv and w1; w2 is behind the last input."""
     plain, held_by_none = watched_step("none", "1")

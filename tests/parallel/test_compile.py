@@ -30,6 +30,8 @@ from torchtitan.parallel.compile import (
 )
 from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Counter:

@@ -99,6 +99,8 @@ def largest_tensor(method: Method, balancer: Balancer, cache: str) -> int:
     return watch.largest
 
 
+@pytest.mark.promise("no-square")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "balancer"),
     [("allgather", "headtail"), ("ring", "balanced"), ("ulysses", "headtail")],

@@ -154,6 +154,7 @@ def split_all(given: list[Case]) -> list[dict[str, Tensor]]:
     return [split(case) for case in given]
 
 
+@pytest.mark.promise("cp")
 @pytest.mark.parametrize(
     ("method", "balancer", "world"), [("allgather", "headtail", 2), *((*pair, 4) for pair in PAIRS)]
 )
@@ -224,6 +225,7 @@ def wire(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     return dict(forward.calls), dict(backward.calls)
 
 
+@pytest.mark.promise("cp")
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_method_is_another_one_on_the_wire(world: int, ranks: RankPool) -> None:
     expected = {
@@ -305,6 +307,7 @@ def largest_tensor(case: Case) -> int:
     return watch.largest
 
 
+@pytest.mark.promise("no-square")
 @pytest.mark.parametrize("documents", [None, ((3001, 1, 2998),)])
 @pytest.mark.parametrize(("method", "balancer"), PAIRS)
 def test_no_tensor_grows_with_the_square(
@@ -318,6 +321,7 @@ def test_no_tensor_grows_with_the_square(
         assert 0 < largest < case.seq_len**2 / 64
 
 
+@pytest.mark.promise("no-square", "oracles-can-fail")
 def test_a_mask_would_be_seen(ranks: RankPool) -> None:
     def with_mask() -> None:
         torch.ones(300, 300, dtype=torch.bool).tril()

@@ -101,6 +101,7 @@ def error_of(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).abs().max() / expected.abs().max()).item()
 
 
+@pytest.mark.promise("cp")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_two_blocks_of_grouped_heads_are_attention_in_float64(
     kernels: None, dtype: torch.dtype, bound: float

@@ -50,6 +50,7 @@ def seen_pairs(
     return met
 
 
+@pytest.mark.promise("cp")
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS.keys())
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_causal_pair_meets_once(
@@ -114,6 +115,7 @@ def test_few_kernels() -> None:
     assert [count("none", rank) for rank in (0, 1, 3)] == [[1, 0, 0, 0], [1, 1, 0, 0], [1] * 4]
 
 
+@pytest.mark.promise("cp")
 def test_a_batch_and_the_positions_are_cut_alike() -> None:
     shard = SequenceShard(SequenceLayout(degree=2, balancer="headtail"), rank=1)
     tokens = torch.arange(16).view(2, 8)

@@ -23,6 +23,7 @@ def multiplied(compute, counts: list[int], dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *gradients]
 
 
+@pytest.mark.promise("ep")
 @pytest.mark.parametrize("counts", [[3, 1, 4, 1, 5], [0, 7, 0, 0, 2], [0, 0, 0, 9, 0], [0] * E])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_are_those_of_each_expert(counts: list[int], dtype: torch.dtype) -> None:

@@ -92,6 +92,7 @@ def gathers(
     return Counter({key: number // 2 for key, number in seen.found.items()}), sizes
 
 
+@pytest.mark.promise("counted-messages")
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize(
     ("asked", "by_all", "by_two"),
@@ -124,6 +125,7 @@ def test_copies_gather_among_those_that_share() -> None:
     assert found == {(sizes["block"], 2): 15, (sizes["embedding"], 2): 1, (sizes["head"], 2): 1}
 
 
+@pytest.mark.promise("counted-messages")
 def test_a_tied_embedding_is_gathered_once_with_the_last_norm() -> None:
     found, sizes = gathers("default", tied=True)
     assert found == {(sizes["block"], RANKS): 15, (sizes["head"], RANKS): 1}

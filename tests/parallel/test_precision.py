@@ -59,6 +59,7 @@ def trained(model: nn.Module, *microbatches: int) -> tuple[list[float], dict[str
     return losses, grads
 
 
+@pytest.mark.promise("bfloat16")
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "low-rank factors"])
 def test_blocks_compute_bit_for_bit_what_they_do_under_fsdp(adapted: bool) -> None:
     """A gradient is rounded to bfloat16 once a microbatch, and they add up in float32.

@@ -68,6 +68,7 @@ def test_refuses_exactly_what_torch_refuses(name: str) -> None:
             check_schedule(name, **sizes)
 
 
+@pytest.mark.promise("pp")
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 2), (2, 4), (3, 6), (4, 8), (4, 16)])
 def test_every_action_once_on_the_rank_of_its_stage(
@@ -93,6 +94,7 @@ def test_every_action_once_on_the_rank_of_its_stage(
         )
 
 
+@pytest.mark.promise("pp")
 @pytest.mark.parametrize("stages_per_rank", [2, 3, 4, 6])
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS"])
 def test_a_stage_is_gathered_once_and_reduced_once(name: str, stages_per_rank: int) -> None:
@@ -112,6 +114,7 @@ def test_a_stage_is_gathered_once_and_reduced_once(name: str, stages_per_rank: i
                 assert own.count(f"{stage}REDUCE_GRAD") == reduces
 
 
+@pytest.mark.promise("pp")
 @pytest.mark.parametrize("name", MULTI)
 def test_what_a_rank_of_two_stages_does_is_what_torch_has_it_do(name: str) -> None:
     table = compute_table(name, pp=2, stages_per_rank=2, num_microbatches=8)

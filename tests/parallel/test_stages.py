@@ -45,6 +45,7 @@ def costs_of(counts: tuple[int, ...], costs: Costs) -> list[float]:
     return found
 
 
+@pytest.mark.promise("counted-messages")
 @pytest.mark.parametrize("num_layers", [1, 2, 5, 8])
 @pytest.mark.parametrize("head", [0.0, 0.3, 1.0, 2.2, 20.0])
 @pytest.mark.parametrize("embedding", [0.0, 1.5])

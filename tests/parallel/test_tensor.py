@@ -64,6 +64,7 @@ def meta_model(config: DecoderConfig) -> Decoder:
         return LLAMA3.build(config)
 
 
+@pytest.mark.promise("tp")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_every_entry_of_the_plan_is_a_module_and_every_parameter_has_one(
@@ -108,6 +109,7 @@ def expected_part(
     return pieces[fsdp[0]] if fsdp[0] < len(pieces) else whole[:0]
 
 
+@pytest.mark.promise("initial-weights")
 @pytest.mark.parametrize(
     ("fsdp", "tp", "tied"), [(1, 4, False), (2, 2, True), (3, 2, False), (7, 2, True)]
 )
@@ -227,6 +229,7 @@ def a_layer_costs(*, tp: int, sequence: bool) -> tuple[float, dict[str, int]]:
     return (kept[1] - kept[0]) / unit, more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 8])
 def test_costs_are_those_of_the_documentation(tp: int) -> None:
     kept, counts = a_layer_costs(tp=tp, sequence=True)

@@ -12,6 +12,7 @@ from scripts.crash_campaign import KilledRun, disturb
 from torchtitan.checkpoint.checksums import write_sealed_json
 
 
+@pytest.mark.promise("kill-save")
 @pytest.mark.usefixtures("warm_starts")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("ranks", "mode", "kills"), [(1, "disabled", 1), (2, "async", 2)])
@@ -36,6 +37,7 @@ def write_start(run: KilledRun, log: str, *steps: int) -> None:
         write_sealed_json(run.checkpoints / f"step-{step}" / "manifest.json", {"files": {}})
 
 
+@pytest.mark.promise("kill-save")
 def test_a_lost_checkpoint_is_found(run: KilledRun) -> None:
     write_start(run, "Saved x/step-2\nSaved x/step-4\n", 2)
     with pytest.raises(CampaignError, match=r"4.*\[2\]"):
@@ -55,6 +57,7 @@ def test_retention_is_no_loss(run: KilledRun) -> None:
     run.check(log_before="")
 
 
+@pytest.mark.promise("kill-save")
 @pytest.mark.parametrize("log", ["Resumed from x/step-2\n", ""])
 def test_an_older_resume_is_found(log: str, run: KilledRun) -> None:
     write_start(run, "Saved x/step-2\nSaved x/step-4\n", 2, 4)

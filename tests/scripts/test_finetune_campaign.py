@@ -46,6 +46,7 @@ def campaign(tmp_path: Path) -> Campaign:
     return Campaign(tmp_path / "model", tmp_path / "work")
 
 
+@pytest.mark.promise("chat-masks")
 def test_labels_of_all_shapes(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compare_labels(campaign)
     assert [each.largest for each in found] == [0] * len(SHAPES)

@@ -17,6 +17,7 @@ from scripts import set_up
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.promise("readme")
 def test_every_requirement_but_pytorch_has_a_tested_version() -> None:
     lines = (REPOSITORY / "scripts" / "constraints.txt").read_text().splitlines()
     pinned: dict[str, list[str]] = {}
@@ -105,12 +106,15 @@ def use_python(shell: Path, python: Path, **environ: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.promise("readme")
 def test_a_python_that_has_all_is_used(shell: Path) -> None:
     done = use_python(shell, Path(sys.executable))
     assert (done.returncode, done.stdout.strip()) == (0, sys.prefix)
     assert not (shell / ".venv").exists()
 
 
+@pytest.mark.promise("readme")
+@pytest.mark.slow
 def test_a_python_without_packages_is_left_alone(shell: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", shell / "empty"], check=True)
     python = shell / "empty" / "bin" / "python3"

@@ -25,6 +25,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
+@pytest.mark.promise("kill-upload")
 @pytest.mark.timeout(280)
 def test_no_checkpoint_is_lost(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

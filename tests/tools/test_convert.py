@@ -47,6 +47,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "model.safetensors").touch()
 
 
+@pytest.mark.promise("hf")
 def test_there_and_back(script: ModuleType, trained, ranks: RankPool, tmp_path, capsys) -> None:
     folder, result = trained
     out, weights = tmp_path / "hf", tmp_path / "weights"
@@ -90,6 +91,7 @@ def test_another_type_and_another_tokenizer(script: ModuleType, trained, tmp_pat
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_gone_can_be_named(
     script: ModuleType, trained, tmp_path, capsys
 ) -> None:

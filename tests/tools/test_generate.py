@@ -62,6 +62,7 @@ GREEDY = {"max_new_tokens": 30, "temperature": 0.0}
 DRAWN = {"max_new_tokens": 30, "temperature": 1.5, "top_k": 40, "seed": 5}
 
 
+@pytest.mark.promise("generation")
 @pytest.mark.parametrize(
     ("folder", "settings"),
     [
@@ -80,6 +81,7 @@ def test_text_is_that_of_the_last_weights(script, trained, capsys, folder, setti
     assert captured.err == ""
 
 
+@pytest.mark.slow
 def test_the_wavelengths_are_those_of_the_training(ranks, tmp_path):
     words = ("rope_theta=777.0", "rope_scaling.type=linear", "rope_scaling.factor=4.0")
     job = [*jobs.write_job(tmp_path), *(f"--model.{word}" for word in words)]
@@ -91,6 +93,7 @@ def test_the_wavelengths_are_those_of_the_training(ranks, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, tmp_path):
     run, _ = trained
     copied = tmp_path / "elsewhere"

@@ -35,6 +35,7 @@ def run(verb: str, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
     paths = write_texts(tmp_path, {"a.txt": "one " * 99, "b.jsonl": '{"body": "two"}\n' * 99})
     prefix = str(tmp_path / "new" / "store")
@@ -120,6 +121,7 @@ def test_help(verb: str) -> None:
     assert f"python -m torchtitan {verb}" in done.stdout
 
 
+@pytest.mark.promise("tokenizers")
 def test_a_trained_tokenizer_is_that_of_the_library(tmp_path: Path) -> None:
     source = (ROOT / "torchtitan" / "data" / "settings.py").read_text()
     odd = "naïve 中文 \U0001f600 don't  DON'T\r\n\r\n 123456 \t x\n" * 5

@@ -83,6 +83,7 @@ def test_every_token_with_its_label(
     assert shown_of(text, f"{a} line 3") == []
 
 
+@pytest.mark.promise("tools")
 def test_counts_are_those_of_the_training(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

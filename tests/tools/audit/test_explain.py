@@ -44,6 +44,7 @@ def workplace(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.promise("tools")
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -62,6 +63,8 @@ def test_40_steps_are_explained_as_they_were_logged(kind: str, layout: str) -> N
     assert num_parts > num_samples or kind == "padded"
 
 
+@pytest.mark.promise("tools")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_the_steps_of_each_document_are_those_that_have_it(kind: str) -> None:
     drive(Path("run"), [*SETTINGS[kind], CACHE], world=2, steps=60)

@@ -122,6 +122,7 @@ PLANTED: dict[str, tuple[str, Plant, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.promise("tools")
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, ranks: RankPool, tmp_path: Path) -> None:
     checks, plant, said = PLANTED[name]
@@ -140,6 +141,7 @@ def test_a_folder_that_cannot_be_written(ranks: RankPool, tmp_path: Path) -> Non
     assert all("/sys/nobody" in one for one in first)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_shared(ranks: RankPool, tmp_path: Path) -> None:
     job, other = (write_job(tmp_path, name=name) for name in ("run", "another"))
     [fault], _ = ranks.run(found, job, "checkpoints", nothing, other, world=2)
@@ -184,6 +186,7 @@ class _Elsewhere:
             os.chdir(before)
 
 
+@pytest.mark.slow
 def test_a_slow_group_is_told_from_the_others(ranks: RankPool, tmp_path: Path) -> None:
     job = write_job(tmp_path)
     first, *_ = ranks.run(found, job, "axes", slow_link, world=4)

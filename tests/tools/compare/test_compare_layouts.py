@@ -291,6 +291,7 @@ def right(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.promise("compare")
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_gradient_is_found(
     plant: str, right: Path, ranks: RankPool, tmp_path: Path
@@ -317,6 +318,7 @@ def job_run(job: list[str]) -> Path:
     return Path(load_config(job).job.dump_folder)
 
 
+@pytest.mark.promise("compare")
 def test_initial_weights_are_compared_by_their_bits() -> None:
     a = {"v": torch.ones(2), "w": torch.zeros(2)}
     assert gaps.first_unequal(a, {name: tensor.clone() for name, tensor in a.items()}) == ""
@@ -343,6 +345,7 @@ def compare(folder: Path, *arguments: str) -> Said:
     return Said(code, out.getvalue(), err.getvalue(), stored["runs"])
 
 
+@pytest.mark.promise("compare")
 @pytest.mark.long
 def test_two_layouts_that_train_the_same(tmp_path: Path) -> None:
     said = compare(tmp_path, "fsdp2", TINY, "--steps=2", "--training.max_norm=0.5")
@@ -375,6 +378,7 @@ def verdict(said: Said, layout: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.promise("compare")
 @pytest.mark.long
 def test_a_planted_divergence_is_found_with_its_first_step(planted: Said) -> None:
     assert planted.code == 1
@@ -393,6 +397,7 @@ def test_other_initial_weights_are_found(tmp_path: Path) -> None:
     assert "512 of 512 elements" in found["unequal"]
 
 
+@pytest.mark.slow
 def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> None:
     crash = verdict(planted, CRASH)
     assert crash["verdict"] == "FAILED"

@@ -39,6 +39,7 @@ def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: folder / name for name in ("a", "b", "alone", "cp")}
 
 
+@pytest.mark.promise("same-bits", "compare")
 def test_equal_runs(
     runs: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
@@ -160,6 +161,7 @@ def change_tensor(folder: Path, name: str, index: tuple[int, ...], value: float)
     save(tensors, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
+@pytest.mark.promise("compare")
 def test_one_element_of_the_optimizer_is_named(
     runs: dict[str, Path], spoiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +244,7 @@ class Command:
         return os.system, ("touch run",)
 
 
+@pytest.mark.promise("no-code-from-checkpoints")
 def test_a_crafted_checkpoint_is_refused_and_nothing_runs(
     runs: dict[str, Path],
     spoiled: Path,

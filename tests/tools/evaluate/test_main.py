@@ -51,6 +51,7 @@ EVERYTHING = (
 )
 
 
+@pytest.mark.slow
 def test_the_report_holds_figures_and_settings(folder, capsys):
     file = folder / "report.json"
     assert command.main([*words(folder, *EVERYTHING), "--output", str(file)]) == 0

@@ -16,13 +16,12 @@ from tests.tools.evaluate.helpers import evaluate, write_model, write_texts
 from torchtitan.base.errors import UserError
 from torchtitan.data.tokenizer import build_tokenizer
 
-pytestmark = pytest.mark.long
-
 SEQ_LEN = 48
 CALLBACK = "torchtitan.tools.evaluate.callback:Perplexity"
 BPE, OFF = "--evaluation.tokenizer_path=bpe_2048", "--validation.enable=false"
 
 
+@pytest.mark.promise("evaluation")
 def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
     reference = write_model(tmp_path / "model").double()
     texts = write_texts(tmp_path / "a.jsonl")
@@ -52,6 +51,8 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
     assert (report["step"], report["settings"]["seq_len"]) == (None, SEQ_LEN)
 
 
+@pytest.mark.long
+@pytest.mark.promise("evaluation")
 @pytest.mark.parametrize("attention", ["causal", "block_causal"])
 def test_the_loss_is_that_of_the_trainers_validation(
     attention: str, ranks: RankPool, tmp_path: Path
@@ -70,6 +71,7 @@ def test_the_loss_is_that_of_the_trainers_validation(
     assert (report["step"], report["settings"]["attn_mask_type"]) == (2, attention)
 
 
+@pytest.mark.long
 def test_a_token_store_gives_the_figures_of_its_text(tmp_path: Path) -> None:
     """Its bytes are counted by what its tokens spell."""
     write_model(tmp_path / "model")
@@ -90,6 +92,8 @@ WATCHED = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.promise("evaluation")
 @pytest.mark.parametrize("layout", WATCHED)
 def test_a_callback_finds_in_any_layout_what_the_command_finds(
     layout: str, ranks: RankPool, tmp_path: Path
@@ -110,6 +114,7 @@ def test_a_callback_finds_in_any_layout_what_the_command_finds(
         assert trained.rows[-1][f"perplexity_{name}"] == pytest.approx(figures["perplexity"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -56,6 +56,7 @@ BATCHES = 2 * 8 * TOKENS + 8 * SEQUENCE
 """Bytes of tokens, labels and positions, which the step does not free."""
 
 
+@pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize("arguments", [(), (RECOMPUTED,)])
 def test_state_and_gradients(arguments: tuple[str, ...]) -> None:
     found = recorded(*arguments)
@@ -80,6 +81,7 @@ def test_nothing_but_state_outlives_the_step() -> None:
     assert left(found)["temporaries"] <= BATCHES + 64
 
 
+@pytest.mark.promise("plan-formulas")
 def test_what_a_block_saves() -> None:
     """By token, in bfloat16."""
     norm = 2 * DIM + 4 + 2 * DIM  # input, 1 / rms in float32, output
@@ -148,6 +150,7 @@ def test_offloaded_state_is_on_the_host() -> None:
     assert "weights" not in account.by_kind
 
 
+@pytest.mark.promise("plan-formulas")
 def test_the_peak_is_that_of_all_births_and_deaths() -> None:
     found = recorded()
     signs = {"birth": 1, "death": -1}
@@ -169,6 +172,7 @@ def is_attention(entry: Entry) -> bool:
     return "attention" in entry.where[0]
 
 
+@pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize(("arguments", "times"), [((), 3), ((RECOMPUTED,), 4)])
 def test_products(arguments: tuple[str, ...], times: int) -> None:
     """Backward multiplies twice as much as forward; attention 2.5 times, for it recomputes.
@@ -183,6 +187,7 @@ def test_products(arguments: tuple[str, ...], times: int) -> None:
     assert operations(found, attention=True) == forward * (times - 2) + forward * 5 // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["alltoall", "ulysses"])
 def test_context_parallel_ranks_share_the_products_of_attention(method: str) -> None:
     one = operations(recorded(), attention=True)
@@ -194,6 +199,7 @@ def test_context_parallel_ranks_share_the_products_of_attention(method: str) -> 
     assert sum(operations(rank, attention=True) for rank in ranks) == one
 
 
+@pytest.mark.slow
 def test_products_of_experts(tmp_path: Path) -> None:
     arguments = ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2")
     _, layout = placed(tmp_path, *arguments, world=2)

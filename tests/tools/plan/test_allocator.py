@@ -30,6 +30,7 @@ def test_sizes_are_rounded_up(size: int, rounded: int) -> None:
     assert allocator.active == 0
 
 
+@pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -125,6 +126,7 @@ class Naive:
         return [part for segment in self.segments.values() for part in segment]
 
 
+@pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize("seed", range(8))
 def test_another_implementation_agrees(seed: int) -> None:
     draw = random.Random(seed)

@@ -24,6 +24,8 @@ from torchtitan.tools.plan.job import place
 from torchtitan.tools.plan.records import rehearse_rank
 from torchtitan.train import main as train
 
+pytestmark = pytest.mark.slow
+
 H100 = "NVIDIA H100 80GB HBM3"
 
 

@@ -63,6 +63,7 @@ def measured(job: Planned) -> Mapping[Recompute, Measured]:
     return found
 
 
+@pytest.mark.promise("plan-formulas")
 def test_every_candidate_takes_all_ranks_and_the_same_samples(job: Planned) -> None:
     found = list(enumerate_layouts(job, samples=32))
     assert len(found) == len(set(found)) > 50
@@ -80,6 +81,7 @@ def test_every_candidate_takes_all_ranks_and_the_same_samples(job: Planned) -> N
     assert {(one.schedule, one.stages) for one in found if one.dims.pp > 1} == set(PIPELINES)
 
 
+@pytest.mark.promise("plan-formulas")
 def test_the_rules_allow_what_is_tried(job: Planned) -> None:
     """The trainer's own, for every eleventh; and the step has the samples asked for."""
     for candidate in list(enumerate_layouts(job, samples=32))[::11]:
@@ -90,6 +92,7 @@ def test_the_rules_allow_what_is_tried(job: Planned) -> None:
             assert len(placed.layout.pipeline.modules) == candidate.dims.pp * candidate.stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dims", "schedule", "stages", "recompute"),
     [
@@ -243,6 +246,7 @@ def test_a_signal_ends_the_search_with_the_best_so_far(
     assert again.parallelism == fast.apply(job.config).parallelism
 
 
+@pytest.mark.promise("plan-formulas")
 @pytest.mark.long
 def test_the_command_writes_a_job_that_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -138,6 +138,7 @@ def test_a_signal_keeps_what_was_found(
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path: Path) -> None:
     table = compute_table("ZBVZeroBubble", pp=2, stages_per_rank=2, num_microbatches=4)
     timeline = simulate(table, costs=Costs())

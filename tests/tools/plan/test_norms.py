@@ -67,6 +67,7 @@ def test_norms_of_the_stream(
     assert born == {rows: norms, weight: norms}
 
 
+@pytest.mark.slow
 def test_norms_of_heads(tmp_path: Path) -> None:
     """Tensor parallelism cuts their heads, not their rows."""
     arguments = ("--model.name=qwen3", TP2)

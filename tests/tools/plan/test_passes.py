@@ -96,6 +96,7 @@ def moved(record: Record, phase: str) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 def test_the_update(world: int) -> None:
     """AdamW reads weights, gradients and both states and writes all but gradients; clipping reads

@@ -31,6 +31,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("pp", "num"), SIZES)
 def test_closed_formulas(name: str, pp: int, num: int) -> None:

@@ -58,6 +58,7 @@ def test_bytes_of_a_checkpoint(tmp_path: Path) -> None:
     assert sizes[2] == pytest.approx(EXACT / 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of two ranks each copies its half; what is offloaded lies on the host too."""
     planned(tmp_path)  # writes the file

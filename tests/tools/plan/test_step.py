@@ -24,6 +24,8 @@ from torchtitan.tools.plan.schedule import Costs, simulate
 from torchtitan.tools.plan.step import EXPOSED, time_step
 from torchtitan.tools.plan.tape import Entry, Piece, Record
 
+pytestmark = pytest.mark.slow
+
 DEVICE = replace(
     DEVICES["H100"],
     products=Share(worst=0.6, best=0.85),

@@ -15,6 +15,8 @@ from torchtitan.mesh.dims import ParallelDims
 from torchtitan.tools.plan.links import axes_of
 from torchtitan.tools.plan.traffic import Row, count_traffic
 
+pytestmark = pytest.mark.slow
+
 L, C, H, KV, F, V = 3, 32, 8, 4, 96, 264
 B, S = 8, 64
 D = C // H
@@ -38,6 +40,7 @@ def sizes(rows: Mapping[tuple[str, str], Row]) -> dict[tuple[str, str], tuple[fl
     return {key: (row.calls, row.size) for key, row in rows.items()}
 
 
+@pytest.mark.promise("plan-formulas")
 def test_sharded(tmp_path: Path) -> None:
     """The last block and the head stay gathered, and the embedding's backward reads no weights."""
     found = sizes(counted(tmp_path, world=4))
@@ -68,6 +71,7 @@ def test_copies(tmp_path: Path) -> None:
     assert (row.on_node, row.off_node) == (0.0, whole)
 
 
+@pytest.mark.promise("plan-formulas")
 def test_tensor_and_sequence_parallel(tmp_path: Path) -> None:
     """A block gathers the stream twice and scatters sums of it twice, backward does the reverse;
     so do the embedding's sum and the head's gather."""
@@ -89,6 +93,7 @@ def test_tensor_parallel_without_sequence_parallel(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
@@ -125,6 +130,7 @@ def test_pipeline(tmp_path: Path) -> None:
         assert found["fsdp", "all-gather"][1] == BF16 * weights
 
 
+@pytest.mark.promise("plan-formulas")
 def test_experts(tmp_path: Path) -> None:
     """Five exchanges a layer: the numbers, and rows there and back, in forward and in backward.
     What shards and copies experts has groups of its own."""

@@ -13,6 +13,8 @@ from torchtitan.tools.plan.job import send
 from torchtitan.tools.plan.records import rehearse_rank
 from torchtitan.tools.plan.tried import try_job
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = "--parallelism.module_fqns_per_model_part="
 PARTS = (
     '[["tok_embeddings","layers.0"],["layers.1"],["layers.2","layers.3","layers.4"],["layers.5"],'

@@ -27,6 +27,8 @@ from torchtitan.tools.plan.copies import CannotCopyError, Template, copy_blocks
 from torchtitan.tools.plan.rehearse import find_templates, rehearse, rehearse_step
 from torchtitan.tools.plan.tape import Entry, Record
 
+pytestmark = pytest.mark.slow
+
 TP2 = "--parallelism.tensor_parallel_degree=2"
 EP2 = "--parallelism.expert_parallel_degree=2"
 IN_2 = "--training.local_batch_size=2"
@@ -140,6 +142,7 @@ def few_of(name: str) -> tuple[Record, list[Template]]:
     return rehearse(config, layout=layout, rank=rank, skipped=skipped), templates
 
 
+@pytest.mark.promise("plan-real")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_unrolled_equals_full(name: str, tmp_path: Path) -> None:
     world, rank, arguments = LAYOUTS[name]

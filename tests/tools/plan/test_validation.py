@@ -25,6 +25,8 @@ from torchtitan.tools.plan.records import follow, rehearse_rank
 from torchtitan.tools.plan.rehearse import find_templates, rehearse
 from torchtitan.tools.plan.tape import Record
 
+pytestmark = pytest.mark.slow
+
 VALIDATES = "--validation.enable=true"
 BATCH = "--validation.local_batch_size="
 SMALL = 10240

@@ -69,6 +69,7 @@ class Page(HTMLParser):
             self.texts.append(data)
 
 
+@pytest.mark.promise("tools")
 def test_the_page_is_whole_and_safe(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in ("one", "<img src=x onerror=alert(1)>")]
     out = tmp_path / "report.html"
@@ -101,6 +102,7 @@ def test_thinning_keeps_ends_and_spikes() -> None:
     assert thinned(*nine, num_buckets=2000) == (list(range(9)), [v for _, v in points[:9]])
 
 
+@pytest.mark.promise("tools")
 def test_figures_are_those_of_the_rows_and_no_row_is_kept() -> None:
     """The oracle keeps all rows: of each step the newest finite value."""
     draw, read_so_far = random.Random(3), list[ref[StoredRow]]()
@@ -137,6 +139,7 @@ def test_figures_are_those_of_the_rows_and_no_row_is_kept() -> None:
     assert read_figures([], "abc") is None
 
 
+@pytest.mark.slow
 def test_100_000_rows_stay_small(tmp_path: Path) -> None:
     run = write_run(tmp_path / "long", steps=100_000, spike_at=77_777)
     out = tmp_path / "report.html"
