@@ -6,8 +6,6 @@ operators whose output shape depends on values. Real steps of a small model on t
 
 from __future__ import annotations
 
-import pytest
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -10,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises import PROMISES
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 
 TESTS = Path(__file__).parent
+PROMISES = tomllib.loads((TESTS / "promises.toml").read_text(encoding="utf-8"))
 NOT_IN_GATE = {"plan-real": "a rehearsal beside the same job on real ranks takes 20 s"}
 
 

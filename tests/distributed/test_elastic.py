@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 import json
 import shutil
 from pathlib import Path
+
+import pytest
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
