@@ -246,11 +246,6 @@ def test_an_answer_that_changes_later_is_refused() -> None:
     assert len(divided(template_of(drops), CHAT[:2], "f line 1").spans) == 1
 
 
-def test_a_template_that_fails_on_the_messages_before_an_answer() -> None:
-    with pytest.raises(DataError, match=naming("f line 1", "x.jinja", 0)):
-        divided(template_of(CHATML), CHAT[1:], "f line 1")
-
-
 def learnt_of(source: str, messages: list[dict[str, object]]) -> list[str]:
     rendered = divided(template_of(source), messages, "f line 1")
     return [rendered.text[start:stop] for start, stop in rendered.spans]
@@ -275,6 +270,15 @@ def test_answers_that_are_not_learnt(source: str) -> None:
         weighed = [chat[0], {**chat[1], **said}, *chat[2:]]
         assert learnt_of(source, weighed) == expected
     assert learnt_of(source, chat[2:4]) == []
+
+
+@pytest.mark.parametrize("content", ["Welcome!", "a", "<|im_start|>", " system\n"])
+def test_an_answer_without_a_question(content: str) -> None:
+    """Templates that look at the first message fail, or write another text, without one."""
+    start = {"role": "assistant", "content": content}
+    assert learnt_of(CHATML, [start, *CHAT[:2]])[0] == f"{content}<|im_end|>"
+    late = CHATML.replace("if messages[0]['role'] != 'system'", "if messages")
+    assert learnt_of(late, [start])[0] == f"{content}<|im_end|>"
 
 
 def test_whose_a_marked_part_is_must_be_clear() -> None:

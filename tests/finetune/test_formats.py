@@ -41,17 +41,6 @@ SHAPES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         {"conversations": [turn("system", "you help"), turn("gpt", "a", weight=0)]},
         [SYSTEM, say("assistant", "a", weight=0)],
     ),
-    ({"instruction": "ask", "output": "answer"}, ASK),
-    ({"instruction": "ask", "input": "", "output": "answer", "text": "all of it"}, ASK),
-    ({"instruction": "ask", "input": None, "output": "answer", "messages": None}, ASK),
-    (
-        {"instruction": "ask", "input": "me", "output": "answer"},
-        [say("user", "ask\n\nme"), ASK[1]],
-    ),
-    (
-        {"system": "you help", "instruction": "b", "output": "c", "history": [["ask", "answer"]]},
-        [SYSTEM, *ASK, say("user", "b"), say("assistant", "c")],
-    ),
     (
         {"conversations": [turn("human", "ask"), turn("gpt", "answer", train=False)]},
         [ASK[0], {**ASK[1], "train": False}],
@@ -65,10 +54,8 @@ SHAPES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     # the first shape whose keys are all there
     ({"prompt": "ask", "prompt_id": "1", "messages": ASK}, ASK),
     ({"prompt": "p", "conversations": [turn("human", "ask"), turn("gpt", "answer")]}, ASK),
-    ({"prompt": "p", "instruction": "ask", "output": "answer"}, ASK),
-    ({"instruction": "a", "output": "b", "conversations": ASK}, ASK),
     ({"prompt": "p", "completion": None, "conversations": ASK}, ASK),
-    ({"messages": ASK, "instruction": "a", "output": "b", "conversations": []}, ASK),
+    ({"system": "you help", "messages": ASK}, [SYSTEM, *ASK]),
 ]
 
 
@@ -109,7 +96,7 @@ def test_no_tools(given: object) -> None:
 
 
 def test_openais_completions_come_first() -> None:
-    value = {"prompt": "a", "completion": "b", "instruction": "c", "output": "d"}
+    value = {"prompt": "a", "completion": "b", "instruction": "c"}
     assert parse_example(value, where="here") == Completion("a", "b", "here")
 
 
@@ -121,12 +108,8 @@ FAULTS: list[tuple[object, tuple[str, ...]]] = [
     ({"prompt": "a"}, ("'prompt'",)),
     ({"completion": "a", "output": "b"}, ("'completion'",)),
     ({"prompt": "ask", "chosen": "answer", "rejected": "no"}, ("'chosen'", "'rejected'")),
-    ({"instruction": "a", "output": None}, ("'instruction', 'output'",)),
     ({"prompt": 3, "completion": "a"}, ("'prompt'", "3")),
     ({"prompt": "\ud800", "completion": "a"}, ("character 0",)),
-    ({"instruction": "a", "output": 3}, ("'output'", "3")),
-    ({"instruction": "a", "output": "b", "input": []}, ("'input'", "[]")),
-    ({"instruction": "a", "output": "b", "history": [["a"]]}, ("history", "[['a']]")),
     ({"messages": [], "prompt": "a"}, ("messages", "[]")),
     ({"messages": ["a"]}, ("messages", "['a']")),
     ({"messages": {}}, ("messages", "{}")),
@@ -134,7 +117,7 @@ FAULTS: list[tuple[object, tuple[str, ...]]] = [
     ({"messages": ASK, "tools": '{"name": "f"}'}, ("tools", "{'name': 'f'}")),
     (
         {"conversations": [turn("human", "a"), {"from": "gpt", "text": "b"}]},
-        ("turn 2", "'value'", "'text'"),
+        ("message 2", "content"),
     ),
     ({"conversations": "a"}, ("conversations", "'a'")),
     ({"conversations": []}, ("messages", "[]")),
@@ -189,7 +172,7 @@ def test_examples_of_any_format(tmp_path: Path) -> None:
         found = read_examples(tmp_path / name)
         assert [each.messages for each in found] == [each.messages for each in oracle]  # type: ignore[union-attr]
     assert found[1].where == f"{tmp_path / 'a.parquet'} row 2"
-    (tmp_path / "a.csv").write_text("instruction,output\nask,answer\n")
+    (tmp_path / "a.csv").write_text("prompt,completion\nask,answer\n")
     assert read_examples(tmp_path / "a.csv") == [
-        Conversation(ASK, None, f"{tmp_path / 'a.csv'} line 2")
+        Completion("ask", "answer", f"{tmp_path / 'a.csv'} line 2")
     ]

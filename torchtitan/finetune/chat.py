@@ -21,9 +21,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -40,7 +41,9 @@ Message = Mapping[str, Any]
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
 TAGS = "{% generation %} and {% endgeneration %}"
 PROBE = "an answer"
-CONTENT_KEYS = ("content", "tool_calls", "reasoning_content", "thinking")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. Examples have it under each; see `finetune/examples.py`."""
+CONTENT_KEYS = ("content", "tool_calls", *REASONING_KEYS)
 MAX_CHARS = 1 << 20
 """Longest template. Those of known models have fewer than 20,000 characters."""
 # BOS separates role and content, so that no token is part of both
@@ -61,6 +64,8 @@ class Conversation(NamedTuple):
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None
     where: str
+    variables: Mapping[str, Any] = MappingProxyType({})
+    """Further variables of the template, such as `enable_thinking`."""
 
 
 class Rendered(NamedTuple):
@@ -87,9 +92,15 @@ class GenerationTags(Extension):
 
 
 class StrictUndefined(Undefined):
-    """An undefined name. A template may test it, but writing it is an error."""
+    """An undefined name. A template may test it, but writing it is an error.
 
-    def __str__(self) -> NoReturn:
+    As in transformers, the content of a message that only calls tools is written as "".
+    """
+
+    def __str__(self) -> str:
+        message = self._undefined_obj
+        if self._undefined_name == "content" and isinstance(message, dict) and "role" in message:
+            return ""
         self._fail_with_undefined_error()
 
 
@@ -138,13 +149,20 @@ class ChatTemplate:
         origin: Where it was found, for messages.
         variables: The special tokens by role: bos_token, eos_token ...
         special: Names of all special tokens.
+        with_tools: The template of conversations with tools, if it is another one.
 
     Raises:
         DataError: The text is too long or not valid Jinja.
     """
 
     def __init__(
-        self, source: str, *, origin: str, variables: Mapping[str, str], special: Collection[str]
+        self,
+        source: str,
+        *,
+        origin: str,
+        variables: Mapping[str, str],
+        special: Collection[str],
+        with_tools: ChatTemplate | None = None,
     ) -> None:
         if len(source) > MAX_CHARS:
             rule = f"{origin} must have at most {MAX_CHARS} characters"
@@ -161,8 +179,10 @@ class ChatTemplate:
         attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
         self.names = attributes | {node.value for node in tree.find_all(nodes.Const)}
         """Names of all keys that the template may read, and other constants."""
+        self.variable_names = meta.find_undeclared_variables(tree)
         self._has_tags = any(text.data == BEGIN_MARK for text in texts)
         self.source, self.origin, self.variables = source, origin, dict(variables)
+        self.with_tools = with_tools
         self._special_at_start = re.compile(rf"\s*(?:{any_of(special)})")
         self._special_at_end = re.compile(rf"(?:{any_of(special)})(?=\s*\Z)")
 
@@ -204,15 +224,15 @@ class ChatTemplate:
         Raises:
             DataError: The template fails, or the parts cannot be found.
         """
-        messages, _, where = conversation
+        messages, where = conversation.messages, conversation.where
         text = self._render(conversation, num_messages=len(messages))
         if self._has_tags:
             rendered = _remove_marks(text)
             return Rendered(rendered.text, self._trained(rendered.spans, messages, where=where))
         spans = []
         for i in (i for i, message in enumerate(messages) if is_trained(message)):
-            prompt = self._render(conversation, num_messages=i, add_generation_prompt=True)
             answered = self._render(conversation, num_messages=i + 1)
+            prompt = self._prompt(conversation, number=i)
             if not (answered.startswith(prompt) and text.startswith(answered)):
                 raise DataError(
                     f"{where}: cannot find the answer of message {i + 1}: the chat template "
@@ -223,18 +243,30 @@ class ChatTemplate:
             spans.append((len(prompt), ending.end() if ending else len(answered)))
         return Rendered(text, spans)
 
+    def _prompt(self, conversation: Conversation, *, number: int) -> str:
+        """Return the text before answer `number`.
+
+        Many templates fail without messages, so a first message is rendered with a marked content.
+        """
+        first = conversation.messages[0]
+        if number == 0 and first.get("content"):
+            marked = [{**first, "content": BEGIN_MARK + first["content"]}]
+            text = self._render(conversation._replace(messages=marked), num_messages=1)
+            return text.partition(BEGIN_MARK)[0]
+        return self._render(conversation, num_messages=number, add_generation_prompt=True)
+
     def _render(
         self, conversation: Conversation, *, num_messages: int, add_generation_prompt: bool = False
     ) -> str:
         """Return the text of the first messages, with marks."""
-        messages, tools, where = conversation
+        messages, where = conversation.messages, conversation.where
         try:
             text = self._template.render(
                 messages=messages[:num_messages],
-                tools=tools,
+                tools=conversation.tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self.variables,
+                **{**self.variables, **conversation.variables},
             )
             text.encode()  # raises for half of a surrogate pair
         except Exception as error:  # operations of a template can raise anything
@@ -309,14 +341,14 @@ def find_template(
     folder = path if path.is_dir() else path.parent
     config = {} if is_built_in else read_tokenizer_config(folder / "tokenizer_config.json")
     if setting is not None:
-        source, origin = _read(user_path(setting, key="chat_template")), setting
+        sources, origin = {"default": _read(user_path(setting, key="chat_template"))}, setting
     elif is_built_in:
-        source, origin = BUILT_IN_TEMPLATE, "of the built-in tokenizers"
+        sources, origin = {"default": BUILT_IN_TEMPLATE}, "of the built-in tokenizers"
     elif (file := folder / "chat_template.jinja").exists():
-        source, origin = _read(file), str(file)
-    elif (stored := _default_template(config)) is not None:
-        source, origin = stored, str(folder / "tokenizer_config.json")
+        sources, origin = {"default": _read(file)}, str(file)
     else:
+        sources, origin = _stored_templates(config), str(folder / "tokenizer_config.json")
+    if "default" not in sources:
         return None
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     variables = {"eos_token": names.get(tokenizer.eos_id, END_OF_TEXT)}
@@ -324,8 +356,19 @@ def find_template(
         variables["bos_token"] = BEGIN_OF_TEXT
     # null in the config: the tokenizer has no such token
     variables |= {key: special_token(config, key) or "" for key in TOKEN_VARIABLES if key in config}
-    special = tokenizer.special_tokens
-    return ChatTemplate(source, origin=origin, variables=variables, special=special)
+
+    def build(name: str, with_tools: ChatTemplate | None = None) -> ChatTemplate | None:
+        if name not in sources:
+            return None
+        return ChatTemplate(
+            sources[name],
+            origin=origin,
+            variables=variables,
+            special=tokenizer.special_tokens,
+            with_tools=with_tools,
+        )
+
+    return build("default", build("tool_use"))
 
 
 def _read(file: Path) -> str:
@@ -340,10 +383,14 @@ def _read(file: Path) -> str:
         raise DataError(f"the chat template {file} must be UTF-8: {error}") from error
 
 
-def _default_template(config: dict[str, Any]) -> str | None:
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        # named templates: [{"name": "default", "template": ...}, ...]
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _stored_templates(config: dict[str, Any]) -> dict[str, str]:
+    """Return the templates in a tokenizer_config.json by name: one, or a list of named ones."""
+    stored = config.get("chat_template")
+    entries = stored if isinstance(stored, list) else [{"name": "default", "template": stored}]
+    return {
+        entry["name"]: entry["template"]
+        for entry in entries
+        if isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+    }

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # parts of fingerprints: raise them if the same examples get other tokens or samples
-FORMAT, ORDER = "examples 3", "1"
+FORMAT, ORDER = "examples 4", "1"
 Fate = Literal["kept", "cut", "without an answer", "without one within seq_len", "too long"]
 """Result for an example: "kept" and "cut" are trained on, the rest is left out."""
 PACKING_WINDOW = 1 << 14
@@ -181,6 +181,8 @@ def _hash(template: ChatTemplate | None) -> str:
     if template is None:
         return "none"
     parts = [template.source, sorted(template.variables.items())]
+    if template.with_tools is not None:
+        parts.append(template.with_tools.source)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -202,7 +204,7 @@ def _encode(source: ExampleFiles, encoder: Encoder, *, writer: StoreWriter) -> d
         "source": source.name,
         "num_examples": writer.num_documents + num_skipped,
         "without_answer": num_skipped,
-        "without_end": encoder.num_without_end,
+        **encoder.notes,
         "unread_keys": dict(encoder.unread_keys),
     }
 
@@ -299,19 +301,26 @@ def _log(
             num_cut,
             plural(seq_len, "token"),
         )
-    warn_of_encoded(encoded["source"], encoded["without_end"], encoded["unread_keys"])
+    warn_of_encoded(encoded["source"], encoded, encoded["unread_keys"])
 
 
-def warn_of_encoded(name: str, num_without_end: int, unread_keys: Mapping[str, int]) -> None:
+def warn_of_encoded(name: str, notes: Mapping[str, int], unread_keys: Mapping[str, int]) -> None:
     """Warn of end tokens and keys that the template leaves out; see `Encoder`."""
+    if notes["null_arguments"]:
+        logger.warning(
+            "%s: arguments of tool calls are null in %s and are trained on as null. The library "
+            "datasets writes null for a key that a row does not have: remove such keys",
+            name,
+            plural(notes["null_arguments"], "example"),
+        )
     if unread_keys:
         named = ", ".join(f"{k!r} in {plural(num, 'message')}" for k, num in unread_keys.items())
         logger.warning("%s: nothing reads these keys of messages: %s", name, named)
-    if num_without_end:
+    if notes["without_end"]:
         logger.warning(
             "The chat template's {%% generation %%} tags leave out the token that ends the turn in "
             "%s: the model will not learn to stop; move {%% endgeneration %%} after it",
-            plural(num_without_end, "example"),
+            plural(notes["without_end"], "example"),
         )
 
 

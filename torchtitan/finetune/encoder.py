@@ -27,8 +27,14 @@ import numpy.typing as npt
 from torchtitan.base.errors import DataError
 from torchtitan.data.text import any_of
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.finetune.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation
-from torchtitan.finetune.examples import Completion, Example, strings_in
+from torchtitan.finetune.chat import (
+    BEGIN_MARK,
+    END_MARK,
+    REASONING_KEYS,
+    ChatTemplate,
+    Conversation,
+)
+from torchtitan.finetune.examples import Completion, Example, has_null_arguments, strings_in
 
 READ_HERE = ("role", "content", "weight", "train")
 """Keys of messages that have a meaning under any template."""
@@ -46,8 +52,9 @@ class WrittenSpecialTokenError(DataError):
 class Encoder:
     """Encodes an example as one number per token: 2 * id + 1 if it is trained on, else 2 * id.
 
-    So a token store holds ids and labels. `num_without_end` counts conversations whose tags leave
-    out the token that ends the turn, and `unread_keys` messages by keys that nothing reads.
+    So a token store holds ids and labels. `notes` counts conversations whose tags leave out the
+    token that ends the turn, and those with a null argument of a tool; `unread_keys` counts
+    messages by keys that nothing reads.
 
     Args:
         tokenizer: Encodes the text.
@@ -69,7 +76,7 @@ class Encoder:
         self._forbidden = re.compile(any_of([] if self._encodes_special else special))
         ends = [name for name, i in special.items() if i == tokenizer.eos_id]
         self._written_ends = tuple(ends if self._encodes_special else ())
-        self.num_without_end = 0
+        self.notes = Counter(without_end=0, null_arguments=0)
         self.unread_keys: Counter[str] = Counter()
         # by role and key, as told from the first such message
         self._is_read: dict[tuple[str, str], bool] = {}
@@ -115,21 +122,25 @@ class Encoder:
             yield ids, np.arange(len(ids)) >= len(given)
 
     def _conversations(self, examples: Sequence[Conversation]) -> Iterator[Labelled]:
-        (template, *_) = [self._check(example) for example in examples]
-        rendered = [template.divide(example) for example in examples]
+        templates = [self._check(example) for example in examples]
+        rendered = [t.divide(example) for t, example in zip(templates, examples, strict=True)]
         encoded = self._tokenizer.encode_special([each.text for each in rendered])
-        for example in examples:
+        for template, example, text, (ids, ends) in zip(
+            templates, examples, rendered, encoded, strict=True
+        ):
             self._count_unread(example, template=template)
-        for text, (ids, ends) in zip(rendered, encoded, strict=True):
-            self.num_without_end += template.lacks_end(text)
+            self.notes["null_arguments"] += any(map(has_null_arguments, example.messages))
+            self.notes["without_end"] += template.lacks_end(text)
             yield np.array(ids, np.int64), overlaps_spans(ends, spans=text.spans)
 
     def _count_unread(self, example: Conversation, *, template: ChatTemplate) -> None:
-        """Count the keys of messages that nothing reads."""
+        """Count the keys of messages, and the variables, that nothing reads."""
+        variables = [*(["tools"] if example.tools else []), *example.variables]
+        self.unread_keys.update(name for name in variables if name not in template.variable_names)
         for number, message in enumerate(example.messages):
-            for key, value in message.items():
-                # a table writes null for no value
-                if value is None or key in READ_HERE or key in template.names:
+            for key in message:
+                names = REASONING_KEYS if key in REASONING_KEYS else (key,)
+                if key in READ_HERE or not template.names.isdisjoint(names):
                     continue
                 kind = (message["role"], key)
                 if kind not in self._is_read:
@@ -151,7 +162,7 @@ class Encoder:
                 f"which mark answers; remove them"
             )
         self._check_special(example)
-        return self.template
+        return (example.tools and self.template.with_tools) or self.template
 
     def _check_special(self, example: Example) -> None:
         for found in filter(None, map(self._forbidden.search, _texts_of(example))):
@@ -163,7 +174,7 @@ class Encoder:
 def _texts_of(example: Example) -> Iterator[str]:
     if isinstance(example, Completion):
         return iter((example.prompt, example.completion))
-    return strings_in([*example.messages, *(example.tools or ())])
+    return strings_in([*example.messages, *(example.tools or ()), dict(example.variables)])
 
 
 def is_answered(row: npt.NDArray[Any]) -> bool:

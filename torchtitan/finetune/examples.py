@@ -1,10 +1,12 @@
 """Formats of fine-tuning examples.
 
-A row of a file becomes a conversation, or a prompt with its completion.
+A row of a file becomes a conversation, or a prompt with its completion. Its keys decide the format:
+OpenAI's messages, prompts and completions (as text, or as messages like TRL's), or ShareGPT's
+conversations. If a row has the keys of several formats, the first format counts.
 
-The format follows from the row's keys: OpenAI's chats and completions, ShareGPT's chats, or
-Alpaca's instructions. If a row has the keys of several formats, the first one counts. Other keys
-are ignored.
+Messages are normalized once, whatever file they come from, as `apply_chat_template` of transformers
+does: keys whose value is null are dropped, and reasoning is written under each of its names.
+Arguments of tool calls may be JSON text, as OpenAI writes them; templates expect their value.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 from torchtitan.base.errors import DataError
 from torchtitan.data.readers import type_name
 from torchtitan.data.text import check_characters
-from torchtitan.finetune.chat import Conversation, Message
+from torchtitan.finetune.chat import REASONING_KEYS, Conversation, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WEIGHTS = ("0", "1", "0.0", "1.0")
@@ -34,7 +36,6 @@ SPEAKERS: Mapping[str, str] = {
     "observation": "tool",
 }
 """Roles by ShareGPT's names of speakers."""
-OPTIONAL = ("input", "system")
 
 
 @dataclass(frozen=True)
@@ -62,76 +63,53 @@ class Format(NamedTuple):
 
 def parse_example(row: object, *, where: str) -> Example:
     """Return the example in a row; raise DataError if it has no known format."""
-    # a column of a table without a value in this row is null
-    keys = {k for k, v in row.items() if v is not None} if isinstance(row, dict) else set()
-    found = [format for format in FORMATS if format.keys <= keys]
-    if not found and {"chosen", "rejected"} <= keys:
-        raise DataError(
-            f"{where} must be one example, got preference data (keys 'chosen', 'rejected'); write "
-            f"the chosen answer as a completion or a chat"
-        )
-    if not isinstance(row, dict) or not found:
-        got = type_name(row)
-        if isinstance(row, dict):
-            got = f"keys {', '.join(map(repr, row))}" if row else "no keys"
-        shown = ", ".join(format.shown for format in FORMATS)
-        raise DataError(f"{where} must be one of {shown}, got {got}")
-    for text in strings_in(row):
-        check_characters(text, where=where)
-    return found[0].parse(row, where)
-
-
-def _completion(row: Row, where: str) -> Example:
-    prompt: Any = row.get("prompt")
-    completion: Any = row.get("completion")
-    if _are_objects(prompt) and _are_objects(completion):  # messages, as TRL has them
-        given = [{**message, "train": False} for message in prompt]
-        return _conversation([*given, *completion], row, where)
-    return Completion(_text(row, "prompt", where), _text(row, "completion", where), where)
+    if not isinstance(row, dict):
+        raise DataError(f"{where} must be a JSON object, got {type_name(row)}")
+    row = _without_nulls(row)
+    for format in FORMATS:
+        if format.keys <= row.keys():
+            for text in strings_in(row):
+                check_characters(text, where=where)
+            return format.parse(row, where)
+    shown = ", ".join(format.shown for format in FORMATS)
+    got = f"keys {', '.join(map(repr, row))}" if row else "no keys"
+    raise DataError(f"{where} must be one of {shown}, got {got}")
 
 
 def _openai(row: Row, where: str) -> Conversation:
     return _conversation(row["messages"], row, where)
 
 
+def _completion(row: Row, where: str) -> Example:
+    prompt, completion = row["prompt"], row["completion"]
+    if _are_objects(prompt) and _are_objects(completion):  # messages, as TRL has them
+        untrained = [{**message, "train": False} for message in prompt]
+        return _conversation([*untrained, *completion], row, where)
+    for key in ("prompt", "completion"):
+        if not isinstance(row[key], str):
+            raise DataError(f"{where} must have text under {key!r}, got {row[key]!r:.60}")
+    return Completion(prompt, completion, where)
+
+
 def _sharegpt(row: Row, where: str) -> Conversation:
     turns = row["conversations"]
     if not _are_objects(turns):
         raise DataError(f"{where}: conversations must be a list of objects, got {turns!r:.60}")
-    messages = _system(row, where)
+    messages = []
     for number, turn in enumerate(turns, start=1):
-        speaker = turn.get("from")
-        role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
-        if role is None and "role" not in turn:
-            raise DataError(
-                f"{where}: from of turn {number} must be one of {', '.join(SPEAKERS)}, got "
-                f"{speaker!r:.60}"
-            )
-        if not {"value", "content", "tool_calls"} & turn.keys():
-            got = ", ".join(map(repr, turn))
-            raise DataError(f"{where}: turn {number} must have its text as 'value', got keys {got}")
-        said: Message = {"content": turn.get("value")}
-        if speaker == "function_call":
-            said = {"tool_calls": _calls(said["content"], where=f"{where}: turn {number}")}
-        rest = {k: v for k, v in turn.items() if k not in ("from", "value")}
-        messages.append({"role": role, **said, **rest})
-    return _conversation(messages, row, where)
-
-
-def _alpaca(row: Row, where: str) -> Conversation:
-    instruction, context, output = (
-        _text(row, key, where) for key in ("instruction", "input", "output")
-    )
-    turns = row.get("history") or []
-    if not isinstance(turns, list) or any(not _is_pair(turn) for turn in turns):
-        raise DataError(
-            f"{where}: history must be a list of [question, answer] pairs, got {turns!r:.60}"
-        )
-    question = f"{instruction}\n\n{context}" if context else instruction
-    messages = _system(row, where)
-    for asked, answered in [*turns, (question, output)]:
-        messages.append({"role": "user", "content": asked})
-        messages.append({"role": "assistant", "content": answered})
+        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        if "from" in turn:
+            speaker = turn["from"]
+            if not isinstance(speaker, str) or speaker not in SPEAKERS:
+                raise DataError(
+                    f"{where}: from of turn {number} must be one of {', '.join(SPEAKERS)}, got "
+                    f"{speaker!r:.60}"
+                )
+            key, value = "content", turn.get("value")
+            if speaker == "function_call":
+                key, value = "tool_calls", _calls(value, where=f"{where}: turn {number}")
+            rest = {"role": SPEAKERS[speaker], key: value, **rest}
+        messages.append(rest)
     return _conversation(messages, row, where)
 
 
@@ -143,27 +121,7 @@ FORMATS = (
         frozenset({"conversations"}),
         _sharegpt,
     ),
-    Format(
-        '{"instruction": ..., "input": ..., "output": ...}',
-        frozenset({"instruction", "output"}),
-        _alpaca,
-    ),
 )
-
-
-def _text(row: Row, key: str, where: str) -> str:
-    text = row.get(key)
-    if text is None and key in OPTIONAL:
-        return ""
-    if not isinstance(text, str):
-        got = f"{text!r:.60}" if key in row else f"keys {', '.join(map(repr, row))}"
-        raise DataError(f"{where} must have text under {key!r}, got {got}")
-    return text
-
-
-def _system(row: Row, where: str) -> list[Message]:
-    text = _text(row, "system", where)
-    return [{"role": "system", "content": text}] if text else []
 
 
 def _conversation(messages: object, row: Row, where: str) -> Conversation:
@@ -173,10 +131,37 @@ def _conversation(messages: object, row: Row, where: str) -> Conversation:
     if not _are_objects(messages) or not messages:
         raise DataError(f"{where}: messages must be a list of objects, got {messages!r:.60}")
     assert isinstance(messages, list)
-    messages = [*map(_join_parts, messages)]
+    messages = [*map(_normalize, messages)]
+    if system := row.get("system"):
+        messages.insert(0, {"role": "system", "content": system})
     for number, message in enumerate(messages, start=1):
         _check_message(message, where=f"{where}: message {number}")
-    return Conversation(messages, tools, where)
+    variables = row.get("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise DataError(f"{where}: chat_template_kwargs must be an object, got {variables!r:.60}")
+    return Conversation(messages, tools, where, variables)
+
+
+def _normalize(message: Message) -> Message:
+    """Return a message as templates expect it; see the module's docstring."""
+    message = _without_nulls(message)
+    reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    parts = message.get("content")
+    if parts and _are_objects(parts) and all(part.get("type") == "text" for part in parts):
+        texts = [part.get("text") for part in parts]
+        if all(isinstance(text, str) for text in texts):
+            message = {**message, "content": "".join(texts)}
+    calls: Any = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(_parse_call, calls)]} if _are_objects(calls) else message
+
+
+def _parse_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call of a tool with the value of its arguments, which may be JSON text."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _parse_call(call["function"])}
+    return {**call, "arguments": _parsed(call["arguments"])} if "arguments" in call else call
 
 
 def _check_message(message: Message, *, where: str) -> None:
@@ -206,9 +191,11 @@ def _calls(text: object, *, where: str) -> list[dict[str, Any]]:
             f'{where} must be a call of a tool as JSON, {{"name": ..., "arguments": ...}}, or a '
             f"list of them, got {text!r:.60}"
         )
-    # templates write arguments as JSON: those that are JSON already would be quoted
-    functions = [{**call, "arguments": _parsed(call.get("arguments", {}))} for call in calls]
-    return [{"type": "function", "function": function} for function in functions]
+    return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
+
+
+def _without_nulls(row: Mapping[str, Any]) -> Row:
+    return {key: value for key, value in row.items() if value is not None}
 
 
 def _parsed(value: object) -> Any:
@@ -221,23 +208,15 @@ def _parsed(value: object) -> Any:
         return value
 
 
-def _join_parts(message: Message) -> Message:
-    """Join content in parts, as OpenAI's may be, if all of them are text."""
-    parts = message.get("content")
-    if not _are_objects(parts) or not parts:
-        return message
-    assert isinstance(parts, list)
-    texts = [part.get("text") for part in parts if part.get("type") == "text"]
-    is_text = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-    return {**message, "content": "".join(texts)} if is_text else message
-
-
 def _are_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and [type(item) for item in value] == [str, str]
+def has_null_arguments(message: Message) -> bool:
+    """Return whether a call of a tool has an argument that is null."""
+    functions = (call.get("function", call) for call in message.get("tool_calls") or ())
+    arguments = (f.get("arguments") for f in functions if isinstance(f, dict))
+    return any(isinstance(each, dict) and None in each.values() for each in arguments)
 
 
 def strings_in(value: object) -> Iterator[str]:

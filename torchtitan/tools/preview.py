@@ -102,7 +102,7 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
         total, all_lengths = total + counts, all_lengths + lengths
     if len(parts) > 1:
         _print(*summary(source.name, total, all_lengths, training))
-    warn_of_encoded(source.name, encoder.num_without_end, encoder.unread_keys)
+    warn_of_encoded(source.name, encoder.notes, encoder.unread_keys)
     if mistakes:
         raise join_errors(mistakes)
 
