@@ -20,33 +20,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from scripts.ports import hold_port
+from tests.jobs import TINY
 from torchtitan.base.errors import DataError
 from torchtitan.tools.compare.layouts.launch import train
 
 ROOT = Path(__file__).parent.parent
 ENVIRON: Mapping[str, str] = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-TINY = """
-[model]
-flavor = "tiny"
-tokenizer_path = "byte"
-[training]
-dataset = "synthetic_masked"
-seq_len = 32
-local_batch_size = 2
-global_batch_size = 8
-steps = 20
-mixed_precision_param = "float32"
-[lr_scheduler]
-warmup_steps = 5
-total_steps = 20
-[activation_checkpoint]
-mode = "none"
-[metrics]
-log_freq = 1
-[checkpoint]
-enable = true
-interval = 100
-"""
 SAVED, RESUMED = re.compile(r"Saved \S*step-(\d+)"), re.compile(r"Resumed from \S*step-(\d+)")
 STEP = re.compile(r"step: +(\d+)")
 ENDLESS = 1_000_000

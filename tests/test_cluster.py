@@ -20,7 +20,8 @@ import yaml
 
 from scripts import slurm_campaign
 from scripts.ports import hold_port
-from tests.distributed.jobs import UNSAVED, read_rows, write_job
+from tests.distributed.jobs import read_rows, write_job
+from tests.jobs import UNSAVED
 from torchtitan.job import load_job
 
 ROOT = Path(__file__).parent.parent

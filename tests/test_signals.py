@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import TINY, places_of_ranks, read_rows, write_job
+from tests.distributed.jobs import places_of_ranks, read_rows, write_job
+from tests.jobs import TINY
 from torchtitan.checkpoint.storage import find_steps
 
 ROOT = Path(__file__).parent.parent

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.distributed.jobs import TINY, listening, places_of_ranks, read_rows, write_job
+from tests.distributed.jobs import listening, places_of_ranks, read_rows, write_job
 from tests.distributed.jobs import train as jobs_train
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY
 from tests.test_two_runs import code_of
 from torchtitan.base.errors import StoppedError
 

@@ -11,6 +11,7 @@ import torch
 from tests.checkpoint.test_storage import refuse_to_remove
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
@@ -142,7 +143,7 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
 @pytest.mark.slow
 def test_commands_of_torchtitan_in_a_folder_with_steps(ranks: RankPool, tmp_path: Path) -> None:
     """A run that reached its end is trained for longer, and parts are left out, once."""
-    toml = jobs.TINY.replace("total_steps = 20", "").replace("warmup_steps = 5", "warmup_steps = 1")
+    toml = TINY.replace("total_steps = 20", "").replace("warmup_steps = 5", "warmup_steps = 1")
     job = [*jobs.write_job(tmp_path, toml), "--checkpoint.interval=2"]
     longer, excluding = "--training.steps=6", "--checkpoint.exclude_from_loading=optimizer"
     [message] = ranks.run(jobs.refusal, [*job, excluding], world=1)

@@ -12,6 +12,7 @@ import pytest
 from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import UNSAVED
 from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data import fetch
@@ -165,7 +166,7 @@ def test_ranks_train_on_a_bucket_as_on_files(ranks: RankPool, tmp_path: Path) ->
     found = []
     for place in (f"{tmp_path}/data/text.txt", f"file://{tmp_path}/data/*.txt"):
         job = jobs.write_job(tmp_path, name=f"run{len(found)}")
-        job += ["--training.dataset=files", f"--training.dataset_path={place}", jobs.UNSAVED]
+        job += ["--training.dataset=files", f"--training.dataset_path={place}", UNSAVED]
         [result, _] = ranks.run(jobs.train, [*job, "--training.steps=2"], world=2)
         found.append([row["loss"] for row in result.rows])
     assert found[0] == found[1]

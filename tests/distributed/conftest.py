@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import TINY8
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY8, UNSAVED
 
 OneDevice = Callable[..., Any]
 
@@ -46,9 +46,7 @@ def on_one_device(
         key = f"{function.__module__}.{function.__name__} {arguments} {toml} {settings}"
         if key not in found:
             job = jobs.write_job(tmp_path_factory.mktemp("one"), toml, cache=cache)
-            [found[key]] = ranks.run(
-                function, [*job, jobs.UNSAVED, *arguments], world=1, **settings
-            )
+            [found[key]] = ranks.run(function, [*job, UNSAVED, *arguments], world=1, **settings)
         return found[key]
 
     return reference

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from scripts.campaign import TINY
 from scripts.ports import hold_port
+from tests.jobs import TINY
 from torchtitan import build as assembling
 from torchtitan.base.errors import UserError
 from torchtitan.build import build_run
@@ -30,18 +30,7 @@ from torchtitan.models.interface import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
 T = TypeVar("T")
-FSDP: tuple[str, ...] = ()
-DDP = (
-    "--parallelism.data_parallel_replicate_degree=2",
-    "--parallelism.data_parallel_shard_degree=1",
-)
-HSDP = (
-    "--parallelism.data_parallel_replicate_degree=2",
-    "--parallelism.data_parallel_shard_degree=2",
-)
 _PLACES: list[socket.socket] = []  # held as long as this process
-UNSAVED = "--checkpoint.enable=false"
-"""For jobs that nobody goes on from: saving takes half a second of each rank."""
 
 
 @dataclass(frozen=True)

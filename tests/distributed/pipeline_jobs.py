@@ -22,24 +22,6 @@ from torchtitan.parallel.execution import Batch
 from torchtitan.trainer import Run, Trainer
 
 T = TypeVar("T")
-STEPS = 3
-TIED = "--model.tie_embeddings=true"
-# four layers are enough for two ranks with two stages each, at half the cost of eight
-TINY8 = (
-    jobs.TINY.replace('"tiny"', '"tiny8"\nnum_layers = 4')
-    .replace("local_batch_size = 2", "local_batch_size = 4")
-    .replace("\nsteps = 20", f"\nsteps = {STEPS}")
-)
-
-
-def pipeline(schedule: str, *, pp: int = 2, **settings: object) -> tuple[str, ...]:
-    """Return the arguments of a pipeline; `settings` are keys of [parallelism]."""
-    keys = {
-        "pipeline_parallel_degree": pp,
-        "pipeline_parallel_schedule": schedule,
-        **settings,
-    }
-    return tuple(f"--parallelism.{key}={value}" for key, value in keys.items())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import UNSAVED
 from torchtitan.trainer import Trainer
 
 NUM_LAYERS = 2
@@ -19,7 +20,7 @@ BASE = (
     f"--model.num_layers={NUM_LAYERS}",
     "--training.seq_len=40",
     "--training.steps=1",
-    jobs.UNSAVED,
+    UNSAVED,
     "--training.local_batch_size=8",
 )
 NONE = "--activation_checkpoint.mode=none"

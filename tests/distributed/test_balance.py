@@ -13,11 +13,10 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_matrix import BALANCED as ROUTERS
-from tests.distributed.test_matrix import EXPERTS, HOW, ROUTED, WHAT, ep
 from tests.distributed.test_resume import exact
+from tests.jobs import BALANCED as ROUTERS
+from tests.jobs import EXPERTS, MODELS, OPTIONS, ROUTED, TINY8, UNSAVED, ep, pipeline
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.models.interface import HeadLoss
 from torchtitan.optim import balance as module
@@ -27,7 +26,7 @@ from torchtitan.trainer import Run, Trainer
 pytestmark = pytest.mark.slow
 
 SAVED = (EXPERTS, *ROUTERS, "--training.seq_len=40", "--training.steps=4")
-BALANCED = (*SAVED, jobs.UNSAVED)
+BALANCED = (*SAVED, UNSAVED)
 COUNTS = "router.last_counts"
 
 
@@ -41,7 +40,7 @@ def router_figures(rows: list[dict[str, Any]], prefix: str = "router/") -> list[
 
 def trained(what: str, on_one_device: OneDevice) -> pj.Trained:
     """The reference of the rows of test_matrix.py."""
-    options = WHAT[what].options(Path())
+    options = MODELS[what].options(Path())
     result: pj.Trained = on_one_device(pj.train, *options, evaluating=True)
     return result
 
@@ -56,7 +55,7 @@ def test_the_reference_is_balanced(on_one_device: OneDevice) -> None:
     assert {sum(of_layer) for row in counts for of_layer in row.values()} == {8 * 40 * 2}
     assert found.rows[0]["router/global_loss"] != found.rows[1]["router/global_loss"]
     without = (f"--router.{one}_weight=0.0" for one in module.LOSSES[::2])
-    plain = on_one_device(pj.train, *WHAT["balanced"].options(Path()), *without)
+    plain = on_one_device(pj.train, *MODELS["balanced"].options(Path()), *without)
     name = "layers.1.moe.router.gate.weight"
     ours, theirs = found.gradients[name], plain.gradients[name]
     assert (ours - theirs).norm() > 0.1 * ours.norm()
@@ -65,7 +64,7 @@ def test_the_reference_is_balanced(on_one_device: OneDevice) -> None:
 @pytest.mark.promise("balance")
 def test_what_only_fills_samples_up_is_not_counted(on_one_device: OneDevice) -> None:
     found = trained("balanced, padding", on_one_device)
-    data: list[Tensor] = on_one_device(lengths, *WHAT["balanced, padding"].options(Path()))
+    data: list[Tensor] = on_one_device(lengths, *MODELS["balanced, padding"].options(Path()))
     num_text = [int(of_step.sum()) for of_step in data]
     assert all(0 < number < 0.9 * 8 * 180 for number in num_text)
     counts = router_figures(found.rows, "router/counts/")
@@ -77,7 +76,7 @@ def test_what_only_fills_samples_up_is_not_counted(on_one_device: OneDevice) -> 
 @pytest.mark.promise("balance")
 @pytest.mark.long
 def test_recomputed_choices_are_counted_once(on_one_device: OneDevice) -> None:
-    options = (*WHAT["balanced"].options(Path()), *HOW["recomputed"])
+    options = (*MODELS["balanced"].options(Path()), *OPTIONS["recomputed"])
     counts = router_figures(on_one_device(pj.train, *options).rows, "router/counts/")
     assert {sum(of_layer) for row in counts for of_layer in row.values()} == {8 * 40 * 2}
 

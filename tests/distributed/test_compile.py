@@ -19,14 +19,9 @@ import torch
 
 from tests.distributed import jobs, pipeline_jobs
 from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import (
-    TIED,
-    TINY8,
-    Trained,
-    assert_same_training,
-    pipeline,
-)
+from tests.distributed.pipeline_jobs import Trained, assert_same_training
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TIED, TINY8, UNSAVED, pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +88,7 @@ def plain(on_one_device: OneDevice) -> Trained:
 
 @pytest.fixture
 def job(tmp_path: Path, cache: Path) -> list[str]:
-    return [*jobs.write_job(tmp_path, TINY8, cache=cache), *UNCLIPPED, jobs.UNSAVED]
+    return [*jobs.write_job(tmp_path, TINY8, cache=cache), *UNCLIPPED, UNSAVED]
 
 
 @pytest.mark.promise("mixes", "compile")

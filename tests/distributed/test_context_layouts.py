@@ -17,6 +17,7 @@ from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import UNSAVED
 from torchtitan.data.loader import Loader, Samples
 from torchtitan.models.decoder import Block
 from torchtitan.optim.loss import IGNORE_INDEX
@@ -69,7 +70,7 @@ def test_a_rank_whose_labels_are_all_masked(
     """Its keys and values count all the same: gradients come from the other rank."""
     reference = on_one_device(train_on_the_second_half, *BASE)
     how = [CP2, CONTIGUOUS, f"--parallelism.context_parallel_rotate_method={method}"]
-    results = ranks.run(train_on_the_second_half, [*job, *how, jobs.UNSAVED], world=2)
+    results = ranks.run(train_on_the_second_half, [*job, *how, UNSAVED], world=2)
     assert reference.rows[0]["valid_token_fraction"] < 0.5
     pj.assert_same_training(results, reference)
 
@@ -108,9 +109,7 @@ def test_recomputed_blocks_repeat_their_hops_on_all_ranks_alike(
 ) -> None:
     recomputing = {"mode": mode, "selective_ac_option": option}
     how = [f"--activation_checkpoint.{key}={value}" for key, value in recomputing.items()]
-    calls = ranks.run(
-        count_hops, [*job, CP4, RING, *how, "--training.steps=1", jobs.UNSAVED], world=4
-    )
+    calls = ranks.run(count_hops, [*job, CP4, RING, *how, "--training.steps=1", UNSAVED], world=4)
     assert all(own == calls[0] for own in calls)
     assert calls[0].count("block") == NUM_LAYERS + blocks
     # 3 hops forward, 3 + 4 backward: gradients take one more to come home

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
-from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY8, UNSAVED, pipeline
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import IGNORE_INDEX
@@ -180,7 +180,7 @@ def arguments(texts: Path) -> list[str]:
         "--training.seq_len=64",
         "--training.attn_mask_type=block_causal",
         "--training.reset_positions=true",
-        jobs.UNSAVED,
+        UNSAVED,
     ]
 
 

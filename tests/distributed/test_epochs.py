@@ -12,6 +12,7 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY, UNSAVED
 from tests.naming import naming
 from torchtitan.checkpoint.checksums import write_sealed_json
 from torchtitan.checkpoint.storage import read_state
@@ -19,7 +20,7 @@ from torchtitan.checkpoint.storage import read_state
 pytestmark = pytest.mark.slow
 
 LR = 0.002
-UNTIMED = jobs.TINY.replace("\nsteps = 20", "").replace("warmup_steps = 5\ntotal_steps = 20", "")
+UNTIMED = TINY.replace("\nsteps = 20", "").replace("warmup_steps = 5\ntotal_steps = 20", "")
 """No number of steps is given: epochs and the schedule are to find it."""
 CONTINUE = "--checkpoint.mode=continue"
 
@@ -98,13 +99,13 @@ def test_text_is_planned_too_and_training_steps_may_come_first(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     job = write_text(tmp_path)
-    [found] = ranks.run(jobs.train, [*job, jobs.UNSAVED], world=1)
+    [found] = ranks.run(jobs.train, [*job, UNSAVED], world=1)
     assert rates(found) == pytest.approx([LR, LR * 2 / 3, LR / 3])
     shutil.rmtree(tmp_path / "run")
-    [found] = ranks.run(jobs.train, [*job, jobs.UNSAVED, "--training.steps=2"], world=1)
+    [found] = ranks.run(jobs.train, [*job, UNSAVED, "--training.steps=2"], world=1)
     assert rates(found) == pytest.approx([LR, LR / 2])
     shutil.rmtree(tmp_path / "run")
-    weighted = [*job, jobs.UNSAVED, "--training.dataset_weights", "3", "1"]
+    weighted = [*job, UNSAVED, "--training.dataset_weights", "3", "1"]
     (tmp_path / "b.txt").write_text("y" * 4000)
     weighted += ["--training.dataset_path", f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
     [found] = ranks.run(jobs.train, weighted, world=1)  # 24 of the first make 32 in all
@@ -152,7 +153,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_own_schedule(
 
 
 def test_what_does_not_fit_the_steps_of_the_data_is_said(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*write_text(tmp_path), jobs.UNSAVED]
+    job = [*write_text(tmp_path), UNSAVED]
     [lines] = ranks.run(jobs.logged, job, world=1)
     job += [f"--job.dump_folder={tmp_path / 'other'}"]
     assert any(re.search(r"2 epochs, 24 samples in all, 8 per step: .* 3$", line) for line in lines)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_experts import MOE, ep
-from tests.distributed.test_matrix import HOW, TP2
+from tests.jobs import OPTIONS, TP2, UNSAVED
 from torchtitan.parallel.expert import Exchange
 from torchtitan.trainer import Trainer
 
@@ -105,11 +105,11 @@ def count(job: list[str], *, held: int) -> Traffic:
 LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...], int]] = {
     "ep 2": (2, 2, 4, (), 4),
     "ep 2, accumulating": (2, 2, 2, (), 4),
-    "ep 2, recomputed": (2, 2, 4, HOW["recomputed"], 6),
-    "ep 2, by operator": (2, 2, 4, HOW["by operator"], 6),
+    "ep 2, recomputed": (2, 2, 4, OPTIONS["recomputed"], 6),
+    "ep 2, by operator": (2, 2, 4, OPTIONS["by operator"], 6),
     "ep 2, fsdp 4": (4, 2, 2, (), 4),
     "ep 4": (4, 4, 2, (), 4),
-    "ep 4, recomputed": (4, 4, 2, HOW["recomputed"], 6),
+    "ep 4, recomputed": (4, 4, 2, OPTIONS["recomputed"], 6),
     "ep 2, tp 2": (2, 2, 8, (TP2,), 4),
 }
 
@@ -123,7 +123,7 @@ def test_rows_travel_as_often_as_said(
     world, degree, size, how, times = LAYOUTS[layout]
     held = 3 * E // degree * H * C
     job = [*jobs.write_job(tmp_path, MOE, cache=cache), *STEP, *how, ep(degree), FREED]
-    job += [jobs.UNSAVED, f"--training.local_batch_size={size}"]
+    job += [UNSAVED, f"--training.local_batch_size={size}"]
     microbatches = 2 if "accumulating" in layout else 1
     num_runs = NUM_LAYERS * microbatches
     for found in ranks.run(count, job, held=held, world=world):
@@ -139,7 +139,7 @@ def test_rows_travel_as_often_as_said(
 def test_without_expert_parallelism_weights_travel(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
-    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *STEP, FREED, jobs.UNSAVED]
+    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *STEP, FREED, UNSAVED]
     held = 3 * E * H * C
     for found in ranks.run(count, job, held=held, world=2):
         assert (found.num_told, found.calls.total(), found.numbers) == (0, 0, 0)

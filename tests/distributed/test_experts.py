@@ -12,9 +12,8 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_matrix import EXPERTS, FEW_EXPERTS, HOW, IN_SIXES, ep
+from tests.jobs import EXPERTS, FEW_EXPERTS, IN_SIXES, OPTIONS, TINY8, UNSAVED, ep, pipeline
 from tests.naming import naming
 from torchtitan.models.init import local_part
 from torchtitan.models.moe import Router
@@ -41,7 +40,7 @@ def train_among_two(job: list[str]) -> pj.Trained:
 WITHOUT_A_TOKEN: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "fsdp 3": (3, 2, ()),
     "pp 2 ZBV": (2, 6, pipeline("ZBVZeroBubble")),
-    "ep 2, compiled": (2, 3, (ep(2), *HOW["compiled"])),
+    "ep 2, compiled": (2, 3, (ep(2), *OPTIONS["compiled"])),
 }
 
 
@@ -55,7 +54,7 @@ def test_experts_without_a_token(
     reference = on_one_device(train_among_two, *options, toml=MOE)
     assert not reference.gradients["layers.1.moe.experts.w2"][2:].any()
     world, size, how = WITHOUT_A_TOKEN[layout]
-    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *options, *how, jobs.UNSAVED]
+    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *options, *how, UNSAVED]
     job += [f"--training.local_batch_size={size}"]
     results = ranks.run(train_among_two, job, world=world)
     pj.assert_same_training(results, reference)
@@ -74,7 +73,7 @@ def shards(jobs_of: list[list[str]]) -> list[set[tuple[int, ...]]]:
 @pytest.mark.slow
 def test_what_a_rank_holds_of_few_experts(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
     given = [
-        [*jobs.write_job(tmp_path, MOE, name=name, cache=cache), *how, IN_PAIRS, jobs.UNSAVED]
+        [*jobs.write_job(tmp_path, MOE, name=name, cache=cache), *how, IN_PAIRS, UNSAVED]
         for name, how in (("fsdp 4", ()), ("ep 2", (ep(2),)))
     ]
     assert ranks.run(shards, given, world=4) == [[{(2, 6, 32)}, {(1, 12, 32)}]] * 4
@@ -87,7 +86,7 @@ def test_bfloat16_is_near_float32(
 ) -> None:
     """On one device, which casts weights where they are used, and where FSDP casts them."""
     expected = [row["loss"] for row in on_one_device(pj.train, *SHORT, toml=MOE).rows]
-    in_bfloat16 = (*SHORT, "--training.mixed_precision_param=bfloat16", jobs.UNSAVED)
+    in_bfloat16 = (*SHORT, "--training.mixed_precision_param=bfloat16", UNSAVED)
     found = []
     for world in (1, 2):
         job = [*jobs.write_job(tmp_path, MOE, name=f"on{world}", cache=cache), *in_bfloat16]
@@ -113,10 +112,10 @@ def test_recomputation_chooses_the_same_experts(
     """Bit for bit: another choice in backward would show."""
     ways = ("none", "recomputed", "half recomputed", "by operator")
     given = [
-        [*jobs.write_job(tmp_path, MOE, name=way, cache=cache), *SHORT, *HOW.get(way, ())]
+        [*jobs.write_job(tmp_path, MOE, name=way, cache=cache), *SHORT, *OPTIONS.get(way, ())]
         for way in ways
     ]
-    [found] = ranks.run(hashes, [[*job, jobs.UNSAVED] for job in given], world=1)
+    [found] = ranks.run(hashes, [[*job, UNSAVED] for job in given], world=1)
     assert len(found) == 1
 
 
@@ -154,6 +153,6 @@ def test_what_cannot_be_is_refused(
 
 @pytest.mark.slow
 def test_the_log_says_what_a_token_meets(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
-    job: Any = [*jobs.write_job(tmp_path, cache=cache), EXPERTS, jobs.UNSAVED]
+    job: Any = [*jobs.write_job(tmp_path, cache=cache), EXPERTS, UNSAVED]
     [lines] = ranks.run(jobs.logged, job, world=1)
     assert any(map(naming("qwen3_moe", "tiny", "63,632", "35,984").match, lines))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import DDP, FSDP
 from tests.naming import naming
 from torchtitan.base.device import HostCopy
 from torchtitan.base.errors import NonFiniteError
@@ -74,9 +75,9 @@ SGD = "--optimizer.name=SGD"
 @pytest.mark.parametrize(
     ("value", "found"),
     [
-        (math.nan, jobs.FSDP),
-        (math.inf, (*jobs.DDP, *LATER)),
-        (math.nan, (*jobs.DDP, *LATER, SGD)),  # which skips nothing by itself
+        (math.nan, FSDP),
+        (math.inf, (*DDP, *LATER)),
+        (math.nan, (*DDP, *LATER, SGD)),  # which skips nothing by itself
         (math.inf, (*LATER, SGD)),
     ],
     ids=["at once", "a step later", "ddp 2, by SGD", "fsdp 2, by SGD"],
@@ -165,7 +166,7 @@ def waits_by_step(job: list[str]) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.promise("no-waits")
-@pytest.mark.parametrize("layout", [jobs.FSDP, ("--parallelism.context_parallel_degree=2",)])
+@pytest.mark.parametrize("layout", [FSDP, ("--parallelism.context_parallel_degree=2",)])
 def test_no_step_waits_but_those_that_are_reported(
     layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from tests.distributed import hf_jobs, jobs
 from tests.distributed.hf_jobs import LENGTH, PROMPTS
-from tests.distributed.pipeline_jobs import TINY8
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY8
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.models.families import MODELS
 from torchtitan.models.sizes import MoEConfig

@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from scripts.campaign import TINY
 from tests.distributed import hf_jobs, jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY
 from tests.models.reference import random_decoder, reference_of
 from tests.naming import naming
 from torchtitan.models.decoder import Decoder

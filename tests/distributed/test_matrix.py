@@ -14,10 +14,7 @@ cannot evenly, and strong attention; the samples have a random number of valid l
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -27,235 +24,9 @@ import torch
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import FEATURES, LAYOUTS, MODELS, OPTIONS, TINY8
 
-SIZES = ("--model.dim=16", "--model.hidden_dim=42", "--model.vocab_size=266")
-TP2 = "--parallelism.tensor_parallel_degree=2"
-COPIED = "--parallelism.enable_sequence_parallel=false"
-WHOLE_LOGITS = "--parallelism.disable_loss_parallel"
-TWO_STEPS = "--training.steps=2"
-DOCUMENTS = ("--training.attn_mask_type=block_causal", "--training.reset_positions=true")
-BALANCED = (
-    "--model.expert_bias=true",
-    "--router.bias_update_rate=0.01",
-    "--router.sequence_loss_weight=0.5",
-    "--router.global_loss_weight=0.5",
-    "--router.z_loss_weight=0.05",
-    "--router.log_layers",
-)
-"""Losses of routers go by counts of the step before, biases by those of this one."""
-OWN_THINGS = (
-    "--training.dataset=examples.own_dataset:Sums",
-    "--sums.digits=1",
-    "--training.loss=examples.own_hooks:smoothed",
-    "--lr_scheduler.decay_type=examples.own_hooks:quadratic",
-    "--optimizer.name=examples.own_optimizer:Lion",
-    "--optimizer.lr=1e-4",
-    "--optimizer.options.betas=[0.9, 0.98]",
-    "--metrics.sinks=examples.own_hooks:CsvSink",
-)
-PP2, PP2_ZBV = pipeline("1F1B"), pipeline("ZBVZeroBubble")
-IN_TWOS = "--parallelism.pipeline_parallel_microbatch_size=2"
-
-
-def cp(degree: int, method: str, balancer: str = "headtail") -> tuple[str, ...]:
-    return (
-        f"--parallelism.context_parallel_degree={degree}",
-        f"--parallelism.context_parallel_rotate_method={method}",
-        f"--parallelism.context_parallel_load_balancer={balancer}",
-    )
-
-
-def ep(degree: int) -> str:
-    """Return the argument of expert parallelism."""
-    return f"--parallelism.expert_parallel_degree={degree}"
-
-
-def frozen(*patterns: str) -> str:
-    return f"--optimizer.frozen_params={json.dumps(patterns)}"
-
-
-@dataclass(frozen=True)
-class What:
-    """The model and its settings, which the reference has too."""
-
-    arguments: tuple[str, ...] = ()
-    reads_texts: bool = False
-    """Else its samples are synthetic, with masked labels."""
-
-    def options(self, texts: Path) -> tuple[str, ...]:
-        """Two steps: the second one starts from the first one's weights and moments."""
-        data: tuple[str, ...] = ("--training.seq_len=40",)
-        if self.reads_texts:
-            files = ("--training.dataset=files", f"--training.dataset_path={texts}")
-            data = (*files, "--training.seq_len=64")
-        return (*SIZES, *data, TWO_STEPS, *self.arguments)
-
-
-@dataclass(frozen=True)
-class Where:
-    """A layout: the degree of each axis, and `halves` where a backward is in two halves."""
-
-    degrees: Mapping[str, int]
-    arguments: tuple[str, ...] = ()
-
-    @property
-    def world(self) -> int:
-        return math.prod(self.degrees.values())
-
-    def local_batch_size(self, how: str) -> int:
-        """Four for stages, so that each has more than one microbatch; else all 8 samples."""
-        size = 4 if "pp" in self.degrees else 8 // self.degrees.get("dp", 1)
-        return size // 2 if "accumulating" in how else size
-
-    def options(self, how: str) -> list[str]:
-        words = [word for name in how.split(", ") if name for word in HOW[name]]
-        size = f"--training.local_batch_size={self.local_batch_size(how)}"
-        return [*self.arguments, jobs.UNSAVED, size, *words]
-
-
-FEATURES = {
-    "all": What(),
-    "tied": What((pj.TIED,)),
-    "documents": What(DOCUMENTS, reads_texts=True),
-    # all of the first stage among others
-    "few": What(
-        (frozen("tok_embeddings.*", *(f"layers.{i}.*" for i in range(3)), "*.wk.*", "norm.*"),)
-    ),
-    "all but a tied embedding": What((frozen("tok_*", "layers.*.feed_forward.w1.*"), pj.TIED)),
-    "adapter": What(
-        ("--lora.rank=4", "--lora.alpha=8.0", "--optimizer.lr=0.02", frozen("*.3.*.wo.lora_b"))
-    ),
-    "bfloat16": What(("--training.mixed_precision_param=bfloat16",)),
-}
-EXPERTS, DEEPSEEK = "--model.name=qwen3_moe", "--model.name=deepseek_v3"
-MISTRAL, MUON = "--model.name=mistral", ("--optimizer.name=Muon", "--optimizer.lr=0.02")
-GROUPS = '--optimizer.groups=[{params = ["tok*", "*.0.*"], lr = 1e-3}, {params = "*", lr = 5e-4}]'
-ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
-OF_ATTENTION = (*ADAPTER, '--lora.modules=["layers.*.attention.w*"]')
-ROUTED = (EXPERTS, *BALANCED, "--training.steps=4", "--training.local_batch_size=8")
-PADDING = ("--training.dataset=synthetic_examples", "--training.seq_len=180")
-IN_SIXES = ("--training.global_batch_size=6", "--training.local_batch_size=2")
-ODD = "--training.seq_len=41"
-# the first layer is dense
-THREE_LAYERS = "--model.num_layers=3"
-FEW_EXPERTS = (
-    "--model.num_experts=2",
-    "--model.num_experts_per_token=1",
-    "--model.norm_expert_weights=false",  # else a router has no gradient
-)
-"""Fewer than ranks: each is split by its width, equally over the ranks."""
-FAMILIES = {
-    "experts": What((EXPERTS, THREE_LAYERS)),
-    "experts in four layers": What((EXPERTS,)),
-    "few experts": What((EXPERTS, THREE_LAYERS, *FEW_EXPERTS)),
-    "experts, odd tokens": What((EXPERTS, ODD, THREE_LAYERS)),
-    "experts, in sixes": What((EXPERTS, *IN_SIXES, THREE_LAYERS)),
-    "experts, documents": What((EXPERTS, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
-    "frozen experts": What((EXPERTS, frozen("*.experts.*"), THREE_LAYERS)),
-    "frozen routers, odd tokens": What((EXPERTS, ODD, frozen("*.router.*"), THREE_LAYERS)),
-    "experts, adapters": What((EXPERTS, *OF_ATTENTION, THREE_LAYERS)),
-    "experts, Muon": What((EXPERTS, *MUON, THREE_LAYERS)),
-    "balanced": What((*ROUTED, THREE_LAYERS)),
-    "balanced in four layers": What(ROUTED),
-    "balanced, odd tokens": What((*ROUTED, ODD, THREE_LAYERS)),
-    "balanced, documents": What((*ROUTED, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
-    "balanced, padding": What((*ROUTED, *PADDING)),
-    "DeepSeek": What((DEEPSEEK, THREE_LAYERS)),
-    "DeepSeek in four layers": What((DEEPSEEK,)),
-    "DeepSeek, documents": What((DEEPSEEK, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
-    "DeepSeek, adapters": What((DEEPSEEK, *OF_ATTENTION, THREE_LAYERS)),
-    "Qwen2": What(("--model.name=qwen2",)),
-    "Qwen2, adapters": What(("--model.name=qwen2", "--lora.rank=4")),
-    "Qwen3": What(("--model.name=qwen3",)),
-    # windows of 7 tokens
-    "Mistral": What((MISTRAL,)),
-    "Mistral, documents": What((MISTRAL, *DOCUMENTS), reads_texts=True),
-    "Muon": What(MUON),
-    "Muon, in sixes": What((*MUON, *IN_SIXES)),
-    "Muon, adapters": What((*MUON, *ADAPTER, "--optimizer.muon_excluded_params=output.*")),
-    "Muon, groups": What((*MUON, GROUPS)),
-    "own family": What(("--model.name=examples.parallel_block:SPEC", "--model.flavor=tiny")),
-    "own things": What((*OWN_THINGS, WHOLE_LOGITS)),
-}
-WHAT = FEATURES | FAMILIES
-HOW: dict[str, tuple[str, ...]] = {
-    "recomputed": ("--activation_checkpoint.mode=full",),
-    "half recomputed": ("--activation_checkpoint.mode=selective",),
-    "by operator": (
-        "--activation_checkpoint.mode=selective",
-        "--activation_checkpoint.selective_ac_option=op",
-    ),
-    "accumulating": (),
-    "chunks": ("--training.loss_chunks=3",),
-    "kept": ("--parallelism.fsdp_reshard_after_forward=never",),
-    "offloaded": ("--training.enable_cpu_offload",),
-    "compiled": ("--compile.enable", "--compile.backend=aot_eager"),
-}
-WHERE = {
-    "one device": Where({}),
-    "fsdp 2": Where({"dp": 2}),
-    "ddp 2": Where({"dp": 2}, jobs.DDP),
-    "hsdp 2x2": Where({"dp": 4}, jobs.HSDP),
-    "tp 2": Where({"tp": 2}, (TP2,)),
-    "tp 2, stream copied": Where({"tp": 2}, (TP2, COPIED)),
-    "tp 2, logits gathered": Where({"tp": 2}, (TP2, WHOLE_LOGITS)),
-    "fsdp 2 x tp 2": Where({"dp": 2, "tp": 2}, (TP2,)),
-    "ddp 2 x tp 2": Where({"dp": 2, "tp": 2}, (TP2, *jobs.DDP)),
-    "pp 2": Where({"pp": 2}, PP2),
-    "pp 2 ZBV": Where({"pp": 2, "halves": 1}, PP2_ZBV),
-    "pp 2 Interleaved x fsdp 2": Where({"pp": 2, "dp": 2}, pipeline("Interleaved1F1B")),
-    "pp 2 ZBV x ddp 2": Where({"pp": 2, "halves": 1, "dp": 2}, (*PP2_ZBV, *jobs.DDP)),
-    "pp 2 x tp 2": Where({"pp": 2, "tp": 2}, (*PP2, TP2, IN_TWOS)),
-    "pp 2 DualPipeV x tp 2, nothing else split": Where(
-        {"pp": 2, "halves": 1, "tp": 2}, (*pipeline("DualPipeV"), TP2, COPIED, WHOLE_LOGITS)
-    ),
-    "cp 2 allgather": Where({"cp": 2}, cp(2, "allgather")),
-    "cp 2 allgather balanced": Where({"cp": 2}, cp(2, "allgather", "balanced")),
-    "cp 2 ring": Where({"cp": 2}, cp(2, "ring")),
-    "cp 2 ulysses": Where({"cp": 2}, cp(2, "ulysses")),
-    "cp 2 ulysses contiguous": Where({"cp": 2}, cp(2, "ulysses", "none")),
-    "cp 4 ring": Where({"cp": 4}, cp(4, "ring")),
-    "cp 4 ulysses": Where({"cp": 4}, cp(4, "ulysses")),
-    "cp 4 allgather contiguous": Where({"cp": 4}, cp(4, "allgather", "none")),
-    "cp 2 ring x fsdp 2": Where({"cp": 2, "dp": 2}, cp(2, "ring")),
-    "cp 2 allgather x ddp 2": Where({"cp": 2, "dp": 2}, (*cp(2, "allgather"), *jobs.DDP)),
-    "cp 2 ring x tp 2, stream copied": Where({"cp": 2, "tp": 2}, (*cp(2, "ring"), TP2, COPIED)),
-    "cp 2 ulysses x tp 2": Where({"cp": 2, "tp": 2}, (*cp(2, "ulysses"), TP2)),
-    "cp 2 allgather x pp 2": Where({"cp": 2, "pp": 2}, (*cp(2, "allgather"), *PP2)),
-    "cp 2 ring x pp 2 ZBV": Where({"cp": 2, "pp": 2, "halves": 1}, (*cp(2, "ring"), *PP2_ZBV)),
-    "cp 2 ring balanced x pp 2 x tp 2": Where(
-        {"cp": 2, "pp": 2, "tp": 2}, (*cp(2, "ring", "balanced"), *PP2, TP2, IN_TWOS)
-    ),
-    "pp 2 ZBV x fsdp 2, weights freed": Where(
-        {"pp": 2, "dp": 2}, pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="always")
-    ),
-    # only for families
-    "fsdp 3": Where({"dp": 3}),
-    "fsdp 4": Where({"dp": 4}),
-    "cp 2 allgather x fsdp 2": Where({"cp": 2, "dp": 2}, cp(2, "allgather")),
-    "ep 2": Where({"dp": 2}, (ep(2),)),
-    "ep 4": Where({"dp": 4}, (ep(4),)),
-    "ep 2 x fsdp 2": Where({"dp": 4}, (ep(2),)),
-    "ep 2 x hsdp 2x2": Where({"dp": 4}, (*jobs.HSDP, ep(2))),
-    "ep 2 x tp 2": Where({"tp": 2}, (TP2, ep(2))),
-    "ep 2 x tp 2, stream copied": Where({"tp": 2}, (TP2, COPIED, ep(2))),
-    "ep 2 x tp 2 x fsdp 2": Where({"tp": 2, "dp": 2}, (TP2, ep(2))),
-    "ep 4 x tp 2 x fsdp 2": Where({"tp": 2, "dp": 2}, (TP2, ep(4))),
-    "ep 2 x cp 2 ring": Where({"cp": 2}, (*cp(2, "ring"), ep(2))),
-    "ep 4 x cp 2 ring x fsdp 2": Where({"cp": 2, "dp": 2}, (*cp(2, "ring"), ep(4))),
-    "ep 2 x cp 2 ring x tp 2": Where({"cp": 2, "tp": 2}, (*cp(2, "ring"), TP2, ep(2))),
-    "ep 2 x pp 2 Interleaved x tp 2": Where(
-        {"pp": 2, "tp": 2}, (*pipeline("Interleaved1F1B"), TP2, IN_TWOS, ep(2))
-    ),
-    "ep 2 x pp 2 x fsdp 2": Where({"pp": 2, "dp": 2}, (*PP2, ep(2))),
-    "ep 2 x pp 2 InterleavedZeroBubble x fsdp 2": Where(
-        {"pp": 2, "dp": 2}, (*pipeline("InterleavedZeroBubble"), ep(2))
-    ),
-    "ep 2 x pp 2 ZBV x fsdp 2": Where({"pp": 2, "dp": 2}, (*PP2_ZBV, ep(2))),
-    "ep 2 x pp 2 DualPipeV x fsdp 2": Where({"pp": 2, "dp": 2}, (*pipeline("DualPipeV"), ep(2))),
-}
 TABLE: list[tuple[str, str, str]] = [
     ("one device", "all", "recomputed, accumulating, offloaded"),
     ("fsdp 2", "adapter", "recomputed, offloaded"),
@@ -372,7 +143,7 @@ IMPOSSIBLE = {
 
 def words(row: tuple[str, str, str]) -> set[str]:
     where, what, how = row
-    return {*WHERE[where].degrees, what, *how.split(", ")} - {"all", ""}
+    return {*LAYOUTS[where].degrees, what, *how.split(", ")} - {"all", ""}
 
 
 @pytest.mark.promise("mixes")
@@ -380,7 +151,7 @@ def test_every_pair_has_its_row() -> None:
     found = {frozenset(pair) for row in TABLE for pair in combinations(sorted(words(row)), 2)}
     axes = ("dp", "tp", "pp", "halves", "cp")
     things = [*FEATURES][1:]
-    ways = HOW.keys() - {"compiled"}  # that has its own file, test_compile.py
+    ways = OPTIONS.keys() - {"compiled"}  # that has its own file, test_compile.py
     wanted = [(axis, other) for axis in axes for other in (*things, *ways)]
     wanted += [*combinations(axes, 2), *((what, how) for what in things for how in ways)]
     assert [
@@ -396,7 +167,7 @@ def assert_as_on_one_device(
 
     def compare(row: tuple[str, str, str]) -> None:
         layout, what, how = row
-        where, options = WHERE[layout], WHAT[what].options(texts)
+        where, options = LAYOUTS[layout], MODELS[what].options(texts)
         reference = on_one_device(pj.train, *options, evaluating=True)
         job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(how)]
         evaluating = "compiled" not in how  # that would compile once more
@@ -484,7 +255,7 @@ def test_families_optimizers_and_examples(
 def test_what_is_frozen_stays_and_all_else_moves(
     what: str, count: int, texts: Path, on_one_device: OneDevice
 ) -> None:
-    result = on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True)
+    result = on_one_device(pj.train, *MODELS[what].options(texts), evaluating=True)
     for name, weights in result.final.items():
         assert torch.equal(weights, result.initial[name]) != (name in result.trained), name
     assert len(result.trained) == count
@@ -496,7 +267,7 @@ def test_bfloat16_is_near_float32(texts: Path, on_one_device: OneDevice) -> None
     found = {
         what: [
             row["loss"]
-            for row in on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True).rows
+            for row in on_one_device(pj.train, *MODELS[what].options(texts), evaluating=True).rows
         ]
         for what in ("all", "bfloat16")
     }
@@ -509,7 +280,7 @@ def test_every_part_of_a_model_with_experts_is_trained(
     what: str, texts: Path, on_one_device: OneDevice
 ) -> None:
     """Each part of the reference model has a gradient."""
-    gradients = on_one_device(pj.train, *WHAT[what].options(texts), evaluating=True).gradients
+    gradients = on_one_device(pj.train, *MODELS[what].options(texts), evaluating=True).gradients
     biases = {name for name in gradients if name.endswith("expert_bias")}
     assert len(biases) == (2 if what == "DeepSeek" else 0)
     assert not any(gradients[name].any() for name in biases)

@@ -18,10 +18,9 @@ from tests.distributed import test_reference as by_torch
 from tests.distributed import test_validation as by_sample
 from tests.distributed.conftest import OneDevice
 from tests.distributed.mutants import MUTANTS, Seen
-from tests.distributed.pipeline_jobs import TINY8
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_matrix import WHAT, WHERE
 from tests.distributed.test_resume import Noisy, train_noisily
+from tests.jobs import LAYOUTS, MODELS, TINY, TINY8, UNSAVED
 
 pytestmark = pytest.mark.long
 
@@ -66,7 +65,7 @@ def test_one_device_shows_it(
     texts: Path,
     on_one_device: OneDevice,
 ) -> None:
-    where, options = WHERE[seen.where], WHAT[seen.what].options(texts)
+    where, options = LAYOUTS[seen.where], MODELS[seen.what].options(texts)
     reference = on_one_device(pj.train, *options, evaluating=True)
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(seen.how)]
     results = run_mutated(ranks, job, name=name, train=pj.train, world=where.world)
@@ -83,8 +82,8 @@ def test_plain_pytorch_shows_it(
     name: str, seen: Seen, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
 ) -> None:
     """In the first two steps, of which the log shows the right learning rates."""
-    losses, norms = on_one_device(by_torch.reference, toml=jobs.TINY)
-    job = [*jobs.write_job(tmp_path, cache=cache), "--training.steps=2", jobs.UNSAVED]
+    losses, norms = on_one_device(by_torch.reference, toml=TINY)
+    job = [*jobs.write_job(tmp_path, cache=cache), "--training.steps=2", UNSAVED]
     [result] = run_mutated(ranks, job, name=name, train=jobs.train, world=1)
     found = [(row["loss"], row["grad_norm"]) for row in result.rows]
     assert found != [
@@ -99,7 +98,7 @@ def test_a_sample_at_a_time_shows_it(
 ) -> None:
     job = [*by_sample.validated(tmp_path, cache=cache), "--training.steps=1"]
     [result] = run_mutated(ranks, job, name=name, train=jobs.train, world=1)
-    alone = [*job, jobs.UNSAVED, "--checkpoint.folder=none"]
+    alone = [*job, UNSAVED, "--checkpoint.folder=none"]
     [expected] = ranks.run(by_sample.by_hand, alone, result.final, world=1)
     assert result.rows[0]["validation_loss"] != pytest.approx(expected, rel=1e-2)
 
@@ -158,11 +157,11 @@ def test_an_error_shows_it(
     name: str, seen: Seen, ranks: RankPool, tmp_path: Path, cache: Path, texts: Path
 ) -> None:
     """Of torch in a recomputation, or of the trainer when it loads what was saved."""
-    where, what = WHERE[seen.where], WHAT[seen.what]
+    where, what = LAYOUTS[seen.where], MODELS[seen.what]
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *what.options(texts)]
     job += where.options(seen.how)
     if "saved" in name:
-        job.remove(jobs.UNSAVED)
+        job.remove(UNSAVED)
         run_mutated(ranks, job, name=name, train=jobs.train, world=where.world)
         said = ranks.run(jobs.refusal, job, world=where.world)
     else:

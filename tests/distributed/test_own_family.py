@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY
 from tests.models import two_blocks
 from tests.models.own_family import in_models, load_family, write_family
 from tests.naming import naming
@@ -18,7 +19,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.layout import find_layout
 
-TOML = jobs.TINY.replace("[model]", '[model]\nname = "parallel"').replace("steps = 20", "steps = 4")
+TOML = TINY.replace("[model]", '[model]\nname = "parallel"').replace("steps = 20", "steps = 4")
 TOML = TOML.replace("local_batch_size = 2", "local_batch_size = 4")
 BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 COMPILED = ("--compile.enable", "--compile.backend=aot_eager")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_elastic import LOGGED, samples
+from tests.jobs import UNSAVED
 from torchtitan.metrics.ledger import read_ledger
 
 pytestmark = pytest.mark.slow
@@ -96,7 +97,7 @@ def test_a_callback_on_one_rank_stops_all_and_it_is_saved(ranks: RankPool, tmp_p
 @pytest.mark.parametrize("own", ["training", "validation", "both"])
 def test_data_of_ones_own_are_validated_on(own: str, ranks: RankPool, tmp_path: Path) -> None:
     name = "examples.own_dataset:Sums"
-    job = [*jobs.write_job(tmp_path), jobs.UNSAVED, "--training.steps=1", "--validation.enable"]
+    job = [*jobs.write_job(tmp_path), UNSAVED, "--training.steps=1", "--validation.enable"]
     job += [
         "--validation.steps=1",
         f"--validation.dataset={'synthetic' if own == 'training' else name}",

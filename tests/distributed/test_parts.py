@@ -10,7 +10,6 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.jobs import logged, refusal
-from tests.distributed.pipeline_jobs import pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import (
     CONTINUE,
@@ -21,7 +20,7 @@ from tests.distributed.test_intentions import (
     elsewhere,
     excluding,
 )
-from tests.distributed.test_matrix import frozen
+from tests.jobs import frozen, pipeline
 from tests.naming import naming
 
 pytestmark = pytest.mark.slow

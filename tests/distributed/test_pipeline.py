@@ -16,12 +16,9 @@ import pytest
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import (
-    TINY8,
-    assert_same_training,
-    pipeline,
-)
+from tests.distributed.pipeline_jobs import assert_same_training
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import HSDP, TIED, TINY8, UNSAVED, pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +63,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         8,
         (
             *pipeline("1F1B", module_fqns_per_model_part=json.dumps(LISTS)),
-            *jobs.HSDP,
+            *HSDP,
             "--training.local_batch_size=2",
         ),
     ),
@@ -87,7 +84,7 @@ EIGHT_LAYERS = "--model.num_layers=8"
 WHAT = {
     "pp 4 DualPipeV": [EIGHT_LAYERS],
     "pp 2 x fsdp 2 InterleavedZeroBubble, 4 stages a rank": [EIGHT_LAYERS],
-    "tied ends without layers": [pj.TIED],
+    "tied ends without layers": [TIED],
     "pp 2 x fsdp 2 ZBVZeroBubble, a rank without layers": ["--model.num_layers=2"],
     "pp 2 x fsdp 2 DualPipeV, never clipped": [NEVER_CLIPPED],
 }
@@ -102,7 +99,7 @@ def test_the_same_model(
     world, arguments = LAYOUTS[layout]
     what = [TWO_STEPS, *WHAT.get(layout, [])]
     reference = on_one_device(pj.train, *what, evaluating=True)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *what, *arguments]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), UNSAVED, *what, *arguments]
     results = ranks.run(pj.train, job, evaluating=True, world=world)
     assert_same_training(results, reference)
     pj.assert_same_evaluation(results, reference)
@@ -114,7 +111,7 @@ def test_the_same_model(
 def test_a_block_runs_forward_once_where_backward_is_split(
     schedule: str, forwards: int, ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *pipeline(schedule)]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), UNSAVED, *pipeline(schedule)]
     for counted in ranks.run(pj.count_forwards, [*job, *SELECTIVE], world=2):
         assert counted == forwards
 
@@ -129,7 +126,7 @@ def test_a_schedule_file_of_two_stages_with_halved_backwards(
     )
     csv = f"--parallelism.pipeline_parallel_schedule_csv={path}"
     multi = (*pipeline("PipelineScheduleMulti"), TWO_STEPS)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *multi, csv]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), UNSAVED, *multi, csv]
     results = ranks.run(pj.train, job, evaluating=True, world=4)
     assert_same_training(results, on_one_device(pj.train, TWO_STEPS, evaluating=True))
     assert [result.owns_loss for result in results] == [True, True, False, False]
@@ -142,7 +139,7 @@ def test_no_gradient_of_the_head_waits_for_another(
 ) -> None:
     """Each is as large as the weight; of eight microbatches in flight they would be the most that
     a rank holds."""
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *pipeline(schedule), BATCH8]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), UNSAVED, *pipeline(schedule), BATCH8]
     for computed, waiting, evaluated in ranks.run(pj.count_head_gradients, job, world=2):
         assert computed in (0, 8)
         assert waiting <= 1

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.distributed import jobs
 from tests.distributed.jobs import write_job
-from tests.distributed.pipeline_jobs import pipeline
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import DDP, HSDP, TINY, pipeline
 from torchtitan.job import Config, load_config
 from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import build_mesh
@@ -51,7 +51,7 @@ from torchtitan.trainer import Trainer
 
 pytestmark = pytest.mark.long
 
-TOML = jobs.TINY.replace("global_batch_size = 8", "").replace("size = 2", "size = 4")
+TOML = TINY.replace("global_batch_size = 8", "").replace("size = 2", "size = 4")
 TP2 = "--parallelism.tensor_parallel_degree=2"
 COPIED = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel=true"
@@ -110,8 +110,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "fsdp 2, lora": (2, ("--lora.rank=4", "--lora.alpha=8.0")),
     "fsdp 2, bfloat16, by operator": (2, (BF16, *BY_OPERATOR)),
     "fsdp 2, every 2": (2, (*EVERY_2, *LAYERS4)),
-    "ddp 2": (2, jobs.DDP),
-    "hsdp 2x2, bfloat16": (4, (*jobs.HSDP, BF16)),
+    "ddp 2": (2, DDP),
+    "hsdp 2x2, bfloat16": (4, (*HSDP, BF16)),
     "tp 2": (2, (TP2, *LAYERS4)),
     "tp 2, stream copied": (2, (TP2, COPIED, *LAYERS4)),
     "tp 2, logits gathered": (2, (TP2, WHOLE_LOGITS, *LAYERS4)),

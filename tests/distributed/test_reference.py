@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import TIED, pipeline
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_matrix import frozen
+from tests.jobs import DDP, TIED, frozen, pipeline
 from torchtitan.base.patterns import matches
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
@@ -23,7 +22,7 @@ from torchtitan.models.families import find_model
 from torchtitan.models.init import initialize
 
 TIED_ZBV = (
-    *(*pipeline("ZBVZeroBubble"), *jobs.DDP, TIED),
+    *(*pipeline("ZBVZeroBubble"), *DDP, TIED),
     *("--model.num_layers=4", "--training.local_batch_size=4"),
 )
 STEPS, HALF, PEAK_LR, WARMUP, TOTAL = 6, 3, 8e-4, 5, 20
@@ -95,7 +94,7 @@ def test_losses_and_norms(world: int, ranks: RankPool, tmp_path: Path) -> None:
     [
         ((), 2, ()),
         (("output.*",), 2, pipeline("1F1B")),
-        pytest.param((), 2, jobs.DDP, marks=pytest.mark.long),
+        pytest.param((), 2, DDP, marks=pytest.mark.long),
         pytest.param((), 4, TIED_ZBV, marks=pytest.mark.long),
     ],
     ids=["all", "others, pp 2", "all, ddp 2", "all, tied, pp 2 ZBV x ddp 2"],

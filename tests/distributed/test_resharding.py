@@ -14,11 +14,10 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_elastic import LOGGED, samples
 from tests.distributed.test_intentions import Beginning, begin, standing
-from tests.distributed.test_matrix import EXPERTS, TP2, cp, ep
+from tests.jobs import DDP, EXPERTS, FSDP, HSDP, TIED, TINY8, TP2, UNSAVED, cp, ep, pipeline
 from torchtitan.tools.compare.layouts.gaps import first_unequal
 from torchtitan.trainer import Trainer
 
@@ -27,11 +26,11 @@ pytestmark = pytest.mark.slow
 # ranks, data-parallel ranks
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "one device": (1, 1, ()),
-    "fsdp 2": (2, 2, jobs.FSDP),
-    "fsdp 3": (3, 3, jobs.FSDP),
+    "fsdp 2": (2, 2, FSDP),
+    "fsdp 3": (3, 3, FSDP),
     "tp 2": (2, 1, (TP2,)),
-    "ddp 2": (2, 2, jobs.DDP),
-    "hsdp 2x2": (4, 4, jobs.HSDP),
+    "ddp 2": (2, 2, DDP),
+    "hsdp 2x2": (4, 4, HSDP),
     "fsdp 2 x tp 2": (4, 2, (TP2,)),
     "fsdp 3 x tp 2": (6, 3, (TP2,)),
     "cp 2 ring": (2, 1, cp(2, "ring")),
@@ -106,7 +105,7 @@ def test_a_checkpoint_loads_into_other_layouts(
 
 CHAINS = [
     ((), ["tp 2", "cp 2 ring", "fsdp 2", "pp 2"]),
-    ((pj.TIED, "--optimizer.name=Muon"), ["fsdp 2 x tp 2", "pp 2 ZBV x fsdp 2", "one device"]),
+    ((TIED, "--optimizer.name=Muon"), ["fsdp 2 x tp 2", "pp 2 ZBV x fsdp 2", "one device"]),
 ]
 
 
@@ -141,7 +140,7 @@ def test_where_weights_are_kept_for_backward_changes_no_bit(
         job += [
             f"--parallelism.fsdp_reshard_after_forward={kept}",
             "--training.steps=2",
-            jobs.UNSAVED,
+            UNSAVED,
         ]
         finals[kept] = ranks.run(jobs.train, job, world=4)[0]
     for kept, result in finals.items():

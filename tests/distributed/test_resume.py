@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import pipeline, strong_weights
+from tests.distributed.pipeline_jobs import strong_weights
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_matrix import BALANCED, EXPERTS, HOW, OWN_THINGS, TP2, cp, ep
+from tests.jobs import BALANCED, DDP, EXPERTS, HSDP, OPTIONS, OWN_THINGS, TP2, cp, ep, pipeline
 from torchtitan.checkpoint import restore
 from torchtitan.models.interface import HeadLoss
 
@@ -35,18 +35,18 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ()),
     "one process, async, workers": (1, (WORKERS, ASYNC)),
     "fsdp 2, bfloat16, async": (2, ("--training.mixed_precision_param=bfloat16", ASYNC)),
-    "ddp 2, SGD": (2, (*jobs.DDP, "--optimizer.name=SGD", "--optimizer.momentum=0.9")),
+    "ddp 2, SGD": (2, (*DDP, "--optimizer.name=SGD", "--optimizer.momentum=0.9")),
     "one process, SGD without state": (1, ("--optimizer.name=SGD",)),
 }
 QUIET: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp 2 ring, own things": (2, (*OWN_THINGS, *cp(2, "ring"), WHOLE)),
     "one process, compiled": (
         1,
-        ("--debug.deterministic=true", *HOW["half recomputed"], *HOW["compiled"], WHOLE),
+        ("--debug.deterministic=true", *OPTIONS["half recomputed"], *OPTIONS["compiled"], WHOLE),
     ),
     "ep 2, balanced, Muon, recomputed, async": (
         2,
-        (*MOE, *BALANCED, ep(2), "--optimizer.name=Muon", *HOW["recomputed"], ASYNC),
+        (*MOE, *BALANCED, ep(2), "--optimizer.name=Muon", *OPTIONS["recomputed"], ASYNC),
     ),
     "pp 2, balanced": (2, (*MOE, *BALANCED, *pipeline("1F1B"), "--training.local_batch_size=4")),
     "tp 2, own family": (2, ("--model.name=examples.parallel_block:SPEC", TP2, WHOLE)),
@@ -149,7 +149,7 @@ def test_another_number_of_ranks_goes_on_at_the_next_sample(
     )
     [through] = ranks.run(jobs.train, whole, world=1)
     ranks.run(jobs.train, [*moved, "--training.steps=1"], world=2)
-    ranks.run(jobs.train, [*moved, *jobs.HSDP, "--training.steps=2"], world=4)
+    ranks.run(jobs.train, [*moved, *HSDP, "--training.steps=2"], world=4)
     [resumed] = ranks.run(jobs.train, moved, world=1)
     for ours, theirs in zip(resumed.rows, through.rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)

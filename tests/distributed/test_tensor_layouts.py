@@ -21,6 +21,7 @@ from tests.distributed import jobs
 from tests.distributed.conftest import OneDevice
 from tests.distributed.jobs import refusal
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import HSDP, TINY
 from tests.naming import naming
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
@@ -51,7 +52,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp 4": (4, (TP4, WHOLE)),
     "tp 4, stream copied, logits gathered": (4, (TP4, COPIED_STREAM, WHOLE_LOGITS, WHOLE)),
     "tp 2, accumulating": (2, (TP2, "--training.local_batch_size=4")),
-    "hsdp 2x2, tp 2": (8, (TP2, *jobs.HSDP)),
+    "hsdp 2x2, tp 2": (8, (TP2, *HSDP)),
     "ep 2": (2, (EP2,)),
     "ep 2, fsdp 2": (4, (EP2,)),
 }
@@ -114,7 +115,7 @@ def test_every_parameters_gradient(
 ) -> None:
     world, overrides = LAYOUTS[layout]
     name = f"--model.name={family}"
-    expected = on_one_device(float64_gradients, name, *sizes, toml=jobs.TINY)
+    expected = on_one_device(float64_gradients, name, *sizes, toml=TINY)
     job = [*jobs.write_job(tmp_path, cache=cache), name, *sizes, *overrides]
     results = ranks.run(gradients, job, world=world)
     for result in results:

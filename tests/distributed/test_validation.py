@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tests.data.test_split import is_held_out
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_resume import exact
+from tests.jobs import TINY, TINY8, UNSAVED, pipeline
 from tests.naming import naming
 from torchtitan import validate
 from torchtitan.base.errors import NonFiniteError
@@ -124,7 +124,7 @@ def test_the_same_figure_in_any_layout(
 ) -> None:
     world, arguments = LAYOUTS[layout]
     job = [*validated(tmp_path, cache=cache), *arguments, "--metrics.save_for_all_ranks"]
-    ranks.run(jobs.train, [*job, jobs.UNSAVED, "--training.steps=2"], world=world)
+    ranks.run(jobs.train, [*job, UNSAVED, "--training.steps=2"], world=world)
     for name in ("metrics.jsonl", *(f"metrics.rank_{rank}.jsonl" for rank in range(1, world))):
         lines = (tmp_path / "run" / name).read_text().splitlines()
         losses = [json.loads(line)["validation_loss"] for line in lines]
@@ -179,8 +179,8 @@ def test_nothing_of_the_training_differs(
 ) -> None:
     """Bit for bit: weights, optimizer, random generator, position, logged figures."""
     world, arguments = NO_TRACE[case]
-    with_it = [*validated(tmp_path, jobs.TINY, name="with", cache=cache), *arguments]
-    without = [*validated(tmp_path, jobs.TINY, name="without", cache=cache), *arguments]
+    with_it = [*validated(tmp_path, TINY, name="with", cache=cache), *arguments]
+    without = [*validated(tmp_path, TINY, name="without", cache=cache), *arguments]
     results = ranks.run(train_noisily, with_it, world=world)
     plain = ranks.run(train_noisily, [*without, "--validation.enable=false"], world=world)
     for (ours, kept), (theirs, expected) in zip(results, plain, strict=True):
@@ -198,7 +198,7 @@ def measured(given: list[list[str]]) -> list[float]:
 
 
 def test_the_first_batches_alone(ranks: RankPool, tmp_path: Path) -> None:
-    base = [*validated(tmp_path, jobs.TINY), jobs.UNSAVED]
+    base = [*validated(tmp_path, TINY), UNSAVED]
     options = [
         (),
         ("--validation.steps=7",),  # 7 batches of 2 hold all 13
@@ -234,7 +234,7 @@ def train_to(job: list[str], losses: dict[int, float]) -> list[int]:
 def test_the_best_checkpoints_are_kept(ranks: RankPool, tmp_path: Path) -> None:
     losses = {2: 3.0, 3: 0.5, 4: 1.0, 6: 2.0, 8: 2.5, 10: 4.0}
     job = [
-        *validated(tmp_path, jobs.TINY),
+        *validated(tmp_path, TINY),
         "--validation.freq=1000",
         "--checkpoint.interval=2",
         "--checkpoint.keep_latest_k=1",
@@ -265,7 +265,7 @@ def test_losses_of_other_samples_do_not_compare(ranks: RankPool, tmp_path: Path)
         ("--training.reset_positions=true",),
     ]
     given = [
-        [*validated(tmp_path, jobs.TINY, name=str(k), cache=tmp_path / "cache"), *options]
+        [*validated(tmp_path, TINY, name=str(k), cache=tmp_path / "cache"), *options]
         for k, options in enumerate([*same, *others])
     ]
     [found] = ranks.run(measured_on, given, world=1)
@@ -281,7 +281,7 @@ def stop_after_2(job: list[str]) -> None:
 
 
 def test_a_run_that_must_leave_saves_at_once(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*validated(tmp_path, jobs.TINY), "--validation.freq=1", "--checkpoint.keep_best=1"]
+    job = [*validated(tmp_path, TINY), "--validation.freq=1", "--checkpoint.keep_best=1"]
     ranks.run(stop_after_2, [*job, "--training.steps=5"], world=1)
     rows = jobs.read_rows(tmp_path / "run")
     assert [row["step"] for row in rows if "validation_loss" in row] == [1, 2]
@@ -306,7 +306,7 @@ def count_time(job: list[str]) -> list[dict[str, float]]:
 
 
 def test_its_time_is_not_that_of_the_training(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*validated(tmp_path, jobs.TINY), jobs.UNSAVED, "--training.steps=2"]
+    job = [*validated(tmp_path, TINY), UNSAVED, "--training.steps=2"]
     [rows] = ranks.run(count_time, job, world=1)
     assert all(row["step_time_s"] < 900 for row in rows)
 
@@ -322,10 +322,10 @@ def timeouts_of(job: list[str]) -> list[int]:
 
 
 def test_the_first_one_of_a_start_has_the_time_to_compile(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*validated(tmp_path, jobs.TINY), "--comm.init_timeout_seconds=77"]
+    job = [*validated(tmp_path, TINY), "--comm.init_timeout_seconds=77"]
     [timeouts] = ranks.run(
         timeouts_of,
-        [*job, jobs.UNSAVED, "--comm.train_timeout_seconds=55", "--training.steps=2"],
+        [*job, UNSAVED, "--comm.train_timeout_seconds=55", "--training.steps=2"],
         world=1,
     )
     assert timeouts == [77, 55]
@@ -342,13 +342,13 @@ def failure_of(job: list[str], loss: float) -> str:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(ranks: RankPool, tmp_path: Path) -> None:
-    job = validated(tmp_path, jobs.TINY)
+    job = validated(tmp_path, TINY)
     [message] = ranks.run(failure_of, job, float("nan"), world=1)
     assert message.startswith("step 1 must have a finite validation loss, got nan")
 
 
 def test_data_that_are_missing_or_short(ranks: RankPool, tmp_path: Path) -> None:
-    job = validated(tmp_path, jobs.TINY)
+    job = validated(tmp_path, TINY)
     path = write_held_out(tmp_path)
     [message] = ranks.run(jobs.refusal, [*job, "--validation.dataset_path=no/*.txt"], world=1)
     assert naming("[validation] dataset_path", "'no/*.txt'").match(message)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY
 from tests.models.reference import random_decoder, reference_of
 from torchtitan import build
 from torchtitan.api import open_generator
@@ -54,9 +55,7 @@ def write_base(family: str, folder: Path) -> Path:
 def write_job(base: Path, folder: Path, *options: str, name: str = "run") -> list[str]:
     """A job whose bytes from 100 on are new tokens, with everything that could move old rows."""
     return [
-        *jobs.write_job(
-            folder, name=name, toml=jobs.TINY.replace('flavor = "tiny"', 'name = "hf"')
-        ),
+        *jobs.write_job(folder, name=name, toml=TINY.replace('flavor = "tiny"', 'name = "hf"')),
         f"--checkpoint.initial_load_path={base}",
         "--checkpoint.initial_load_in_hf",
         "--model.vocab_size=264",

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.jobs import UNSAVED, places_of_ranks, write_job
+from tests.distributed.jobs import places_of_ranks, write_job
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import UNSAVED
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.job import load_config

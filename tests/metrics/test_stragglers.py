@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import UNSAVED
 from torchtitan.metrics import stragglers
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.stragglers import KINDS, Stragglers, medians_of_others
@@ -201,7 +202,7 @@ def train_slowed(job: list[str], slowed: str) -> tuple[list[str], dict[str, Any]
 def test_a_slowed_rank_is_named(
     slowed: str, layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
 ) -> None:
-    job = [*jobs.write_job(tmp_path), jobs.UNSAVED, *layout, "--training.steps=5"]
+    job = [*jobs.write_job(tmp_path), UNSAVED, *layout, "--training.steps=5"]
     answers = ranks.run(train_slowed, [*job, "--metrics.log_freq=1"], slowed, world=4)
     for warnings, row in answers:
         if slowed == "nothing":

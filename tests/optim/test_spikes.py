@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import UNSAVED
 from tests.optim.spiky import SPIKES
 from tests.tools.audit.campaign import SMALL
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
@@ -138,7 +139,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_that_is_left_out_changes_nothing(
     layout: list[str], alone: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    job = [*JOB, *layout, f"--job.dump_folder={tmp_path}", jobs.UNSAVED]
+    job = [*JOB, *layout, f"--job.dump_folder={tmp_path}", UNSAVED]
     check_steps(ranks.run(jobs.after_each_step, job, hash_parts, world=2), tmp_path)
     rows, expected = (list(read_rows(run / "metrics.jsonl")) for run in (tmp_path, alone))
     for figure in ("loss", "grad_norm"):

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_matrix import cp
+from tests.jobs import cp
 from tests.naming import naming
 from torchtitan.config.sources import to_toml
 from torchtitan.job import CONFIG_FILE, load_config

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import pipeline, strong_weights
+from tests.distributed.pipeline_jobs import strong_weights
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_experts import MOE
-from tests.distributed.test_matrix import COPIED, HOW, ODD, TP2, cp, ep
+from tests.jobs import COPIED, ODD, OPTIONS, TP2, UNSAVED, cp, ep, pipeline
 from torchtitan.models.interface import RouterModule
 from torchtitan.models.moe import best_experts
 from torchtitan.tools.compare.layouts.flips import Flips, compare_choices
@@ -28,7 +28,7 @@ from torchtitan.tools.compare.layouts.routing import (
 from torchtitan.trainer import Trainer
 
 STEPS = 2
-SHORT = ("--model.num_layers=3", f"--training.steps={STEPS}", jobs.UNSAVED)
+SHORT = ("--model.num_layers=3", f"--training.steps={STEPS}", UNSAVED)
 
 
 def worst_experts(scores: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,7 +69,7 @@ def reference(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 LAYOUTS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
-    "ep 2, recomputed, accumulating": (2, 2, "even", (ep(2), *HOW["recomputed"])),
+    "ep 2, recomputed, accumulating": (2, 2, "even", (ep(2), *OPTIONS["recomputed"])),
     "tp 2, stream copied": (2, 8, "odd", (TP2, COPIED, ODD)),
     "cp 2, tp 2": (4, 8, "even", (TP2, *cp(2, "ring"), ep(4))),
     "pp 2": (2, 8, "even", pipeline("1F1B")),

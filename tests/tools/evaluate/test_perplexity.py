@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY8, UNSAVED, pipeline
 from tests.tools.evaluate.helpers import evaluate, write_model, write_texts
 from torchtitan.base.errors import UserError
 from torchtitan.data.tokenizer import build_tokenizer
@@ -128,7 +128,7 @@ def test_a_callback_finds_in_any_layout_what_the_command_finds(
 def test_mistakes_of_the_callback_end_the_run(
     words: tuple[str, ...], said: tuple[str, ...], ranks: RankPool, tmp_path: Path
 ) -> None:
-    job = [*jobs.write_job(tmp_path), "--training.steps=1", jobs.UNSAVED]
+    job = [*jobs.write_job(tmp_path), "--training.steps=1", UNSAVED]
     job += ["--validation.enable=true", "--validation.dataset=synthetic"]
     job += [f"--training.callbacks={CALLBACK}", "--evaluation.tokenizer_path=byte", *words]
     [message] = ranks.run(refusal, job, world=1)

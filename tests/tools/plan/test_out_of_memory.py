@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import UNSAVED, places_of_ranks, write_job
+from tests.distributed.jobs import places_of_ranks, write_job
+from tests.jobs import UNSAVED
 from torchtitan.tools.plan.command import main
 
 ROOT = Path(__file__).parent.parent.parent.parent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pipeline_jobs import pipeline
+from tests.jobs import pipeline
 from tests.tools.plan.jobs import planned
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.job import send

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from tests.distributed.jobs import HSDP
-from tests.distributed.pipeline_jobs import pipeline
+from tests.jobs import HSDP, pipeline
 from tests.tools.plan.jobs import placed
 from torchtitan.job import Config
 from torchtitan.models.interface import LanguageModel

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pipeline_jobs import pipeline
+from tests.jobs import pipeline
 from tests.tools.plan.jobs import placed, planned
 from tests.tools.plan.test_account import (
     DIM,
