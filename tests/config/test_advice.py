@@ -145,6 +145,7 @@ FOLLOWED: dict[str, tuple[str, list[str]]] = {
     ),
 }
 TAKEN = {  # every value
+    "schedule_file": '[parallelism]\npipeline_parallel_schedule_csv = ""',
     "attention_of_debugmodel": '[model]\nflavor = "debugmodel_flex_attn"',
     "attention_of_8B": '[model]\nflavor = "8B_flex"',
     "mark_of_its_own_tests": "[job]\nuse_for_integration_test = true",

@@ -116,22 +116,6 @@ def test_a_block_runs_forward_once_where_backward_is_split(
         assert counted == forwards
 
 
-def test_a_schedule_file_of_two_stages_with_halved_backwards(
-    ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
-) -> None:
-    """The last stage on rank 0, weights' gradients late: nothing that a built-in schedule does."""
-    path = tmp_path / "own.csv"
-    path.write_text(
-        ",1F0,1F1,1I0,1I1,1W0,1F2,1F3,1I3,1W1,1B2,1W3\n0F0,0F1,,0F2,0F3,0I0,0B1,0W0,0B2,0I3,0W3\n"
-    )
-    csv = f"--parallelism.pipeline_parallel_schedule_csv={path}"
-    multi = (*pipeline("PipelineScheduleMulti"), TWO_STEPS)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), UNSAVED, *multi, csv]
-    results = ranks.run(pj.train, job, evaluating=True, world=4)
-    assert_same_training(results, on_one_device(pj.train, TWO_STEPS, evaluating=True))
-    assert [result.owns_loss for result in results] == [True, True, False, False]
-
-
 @pytest.mark.promise("no-waits")
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
 def test_no_gradient_of_the_head_waits_for_another(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.mesh.settings import FromFile, ParallelismConfig, SplitBackward, WholeBackward
+from torchtitan.mesh.settings import ParallelismConfig, SplitBackward, WholeBackward
 from torchtitan.models.families import MODELS
 from torchtitan.models.interface import count
 from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
@@ -18,8 +16,6 @@ from torchtitan.parallel.pipeline.schedules import SCHEDULES
 
 LLAMA3 = MODELS["llama3"]
 COUNTS = count(LLAMA3.build_meta(LLAMA3.flavors["tiny8"]))
-CSV_1F1B = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
-CSV_HALVES = "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"
 
 
 def plan(
@@ -84,13 +80,6 @@ def test_losses_that_wait_for_their_backward(schedule: str, in_flight: int) -> N
     assert plan(8, schedule=schedule).losses_in_flight == in_flight
 
 
-def test_a_schedule_file_decides_how_many_losses_wait(tmp_path: Path) -> None:
-    """Their weights' gradients may come much later than those of their inputs."""
-    path = tmp_path / "own.csv"
-    path.write_text("0F0,0F1,,0F2,,0B0,0B1,0B2\n,1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n")
-    assert plan(3, schedule_csv=str(path)).losses_in_flight == 2
-
-
 def test_the_log_says_where_each_stage_lies(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         plan()
@@ -98,15 +87,6 @@ def test_the_log_says_where_each_stage_lies(caplog: pytest.LogCaptureFixture) ->
         "Pipeline of 4 microbatches of 1: stage 0 on rank 0 of pp, tok_embeddings to layers.3; "
         "stage 1 on rank 1 of pp, layers.4 to output"
     ]
-
-
-def test_a_schedule_file_decides_stages_and_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "own.csv"
-    path.write_text("1F0,1B0,1F1,1B1\n0F0,0F1,0B0,0B1\n")
-    layout = plan(local_batch_size=2, schedule_csv=str(path))
-    assert layout.ranks == (1, 0)
-    assert layout.modules[0][0] == "tok_embeddings"
-    assert layout.stages_of(1) == [0]
 
 
 @pytest.mark.parametrize(
@@ -152,46 +132,6 @@ def test_refusals(keys: dict[str, object], parts: list[str]) -> None:
     assert all(part in str(refused.value) for part in parts), refused.value
 
 
-@pytest.mark.parametrize(
-    ("text", "keys", "part"),
-    [
-        (CSV_1F1B, {"degree": 3}, "must have 3 rows"),
-        (CSV_1F1B, {"local_batch_size": 4}, "must have 4 microbatches"),
-        (CSV_1F1B, {"layers_per_stage": 3}, "must have 4 stages"),
-        (
-            "0F1,0F0,,,0B1,,0B0\n,1F1,1B1,1F0,1B0,,\n",
-            {},
-            "got [1, 0] forward on stage 1",
-        ),
-        (
-            "0F1,0F0,,,0B0,,0B1\n,,1F0,1B0,1F1,1B1,\n",
-            {},
-            "[1, 0]",
-        ),
-        ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", {}, "1 F"),
-        (
-            CSV_HALVES,
-            {"local_batch_size": 1, "fsdp_reshard_after_forward": "always"},
-            '"always"',
-        ),
-        (
-            CSV_HALVES,
-            {"local_batch_size": 1, "compiles": True},
-            "[compile] enable",
-        ),
-        (None, {}, "own.csv"),
-    ],
-)
-def test_schedule_files_that_do_not_fit(
-    text: str | None, keys: dict[str, object], part: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "own.csv"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match=naming(part)):
-        plan(**{"local_batch_size": 2, **keys, "schedule_csv": str(path)})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
 def test_blocks_may_be_compiled_and_recomputed_where_backward_is_whole(schedule: str) -> None:
     for mode in ("selective", "full"):
@@ -207,14 +147,6 @@ def test_one_notice_that_selective_recomputes_nothing(
     assert len(notices) == layout.splits_backward
     assert all("[activation_checkpoint] mode" in notice.getMessage() for notice in notices)
     assert all(schedule in notice.getMessage() for notice in notices)
-
-
-@pytest.mark.parametrize("name", get_args(FromFile))
-def test_torchtitan_s_names_of_a_schedule_from_a_file(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "own.csv"
-    path.write_text(CSV_1F1B)
-    layout = plan(local_batch_size=2, schedule=name, schedule_csv=str(path))
-    assert layout == plan(local_batch_size=2, schedule_csv=str(path))
 
 
 def test_every_schedule_can_be_named() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +15,12 @@ from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.pipeline.schedules import (
     SCHEDULES,
-    Action,
     _as_torch,
     check_schedule,
     compute_table,
     forward_table,
     lower,
     ranks_of,
-    read_csv,
 )
 
 MULTI = [name for name, facts in SCHEDULES.items() if facts.multi_stage]
@@ -150,52 +147,3 @@ def test_refusals(name: str, sizes: tuple[int, int, int], values: list[object]) 
     pp, stages_per_rank, num = sizes
     with pytest.raises(ConfigError, match=naming(*values)):
         check_schedule(name, pp=pp, stages_per_rank=stages_per_rank, num_microbatches=num)
-
-
-@pytest.mark.parametrize("name", MULTI)
-def test_reads_what_torch_writes(name: str, tmp_path: Path) -> None:
-    sizes = {"pp": 3, "stages_per_rank": 2, "num_microbatches": 6}
-    path = tmp_path / "schedule.csv"
-    # the base class writes the table alone; the subclasses' own writer adds communication
-    torch_schedules.PipelineScheduleMulti._dump_csv(torchs_own(name, **sizes), str(path))
-    assert read_csv(path) == compute_table(name, **sizes)
-    assert ("OVERLAP" in path.read_text()) == (name == "DualPipeV")
-
-
-GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("", []),
-        (GOOD.replace("0F1", "0G1"), ["'0G1'"]),
-        (GOOD.replace("0F1", "0SEND_F1"), ["'0SEND_F1'"]),
-        (GOOD.replace("1B0", "0B0"), ["stage 0", 0, 1]),
-        (GOOD.replace("1F1,", ""), ["stage 1", "0 F", "microbatch 1"]),
-        (GOOD.replace("0F1", "0F1,0F1"), ["stage 0", "2 F", "microbatch 1"]),
-        (GOOD.replace("1W1", ""), ["stage 1", "1 F", "0 B", "1 I", "0 W", "microbatch 1"]),
-        (GOOD.replace("1", "2"), ["stage 0", "0 F"]),
-        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", ["rank 0", "0B0"]),
-    ],
-)
-def test_a_wrong_file_is_refused(text: str, values: list[object], tmp_path: Path) -> None:
-    path = tmp_path / "own.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=naming(*values)) as caught:
-        read_csv(path)
-    assert all(line.startswith(str(path)) for line in caught.value.mistakes)
-
-
-def test_a_good_file_and_a_missing_one(tmp_path: Path) -> None:
-    path = tmp_path / "own.csv"
-    path.write_text(GOOD)
-    assert read_csv(path)[1] == [
-        Action(1, "forward", 0),
-        Action(1, "backward", 0),
-        Action(1, "forward", 1),
-        Action(1, "backward_input", 1),
-        Action(1, "backward_weight", 1),
-    ]
-    with pytest.raises(ConfigError, match=naming(tmp_path / "none.csv")):
-        read_csv(tmp_path / "none.csv")

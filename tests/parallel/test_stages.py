@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from functools import cache
 
-import numpy
 import pytest
 
 from tests.naming import naming
@@ -17,7 +16,6 @@ from torchtitan.parallel.pipeline.layout import (
     Costs,
     check_modules,
     count_stages,
-    divide_evenly,
     find_costs,
     name_modules,
     split_layers,
@@ -104,54 +102,6 @@ def test_modules_of_each_stage() -> None:
 
 def settings(pp: int, **keys: object) -> ParallelismConfig:
     return ParallelismConfig(pipeline_parallel_degree=pp, **keys)  # type: ignore[arg-type]
-
-
-def torchtitan_cut(num_layers: int, size: int, first: int, last: int) -> tuple[int, ...]:
-    """Return the layers of each stage in torchtitan 0.2.2: stages are equal parts, the larger ones
-    first, of a list in which the embedding stands `first` times and the head `last` times."""
-    total = num_layers + first + last
-    is_layer = numpy.array([0] * first + [1] * num_layers + [0] * last)
-    return tuple(int(part.sum()) for part in numpy.array_split(is_layer, -(-total // size)))
-
-
-@pytest.mark.parametrize("first", [None, 0, 1, 2])
-@pytest.mark.parametrize("last", [None, 0, 1, 2])
-@pytest.mark.parametrize("pp", [2, 4])
-def test_layers_per_stage_make_torchtitan_s_stages(
-    first: int | None, last: int | None, pp: int
-) -> None:
-    num_same = 0
-    for num_layers, size in itertools.product(range(1, 15), range(1, 12)):
-        ends = [1 if weight is None else weight for weight in (first, last)]
-        wanted = torchtitan_cut(num_layers, size, *ends)
-        if len(wanted) % pp or max(ends) > (num_layers + sum(ends)) // len(wanted):
-            continue  # refused there
-        given = settings(
-            pp,
-            pipeline_parallel_layers_per_stage=size,
-            pipeline_parallel_first_stage_less_layers=first,
-            pipeline_parallel_last_stage_less_layers=last,
-        )
-        num_stages = count_stages(given, num_layers=num_layers, default=pp)
-        found = divide_evenly(given, num_layers=num_layers, num_stages=num_stages)
-        assert found == wanted, (num_layers, size)
-        num_same += 1
-    assert num_same > 5
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "key"), [(2, 1, "first_stage"), (1, 2, "last_stage"), (0, 3, "last_stage")]
-)
-def test_an_end_that_is_heavier_than_a_stage(first: int, last: int, key: str) -> None:
-    given = settings(
-        2,
-        pipeline_parallel_layers_per_stage=1,
-        pipeline_parallel_first_stage_less_layers=first,
-        pipeline_parallel_last_stage_less_layers=last,
-    )
-    key = f"pipeline_parallel_{key}_less_layers"
-    with pytest.raises(ConfigError, match=naming(key, max(first, last))):
-        divide_evenly(given, num_layers=5, num_stages=8)
 
 
 @pytest.mark.parametrize(

@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
 from torchtitan.base.errors import Violation
 from torchtitan.config.schema import (
-    GIVEN,
     LocalPath,
     MinusOneOrMore,
     NonNegativeInt,
     Parse,
     PositiveInt,
-    Requires,
     Text,
     named_or_number,
 )
 
 WholeBackward = Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"]
 SplitBackward = Literal["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-FromFile = Literal["PipelineScheduleSingle", "PipelineScheduleMulti"]
 Balancer = Literal["headtail", "balanced", "none"]
 CHUNKS_A_RANK: Mapping[Balancer, int] = {"headtail": 2, "balanced": 8, "none": 1}
 """Chunks of a sequence per rank. Eight chunks allow different assignments."""
@@ -74,14 +71,8 @@ class ParallelismConfig:
     tensor_parallel_degree, whose ranks it uses; it adds no ranks."""
     pipeline_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that split the layers into stages."""
-    pipeline_parallel_schedule: Annotated[
-        Literal[WholeBackward, SplitBackward, FromFile],
-        Requires("pipeline_parallel_schedule_csv", GIVEN, of=get_args(FromFile)),
-    ] = "1F1B"
+    pipeline_parallel_schedule: Literal[WholeBackward, SplitBackward] = "1F1B"
     """Order of the forward and backward passes of microbatches in each stage."""
-    pipeline_parallel_schedule_csv: str = ""
-    """File with a schedule, one line of actions per rank. pipeline_parallel_schedule then has no
-    effect, and may be PipelineScheduleMulti or PipelineScheduleSingle, torchtitan's names."""
     pipeline_parallel_microbatch_size: PositiveInt = 1
     """Samples of a microbatch; local_batch_size is a multiple of it."""
     module_fqns_per_model_part: tuple[Annotated[tuple[Text, ...], Parse(_split)], ...] = ()

@@ -65,21 +65,10 @@ def test_the_usual_stages(name: str, stages: int, capsys: pytest.CaptureFixture[
     assert run(capsys, arguments)[1].startswith(f"{name}, 4 ranks, {stages} stages, 8 micro")
 
 
-def test_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "own.csv"
-    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    code, out, _ = run(capsys, ["--csv", str(path)])
-    assert code == 0
-    assert out.startswith("own.csv: bubble 50.0%, peak activations 2")
-    code, _, err = run(capsys, ["--csv", str(path), "--pp", "2"])
-    assert code == 2
-    assert "--csv" in err
-
-
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ([], ["--schedule", "--microbatches", "--pp", "--csv"]),
+        ([], ["--schedule", "--microbatches", "--pp"]),
         (["--schedule", "ZBV", *ZBV[2:]], ["'ZBV'", "ZBVZeroBubble"]),
         ([*ZBV[:2], "--pp", "4", "--stages", "9", *ZBV[6:]], ["--stages", "got 9"]),
         ([*ZBV[:2], "--pp", "0", *ZBV[6:]], ["--pp", "0"]),

@@ -19,8 +19,8 @@ Layers stay in order, so a cut is a list of layer counts. The best one is found 
 programming over (stages, layers). If there are more stages than layers, the first stage may have
 the embedding alone, and the last one norm and head alone.
 
-With `pipeline_parallel_layers_per_stage` the stages are those of torchtitan 0.2: embedding and head
-count as layers (1 each if not given), and all stages get equally many.
+`pipeline_parallel_layers_per_stage` sets the number of stages as in torchtitan 0.2: embedding and
+head count as layers (1 each if not given).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from torchtitan.parallel.pipeline.schedules import (
     Table,
     compute_table,
     ranks_of,
-    read_csv,
 )
 
 logger = logging.getLogger(__name__)
@@ -115,17 +114,10 @@ def plan_pipeline(
         return None
     size = settings.pipeline_parallel_microbatch_size
     num_microbatches = training.local_batch_size // size
-    if settings.pipeline_parallel_schedule_csv:
-        table = read_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
-    else:
-        table = make_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
+    table = make_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
     ranks = ranks_of(table)
     if settings.module_fqns_per_model_part:
         modules = check_modules(settings.module_fqns_per_model_part, num_layers=num_layers)
-    elif settings.pipeline_parallel_layers_per_stage is not None:
-        modules = name_modules(
-            divide_evenly(settings, num_layers=num_layers, num_stages=len(ranks))
-        )
     else:
         costs = find_costs(settings, counts=counts, num_layers=num_layers, seq_len=training.seq_len)
         modules = name_modules(split_layers(num_layers, num_stages=len(ranks), costs=costs))
@@ -148,38 +140,6 @@ def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
     )
 
 
-def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:
-    """Read the table of the schedule file.
-
-    Raises:
-        ConfigError: The file is malformed, or does not fit the settings.
-    """
-    path, pp = settings.pipeline_parallel_schedule_csv, settings.pipeline_parallel_degree
-    table = read_csv(path)
-    num_stages = len(ranks_of(table))
-    wanted = count_stages(settings, num_layers=num_layers, default=num_stages)
-    forwards = [action for row in table for action in row if action.kind == "forward"]
-    orders = [[a.microbatch for a in forwards if a.stage == s] for s in range(num_stages)]
-    numbers = (
-        ("rows", "pipeline_parallel_degree", len(table), pp),
-        ("microbatches", "local_batch_size", len(orders[-1]), num_microbatches),
-        ("stages", "the settings", num_stages, wanted),
-    )
-    mistakes = [
-        f"must have {due} {what} ({source}), got {found}"
-        for what, source, found, due in numbers
-        if found != due
-    ]
-    mistakes += [
-        f"must run microbatches in ascending order, got {order} forward on stage {stage}"
-        for stage, order in enumerate(orders)
-        if order != sorted(order)
-    ]
-    if mistakes:
-        raise ConfigError([f"{path}: {mistake}" for mistake in mistakes])
-    return table
-
-
 def check_split_backward(
     settings: ParallelismConfig, *, frees_weights: bool, recomputation: str, compiles: bool
 ) -> None:
@@ -194,7 +154,7 @@ def check_split_backward(
     Raises:
         ConfigError: Weights are freed, or all blocks are recomputed, or compiled.
     """
-    schedule = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
+    schedule = settings.pipeline_parallel_schedule
     reshard = settings.fsdp_reshard_after_forward
     rules = {
         "parallelism.fsdp_reshard_after_forward": frees_weights
@@ -322,31 +282,6 @@ def end_weights(settings: ParallelismConfig) -> tuple[int, int]:
     first = settings.pipeline_parallel_first_stage_less_layers
     last = settings.pipeline_parallel_last_stage_less_layers
     return 1 if first is None else first, 1 if last is None else last
-
-
-def divide_evenly(
-    settings: ParallelismConfig, *, num_layers: int, num_stages: int
-) -> tuple[int, ...]:
-    """Return the number of layers of each stage under layers_per_stage, as torchtitan 0.2 does.
-
-    All stages get equally many of the layers and of those that embedding and head count as. If they
-    do not divide, earlier stages get one more.
-
-    Raises:
-        ConfigError: Embedding or head count as more layers than a stage gets.
-    """
-    ends = end_weights(settings)
-    size, rest = divmod(num_layers + sum(ends), num_stages)
-    counts = [size + (stage < rest) for stage in range(num_stages)]
-    for stage, name, weight in zip((0, -1), ("first", "last"), ends, strict=True):
-        if weight > counts[stage]:
-            raise ConfigError.at(
-                (f"parallelism.pipeline_parallel_{name}_stage_less_layers", LAYERS_PER_STAGE),
-                f"must be at most {counts[stage]}, the layers of that stage if {num_stages} stages "
-                f"are equal, got {weight}",
-            )
-        counts[stage] -= weight
-    return tuple(counts)
 
 
 def split_layers(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int, ...]:

@@ -4,23 +4,13 @@ A schedule class of torch computes the order when it is built, from three number
 rank and microbatches. Here it is built around a placeholder for a stage, so the table is available
 without ranks or a model. The runtime executes the same table, so that drawings, plans and runs
 agree. Only this file imports `torch.distributed.pipelining`, whose internals change.
-
-A schedule can also be read from a CSV file in torch's compute-only format. Each row is a rank, and
-each cell is empty or one action, stage-letter-microbatch: `0F3` is the forward of stage 0 for
-microbatch 3, `B` a full backward, `I` and `W` its halves for inputs and weights, and
-`(0F3;3B1)OVERLAP_F_B` two actions in turn. The file is checked when it is read: a schedule that
-lacks an action, or deadlocks, would otherwise hang a run after its first step.
 """
 
 from __future__ import annotations
 
-import csv
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -43,7 +33,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.execution import Batch
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
-# the letters of torch's tables and CSV files
+# the letters of torch's tables
 KINDS: Mapping[str, Kind] = {
     "F": "forward",
     "B": "backward",
@@ -364,74 +354,6 @@ def lower(table: Table) -> dict[int, list[_Action]]:
 
 def _as_torch(action: Action) -> _Action:
     return _Action.from_str(str(action))
-
-
-_SINGLE = re.compile(r"(\d+)([FBIW])(\d+)")
-_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
-
-
-def read_csv(path: str | Path) -> Table:
-    """Read the table of a schedule file.
-
-    Raises:
-        ConfigError: The file is unreadable, an action is malformed, missing or repeated, or the
-            ranks deadlock.
-    """
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = [_parse_row(cells) for cells in csv.reader(file)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(f"{path} cannot be read as a schedule in CSV: {error}") from error
-    table = [row for row in rows if row]
-    if mistake := _find_mistake(table):
-        raise ConfigError(f"{path}: {mistake}")
-    return table
-
-
-def _parse_row(cells: list[str]) -> list[Action]:
-    row = []
-    for text in filter(None, map(str.strip, cells)):
-        pair = _PAIR.fullmatch(text)
-        for part in pair.groups() if pair else (text,):
-            action = _SINGLE.fullmatch(part)
-            if action is None:
-                raise ValueError(
-                    f"an action is a stage, one of F B I W, and a microbatch, got {text!r}"
-                )
-            stage, letter, microbatch = action.groups()
-            row.append(Action(int(stage), KINDS[letter], int(microbatch)))
-    return row
-
-
-def _find_mistake(table: Table) -> str:
-    """Describe the first mistake in a table that was read, or return an empty string.
-
-    Each stage must be on one rank and process each microbatch once, and no rank may deadlock.
-    """
-    if not table:
-        return "must have a row of actions for each pipeline rank"
-    rank_of: dict[int, int] = {}
-    for rank, row in enumerate(table):
-        for action in row:
-            if rank_of.setdefault(action.stage, rank) != rank:
-                return f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}"
-    counts = Counter(action for row in table for action in row)
-    microbatches = range(1 + max(action.microbatch for action in counts))
-    for stage, microbatch in ((s, m) for s in range(1 + max(rank_of)) for m in microbatches):
-        f, b, i, w = (counts[Action(stage, kind, microbatch)] for kind in KINDS.values())
-        if f != 1 or (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
-            return (
-                f"stage {stage} has {f} F, {b} B, {i} I and {w} W of microbatch {microbatch}; it "
-                "must have one F, and either one B or one I and one W"
-            )
-    done = {action for _, action, _ in execution_order(table)}
-    waiting = (
-        f"rank {rank} waits at {action} for an action that is never done before it"
-        for rank, row in enumerate(table)
-        for action in row
-        if action not in done
-    )
-    return next(waiting, "")
 
 
 def execution_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:

@@ -80,7 +80,6 @@ class Candidate:
             pipeline_parallel_schedule=self.schedule if is_staged else "1F1B",
             pipeline_parallel_microbatch_size=size if is_staged else 1,
             pipeline_parallel_layers_per_stage=self.layers_per_stage,
-            pipeline_parallel_schedule_csv="",
             module_fqns_per_model_part=(),
         )
         if self.layers_per_stage is not None:

@@ -180,7 +180,6 @@ def _add_schedule(parser: Parser) -> None:
     add("--pp", type=int, help="pipeline ranks")
     add("--stages", type=int, help="stages over all ranks, by default one or two per rank")
     add("--microbatches", type=int, help="microbatches per step")
-    add("--csv", type=Path, metavar="FILE", help="read the schedule from a file")
     add("--out", type=local_path, metavar="FILE", help="draw an .svg or .png")
     for name in ("forward", "backward_input", "backward_weight"):
         add(f"--{name}", type=float, help="relative cost (1)")

@@ -13,7 +13,7 @@ from functools import cache
 
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.models.interface import GroupedExperts
-from torchtitan.parallel.pipeline.layout import divide_evenly, find_costs, split_layers
+from torchtitan.parallel.pipeline.layout import find_costs, split_layers
 from torchtitan.parallel.pipeline.schedules import Kind, compute_table, ranks_of
 from torchtitan.tools.plan.account import classify, replay
 from torchtitan.tools.plan.candidates import (
@@ -190,17 +190,13 @@ def _ranks(planned: Planned, candidate: Candidate) -> Sequence[_Rank]:
     if candidate.dims.pp == 1:
         return [_Rank(layers=num_layers, held=num_layers, has_embedding=True, has_head=True)]
     pp, stages = candidate.dims.pp, candidate.stages
-    if candidate.layers_per_stage is None:
-        costs = find_costs(
-            planned.config.parallelism,
-            counts=planned.layout.counts,
-            num_layers=num_layers,
-            seq_len=planned.config.training.seq_len,
-        )
-        layers = _split(num_layers, num_stages=pp * stages, costs=costs)
-    else:
-        settings = candidate.apply(planned.config).parallelism
-        layers = divide_evenly(settings, num_layers=num_layers, num_stages=pp * stages)
+    costs = find_costs(
+        candidate.apply(planned.config).parallelism,
+        counts=planned.layout.counts,
+        num_layers=num_layers,
+        seq_len=planned.config.training.seq_len,
+    )
+    layers = _split(num_layers, num_stages=pp * stages, costs=costs)
     num = min(candidate.num_microbatches, 2 * pp)  # more hold no more
     return _pipeline_ranks(candidate.schedule, pp, stages, num, layers)
 

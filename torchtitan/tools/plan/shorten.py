@@ -94,8 +94,6 @@ def shorten(config: Config, layout: Layout) -> Shortened:
 def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int, int] | None:
     """Return the schedule with the fewest microbatches that fill it, and both numbers."""
     settings = config.parallelism
-    if settings.pipeline_parallel_schedule_csv:
-        return None
     pp, num = len(pipeline.table), count_microbatches(pipeline.table)
     stages_per_rank = len(pipeline.modules) // pp
     peaks = _peaks(pipeline.table)

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import replace
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.parallel.pipeline.schedules import SCHEDULES, Table, compute_table, read_csv
+from torchtitan.parallel.pipeline.schedules import SCHEDULES, Table, compute_table
 from torchtitan.tools.plan.draw import LEGEND, as_text, save_timeline
 from torchtitan.tools.plan.schedule import Costs, Timeline, simulate
 
@@ -57,12 +57,8 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
     """Return the table to draw, and its title."""
     name, pp, num = arguments.schedule, arguments.pp, arguments.microbatches
-    if arguments.csv is not None:
-        if any(value is not None for value in (name, pp, num, arguments.stages)):
-            raise ConfigError("--csv replaces --schedule, --pp, --stages and --microbatches")
-        return read_csv(arguments.csv), arguments.csv.name
     if name is None or pp is None or num is None:
-        raise ConfigError("--schedule, --pp and --microbatches must be set, or --csv FILE")
+        raise ConfigError("--schedule, --pp and --microbatches must be set")
     # compute_table refuses an unknown name
     usual = SCHEDULES[name].usual_stages if name in SCHEDULES else 1
     stages = usual * pp if arguments.stages is None else arguments.stages

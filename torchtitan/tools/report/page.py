@@ -71,8 +71,7 @@ def _section(number: int, run: RunRecord) -> str:
         pictures["Layout"] = picture
     if run.layout is not None and run.layout.pipeline is not None and run.job is not None:
         settings = run.job.config.parallelism
-        name = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
-        title = f"{name}, planned: a backward takes two forwards"
+        title = f"{settings.pipeline_parallel_schedule}, planned: a backward takes two forwards"
         pictures[title] = draw_pipeline(run.layout.pipeline)
     parts += (
         f"<h3>{escape(title)}</h3><div class='wide'>{picture}</div>"
