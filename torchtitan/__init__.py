@@ -6,9 +6,6 @@ asked for: a command should not wait for torch before it can name a mistake.
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,20 +40,12 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module("torchtitan.api"), name)
+        from torchtitan import api
+
+        # importing api has set the modules `train` and `generate` under these names
+        globals().update({public: getattr(api, public) for public in __all__})
+        return globals()[name]
 
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
-
-
-class _Package(ModuleType):
-    """Keeps `train` and `generate` the functions, though modules have these names too."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # the import system sets each module that it has imported as an attribute of its package
-        if not (name in __all__ and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
