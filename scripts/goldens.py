@@ -15,10 +15,6 @@ share. With another version of torch or of libc, or on another processor, other 
 too: then figures are compared to a relative 1e-5, hashes are not compared, and the first line
 reports it.
 
-`tests/fixtures` holds runs of three steps, written by earlier code and resumed by the jobs
-`first_house_*` and `second_house_*`. `make` never overwrites such a folder: they represent the
-checkpoints of users.
-
 Exit code 0 if all numbers are equal, 1 if not or if a job fails, 2 with an invalid option.
 """
 
@@ -26,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -37,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from scripts.golden.jobs import FIXTURE_JOBS, FIXTURES, JOBS, write_data
+from scripts.golden.jobs import JOBS, write_data
 from scripts.golden.ranks import ROOT, RunError, fork, pin_instructions, preload, run_job, wait_for
 from scripts.golden.record import about_machine, differences, read_record, why_no_bits
 
@@ -45,14 +40,10 @@ GOLDENS = ROOT / "tests" / "goldens" / "goldens.json"
 NUM_WORKERS = 2
 SECONDS_FOR_ALL = 900
 SHOWN = 6
-KEPT = ("config.toml", "metrics.jsonl", "checkpoint")
-"""Parts of a run's folder that are copied to a fixture."""
 
 
 def make(names: Sequence[str], *, folder: Path) -> bool:
     """Record the jobs; those that are not named keep their records."""
-    for name in FIXTURE_JOBS:
-        make_fixture(name, folder=folder)
     goldens = read_goldens() if GOLDENS.is_file() else {"jobs": {}}
     if not run_jobs(names, against=None, folder=folder):
         return False
@@ -64,20 +55,6 @@ def make(names: Sequence[str], *, folder: Path) -> bool:
     }
     GOLDENS.write_text(json.dumps(goldens, indent=1) + "\n", encoding="utf-8")
     return True
-
-
-def make_fixture(name: str, *, folder: Path) -> None:
-    """Write a run that later code resumes, unless it exists."""
-    target = ROOT / FIXTURES / name / "run"
-    if target.exists():
-        return
-    write_data(folder)
-    run_job(FIXTURE_JOBS[name], folder=folder / "fixture" / name, data=folder)
-    target.mkdir(parents=True)
-    for kept in KEPT:
-        source = folder / "fixture" / name / kept
-        copy = shutil.copytree if source.is_dir() else shutil.copy
-        copy(source, target / kept)
 
 
 def check(names: Sequence[str], *, folder: Path) -> bool:

@@ -35,7 +35,6 @@ log_freq = 1
 enable = true
 interval = 100
 """
-FIXTURES = Path("tests/fixtures")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +50,6 @@ class Job:
     """A run of one leg, or of several; each resumes the checkpoint of the previous one."""
 
     legs: tuple[Leg, ...]
-    fixture: str = ""
-    """The folder in FIXTURES whose copy is resumed; "": the run starts from scratch."""
 
 
 def _options(text: str) -> tuple[str, ...]:
@@ -91,7 +88,7 @@ DENSE = (
     f"{SIZES.format(1)} {FILES} "
     "validation.enable=true validation.holdout_fraction=0.2 validation.freq=3 validation.steps=2"
 )
-NOISY = "training.loss=tests.fixtures.second_house.own_loss:noisy"
+NOISY = "training.loss=tests.fixtures.own_loss:noisy"
 SHARDED = SIZES.format(1)
 ADAPTERS = f"{SIZES.format(1)} {LORA} {WITHIN} training.packing=packed"
 EXPERTS = (
@@ -131,30 +128,11 @@ JOBS: Mapping[str, Job] = {
     "smallest_single": _job(f"{SMALLEST} {SIX}"),
     "smallest_fsdp2": _job(f"{SMALLEST} {SIX}", ranks=2),
     "smallest_lora": _job(f"{SMALLEST} {LORA} {SIX}"),
-    "first_house_single": Job((_run(f"{SMALLEST} {SIX}"),), fixture="first_house/single"),
-    "first_house_fsdp2": Job((_run(f"{SMALLEST} {SIX}", ranks=2),), fixture="first_house/fsdp2"),
-    "first_house_fsdp2_as_single": Job((_run(f"{SMALLEST} {SIX}"),), fixture="first_house/fsdp2"),
-    "first_house_lora": Job((_run(f"{SMALLEST} {LORA} {SIX}"),), fixture="first_house/lora"),
     "whole_dense": _job(f"{DENSE} {NOISY} {SIX}"),
     "whole_fsdp2": _job(f"{SHARDED} {SIX}", ranks=2),
     "whole_lora": _job(f"{ADAPTERS} {SIX}"),
     "whole_experts": _job(f"{EXPERTS} {SIX}"),
-    "second_house_dense": Job((_run(f"{DENSE} {NOISY} {SIX}"),), fixture="second_house/dense"),
-    "second_house_fsdp2": Job((_run(f"{SHARDED} {SIX}", ranks=2),), fixture="second_house/fsdp2"),
-    "second_house_fsdp2_as_single": Job((_run(f"{SHARDED} {SIX}"),), fixture="second_house/fsdp2"),
-    "second_house_lora": Job((_run(f"{ADAPTERS} {SIX}"),), fixture="second_house/lora"),
-    "second_house_experts": Job((_run(f"{EXPERTS} {SIX}"),), fixture="second_house/experts"),
 }
-FIXTURE_JOBS: Mapping[str, Job] = {
-    "first_house/single": _job(f"{SMALLEST} {THREE}"),
-    "first_house/fsdp2": _job(f"{SMALLEST} {THREE}", ranks=2),
-    "first_house/lora": _job(f"{SMALLEST} {LORA} {THREE}"),
-    "second_house/dense": _job(f"{DENSE} {NOISY} {THREE}"),
-    "second_house/fsdp2": _job(f"{SHARDED} {THREE}", ranks=2),
-    "second_house/lora": _job(f"{ADAPTERS} {THREE}"),
-    "second_house/experts": _job(f"{EXPERTS} {THREE}"),
-}
-"""The jobs that wrote the folders in FIXTURES; README.md there names the commit."""
 
 WORDS = ("red", "blue", "stone", "river", "nine", "bird", "over", "slow")
 

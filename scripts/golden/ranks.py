@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import os
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from scripts.golden.jobs import FIXTURES, Job, Leg
+from scripts.golden.jobs import Job, Leg
 from scripts.ports import hold_port
 
 ROOT = Path(__file__).parents[2]
@@ -78,8 +77,6 @@ def run_job(job: Job, *, folder: Path, data: Path) -> None:
     Raises:
         RunError: A leg failed.
     """
-    if job.fixture:
-        shutil.copytree(ROOT / FIXTURES / job.fixture / "run", folder)
     for leg in job.legs:
         run = f"--job.dump_folder={folder.relative_to(data)}"
         arguments = ["--job.config_file=base.toml", run, *leg.options]

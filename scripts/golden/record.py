@@ -82,8 +82,11 @@ def _hashes(folder: Path) -> dict[str, str]:
     """Return the hash of each tensor: of its type, shape and bytes."""
     import torch
 
-    digests = {}
-    for name, tensor in read_tensors(folder).items():
+    digests, tensors = {}, read_tensors(folder)
+    if "step" in tensors:  # the count of all parameters, which each optimizer holds per parameter
+        step, ending = tensors.pop("step"), ".exp_avg"
+        tensors |= {f"{n.removesuffix(ending)}.step": step for n in tensors if n.endswith(ending)}
+    for name, tensor in sorted(tensors.items()):
         digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         digests[name] = digest.hexdigest()

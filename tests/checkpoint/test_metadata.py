@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import pickletools
-import random
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -35,7 +29,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.load import read_tensors
-from torchtitan.checkpoint.reader import find_misses, read_metadata
+from torchtitan.checkpoint.reader import read_metadata
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import write
 
@@ -203,74 +197,6 @@ def test_a_pickle_changes_nothing_that_outlives_it(what: str, folder: Path) -> N
             member._value_ = value
 
 
-@contextmanager
-def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Let the process have so much more memory, and no more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-# [None, None], then 40 times the pair of the value before with itself: to hash it takes an hour
-NESTED = b"NN\x86\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(40))
-BOMBS = {
-    "a memo of two thousand million": (b"Nr\xff\xff\xff\x7f.", 114),
-    "a length of many gigabytes": (b"\x8d" + b"\xff" * 5 + b"\0\0\0a.", 141),
-    "an array of a terabyte": (b"\x96" + b"\0" * 5 + b"\1\0\0.", 150),
-    "a reference to an object of the process": (b"Pone\n.", 80),
-    "lists in lists, a million": (b"]" * 1_000_000 + b"a" * 999_999 + b".", "list"),
-    "a text that is not there": (b"X\xff\xff\xff\x7fa.", ".metadata"),
-    "a key with 2^40 parts": (b"}(" + NESTED + b"Nu.", "tuple"),
-    "a set": (b"\x8f(K\x01\x90.", 143),
-    "an extension": (b"\x82\x01.", 130),
-}
-
-
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_work_and_memory_are_bounded_by_the_file(bomb: str, folder: Path) -> None:
-    program, value = BOMBS[bomb]
-    (folder / ".metadata").write_bytes(b"\x80\x04" + program)
-    with memory_limit(1 << 30), pytest.raises(CheckpointError, match=naming(folder, value)):
-        read_metadata(folder)
-
-
-def nested() -> Any:
-    value: Any = (1, 1)
-    for _ in range(40):
-        value = (value, value)
-    return value
-
-
-@pytest.mark.parametrize("dims", [nested(), (1,) * 65, ("4",), [4], 4], ids=lambda _: None)
-def test_a_size_is_of_a_few_whole_numbers(dims: Any, folder: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        metadata.state_dict_metadata["a"].size = Call(torch.Size, dims)
-
-    rewrite(folder, change)
-    with (
-        memory_limit(1 << 30),
-        pytest.raises(CheckpointError, match=naming(folder / ".metadata", 64)),
-    ):
-        read_metadata(folder)
-
-
-def test_pieces_that_many_tensors_share_are_not_counted_for_each(folder: Path) -> None:
-    """A thousand times the same list of a thousand pieces is a short file."""
-
-    def share(metadata: Metadata) -> None:
-        entry = metadata.state_dict_metadata["a"]
-        entry.chunks = entry.chunks * 1000
-        metadata.state_dict_metadata |= {f"a{i}": entry for i in range(1000)}
-
-    rewrite(folder, share)
-    with pytest.raises(CheckpointError, match=naming(folder / ".metadata")):
-        read_metadata(folder)
-
-
 def placed(**fields: Any) -> Callable[[Metadata], None]:
     """Change the location of `a`."""
 
@@ -311,21 +237,17 @@ BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])
         (with_pieces(([0], [1]), ([3], [1])), ["'a'", 2, 4, "50.0%"]),
         (with_pieces(), ["'a'", 0, 4, "0.0%"]),
         (with_pieces(([0], [3]), ([2], [2])), ["'a'"]),
-        (with_pieces(([0], [2]), ([1], [2])), ["'a'"]),
-        (with_pieces(([0], [4]), ([0], [4])), [".metadata"]),
+        (with_pieces(([0], [4]), ([0], [4])), ["'a'"]),
         (with_pieces(*BRICKS[:3], shape=(2, 4)), ["'a'", 5, 8]),
-        (with_pieces(*BRICKS[:3], ([1, 0], [1, 3]), shape=(2, 4)), ["'a'"]),
-        (with_pieces(([2], [4])), [".metadata", "'a'", "[4]", "[2]"]),
-        (with_pieces(([0], [2**63]), ([1], [3]), shape=(2**63,)), [".metadata", "'a'"]),
-        (with_pieces(([0, 0], [4, 1])), [".metadata", "'a'", "[4, 1]", "[0, 0]", "[4]"]),
+        (with_pieces(([2], [4])), [".metadata", "'a'", "[4]"]),
+        (with_pieces(([0, 0], [4, 1])), [".metadata"]),
         (place_elsewhere, [".metadata", "'a'"]),
         *(
             (placed(relative_path=file), ["'a'", f"'{file}'"])
             for file in ("../x", "/etc/x", "..", "x/y")
         ),
-        (placed(relative_path=7), [".metadata"]),
         (placed(transform_descriptors=["zip"]), [".metadata", "'a'"]),
-        (lambda metadata: {"a": 1}, [".metadata", "Dictionary", "Metadata"]),
+        (lambda metadata: {"a": 1}, [".metadata", "dict", "Metadata"]),
     ],
 )
 def test_a_tensor_is_stored_whole_in_the_folder_or_refused(
@@ -335,45 +257,6 @@ def test_a_tensor_is_stored_whole_in_the_folder_or_refused(
     rewrite(folder, change)
     with pytest.raises(CheckpointError, match=naming(folder, *values)):
         read(folder)
-
-
-def test_pieces_need_not_be_a_grid(folder: Path) -> None:
-    rewrite(folder, with_pieces(*BRICKS, ([0, 4], [2, 0]), shape=(2, 4)))
-    assert find_misses(read_metadata(folder).state_dict_metadata["a"]) is None
-
-
-@pytest.mark.parametrize("num_dims", [1, 2, 3])
-def test_pieces_tile_a_shape_if_each_element_is_in_one(num_dims: int) -> None:
-    draws, seen = random.Random(0), set()
-    for _ in range(400):
-        shape = [draws.randint(1, 3) for _ in range(num_dims)]
-        counts, pieces = torch.zeros(shape, dtype=torch.int64), []
-        for _ in range(draws.randint(1, 4)):
-            begins = [draws.randrange(n) for n in shape]
-            sizes = [draws.randint(1, n - i) for n, i in zip(shape, begins, strict=True)]
-            pieces.append(chunk(begins, sizes))
-            counts[tuple(slice(i, i + n) for i, n in zip(begins, sizes, strict=True))] += 1
-        if int(counts.sum()) < counts.numel():
-            continue
-        entry = TensorStorageMetadata(TensorProperties(), torch.Size(shape), pieces)
-        is_whole = bool((counts == 1).all())
-        assert (find_misses(entry) is None) == is_whole, (shape, pieces)
-        seen.add(is_whole)
-    assert seen == {True, False}
-
-
-def test_keys_of_one_hash_are_refused(folder: Path) -> None:
-    """Python hashes a whole number by its remainder of 2^61 - 1, and a dictionary compares keys
-    of one hash with each other."""
-
-    def collide(metadata: Metadata) -> None:
-        [place] = [p for i, p in metadata.storage_data.items() if i.fqn == "a"]
-        offsets = product([0, 2**61 - 1, 2**62 - 2], repeat=3)
-        metadata.storage_data |= {MetadataIndex("c", at): place for at in offsets}
-
-    rewrite(folder, collide)
-    with pytest.raises(CheckpointError, match=naming(folder / ".metadata", 8)):
-        read_metadata(folder)
 
 
 @pytest.mark.parametrize(

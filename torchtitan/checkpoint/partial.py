@@ -22,7 +22,7 @@ from torchtitan.base.log import plural
 from torchtitan.base.patterns import matches
 from torchtitan.checkpoint.load import stored_shapes
 from torchtitan.checkpoint.start import Start
-from torchtitan.checkpoint.state import COMPONENTS, RunState, model_tensors
+from torchtitan.checkpoint.state import COMPONENTS, STEP, RunState, model_tensors
 from torchtitan.mesh.ranks import union
 from torchtitan.models.interface import HasParameters
 
@@ -69,7 +69,7 @@ def log_excluded(
     states = set[str]()
     if "optimizer" in loaded:
         names = stored_shapes(start.source.path, "optimizer", group=group)
-        states = set(map(_parameter, names))
+        states = {_parameter(name) for name in names if name != STEP}
     for pattern in patterns:
         found = {name for name in sizes.keys() | stored | states if matches(name, [pattern])}
         if not found:
@@ -105,7 +105,7 @@ def skipped_optimizer_state(
     parts = dict(state.model.named_parameters())
     is_trained = union({name: p.requires_grad for name, p in parts.items()}, group=group)
     names = union(dict.fromkeys(wanted), group=group).keys()
-    stored_names = stored_shapes(start.source.path, "optimizer", group=group).keys()
+    stored_names = stored_shapes(start.source.path, "optimizer", group=group).keys() - {STEP}
     stored, held = set(map(_parameter, stored_names)), set(map(_parameter, names))
     excluded = {
         name

@@ -1,20 +1,13 @@
 """Read tensors of a DCP folder piece by piece, and execute nothing in it.
 
-Common loaders read the full model on every rank, or on one rank that sends it to all ranks. Here
-DCP plans the pieces of tensors that each rank needs in any layout, and a rank reads only these, so
-it never holds more of a file than one piece of one tensor. `PieceReader` runs the plan; subclasses
-open the pieces: `TensorReader` those of DCP files, `hf/weights.py` those of Hugging Face files.
+DCP plans the pieces of tensors that each rank needs in any layout, and a rank reads only these.
+`PieceReader` runs the plan; subclasses open the pieces: `TensorReader` those of DCP files,
+`hf/weights.py` those of Hugging Face files.
 
 DCP's `.metadata` lists name, shape and type of each tensor, and the file of each piece. It is a
-pickle, that is, a program: it calls functions and changes objects. Here every class or function
-that DCP's writer names becomes a `Record`, which stores its arguments and state and does
-nothing; any other name is refused. The metadata is then built from the records field by field, and
-checked: pieces must be in the folder, have the listed type and shape, and cover each tensor once.
-DCP's entries of raw bytes, again pickles, are never read. `torch.load(weights_only=True)` does not
-read this pickle protocol. `pickle.Unpickler` in C, ten times as fast as the one in Python,
-allocates its memo for any index, and hashes keys that a few bytes can nest into 2^40 parts. So
-`_screen` first refuses all instructions but those of DCP's writer, and lets `persistent_load`
-create the dictionaries, whose class checks keys before they are hashed.
+pickle, that is, a program that calls functions. `_MetadataUnpickler` replaces each class or
+function that DCP's writer names by a `Record`, which stores arguments and state and does nothing;
+any other name is refused. Entries of raw bytes, again pickles, are never read.
 """
 
 from __future__ import annotations
@@ -23,25 +16,23 @@ import gc
 import io
 import os
 import pickle
-import re
+import sys
 import warnings
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from io import BufferedReader
-from itertools import chain, product
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -53,6 +44,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
@@ -60,12 +52,10 @@ from torchtitan.base.files import check_is_file
 from torchtitan.base.log import plural
 from torchtitan.checkpoint.rows import Places, overlap
 from torchtitan.checkpoint.storage import METADATA
-from torchtitan.checkpoint.stored import LARGE, Place, StoredPiece
-from torchtitan.checkpoint.templates import Templates
 from torchtitan.mesh.ranks import reason, reasons
 
-_MAX_SPLIT = 6
-"""Number of dimensions that pieces may split. Each doubles the number of corners to compare."""
+LARGE = 1 << 20
+"""Number of bytes from which a tensor is read without `torch.load`."""
 
 
 @contextmanager
@@ -90,11 +80,8 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     try:
         check_is_file(path)
-        data = path.read_bytes()
-        if not data.endswith(pickle.STOP):
-            raise EOFError
-        metadata = load_metadata(data)
-        _check(metadata)
+        metadata = load_metadata(path.read_bytes())
+        _check_places(metadata)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused, nothing in it was run: {error}") from error
     except Exception as error:  # damaged bytes can make a pickle fail in any way
@@ -104,36 +91,21 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def _check(metadata: Metadata) -> None:
+def _check_places(metadata: Metadata) -> None:
     """Raise CheckpointError for a piece outside its tensor or outside the files of the folder."""
     for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            for piece in entry.chunks:
-                _check_piece(name, piece, shape=entry.size)
-                if MetadataIndex(name, piece.offsets) not in metadata.storage_data:
-                    raise CheckpointError(f"'{name}' has a piece without a file")
-    files = {place.relative_path for place in metadata.storage_data.values()}
-    outside = {file for file in files if Path(file).name != file or file == ".."}
+        for piece in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
+            sizes = zip(piece.offsets, piece.sizes, entry.size, strict=True)
+            if not all(min(at, size) >= 0 and at + size <= total for at, size, total in sizes):
+                raise CheckpointError(f"'{name}' has a piece outside of its shape {[*entry.size]}")
+            if MetadataIndex(name, piece.offsets) not in metadata.storage_data:
+                raise CheckpointError(f"'{name}' has a piece without a file")
     for index, place in metadata.storage_data.items():
-        if place.relative_path in outside:
-            file = place.relative_path
-            raise CheckpointError(
-                f"'{index.fqn}' is in {file[:60]!r}, which is not a file of the folder"
-            )
+        file = place.relative_path
+        if os.path.basename(file) != file or file in ("", ".", ".."):
+            raise CheckpointError(f"'{index.fqn}' is in {file[:60]!r}, not a file of the folder")
         if place.transform_descriptors:
             raise CheckpointError(f"'{index.fqn}' was transformed when it was saved")
-
-
-def _check_piece(name: str, piece: ChunkStorageMetadata, *, shape: torch.Size) -> None:
-    fits = len(piece.offsets) == len(piece.sizes) == len(shape) and all(
-        min(offset, size) >= 0 and offset + size <= total < 2**63
-        for offset, size, total in zip(piece.offsets, piece.sizes, shape, strict=True)
-    )
-    if not fits:
-        raise CheckpointError(
-            f"'{name}' has a piece of {list(piece.sizes)} at {list(piece.offsets)}, outside of "
-            f"its shape {list(shape)}"
-        )
 
 
 def is_tensor(entry: Any) -> bool:
@@ -143,61 +115,17 @@ def is_tensor(entry: Any) -> bool:
 
 def find_misses(entry: TensorStorageMetadata) -> str | None:
     """Return why the pieces do not cover a tensor exactly once, None if they do."""
-    pieces = [piece for piece in entry.chunks if 0 not in piece.sizes]
-    there, total = sum(prod(piece.sizes) for piece in pieces), prod(entry.size)
-    if there < total:
-        return f"has {there:,} of {total:,} elements ({there / total:.1%})"
-    is_one = len(pieces) == 1 and there == total  # pieces are inside their tensor
-    return (
-        None
-        if total == 0 or is_one or _tile(pieces, shape=entry.size)
-        else "has pieces that overlap"
-    )
+    stored, total = sum(prod(piece.sizes) for piece in entry.chunks), prod(entry.size)
+    if stored < total:
+        return f"has {stored:,} of {total:,} elements ({stored / total:.1%})"
+    return "has pieces that overlap" if stored > total else None
 
 
-def _tile(pieces: list[ChunkStorageMetadata], *, shape: torch.Size) -> bool:
-    """Return whether each element is in exactly one of the pieces.
-
-    The mixed differences of a box's indicator function are +1 or -1 at its corners and 0 elsewhere.
-    So the pieces tile the shape if and only if their signed corners sum to those of the shape. The
-    time is proportional to the number of pieces. Pieces that split more than `_MAX_SPLIT`
-    dimensions are treated as overlapping.
-    """
-    num_dims, origin = len(shape), [0] * len(shape)
-    begins_ND = _table([*(piece.offsets for piece in pieces), origin], num_dims)
-    ends_ND = begins_ND + _table([*(piece.sizes for piece in pieces), shape], num_dims)
-    signs_NC = np.where(np.arange(len(pieces) + 1) < len(pieces), 1, -1)[:, None]
-    corners_NC, num_places = np.zeros_like(signs_NC), 1
-    for dim, size in enumerate(shape):
-        edges_2N = np.stack([begins_ND[:, dim], ends_ND[:, dim]])
-        if (edges_2N == [[0], [size]]).all():  # not split
-            continue
-        known, places = np.unique(edges_2N, return_inverse=True)
-        num_places *= len(known)
-        if corners_NC.shape[1] >> _MAX_SPLIT or num_places >= 2**63:
-            return False
-        low_N1, high_N1 = places.reshape(edges_2N.shape)[..., None]
-        corners_NC = corners_NC * len(known)
-        corners_NC = np.concatenate([corners_NC + low_N1, corners_NC + high_N1], 1)
-        signs_NC = np.concatenate([signs_NC, -signs_NC], 1)
-    _, where = np.unique(corners_NC, return_inverse=True)
-    return not np.bincount(where.ravel(), signs_NC.ravel()).any()
-
-
-def _table(rows: Sequence[Sequence[int]], num_columns: int) -> npt.NDArray[np.int64]:
-    # np.array takes 20 times as long for rows of torch.Size
-    flat = np.fromiter(chain.from_iterable(rows), np.int64)
-    return flat.reshape(len(rows), num_columns)
-
-
-_MAX_DIMS = 64
-_MAX_EQUAL_HASHES = 8
-"""Limit of keys with one hash: a dictionary compares each key with all of these."""
 _CLASSES = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
-    *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, Place, torch.Size),
+    *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size),
 )
-_NAMES = (
+_INERT_NAMES = (
     *((cls.__module__, cls.__qualname__) for cls in _CLASSES),
     ("torch.serialization", "_get_layout"),
     ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 pickle enum members with it
@@ -206,38 +134,10 @@ _NAMES = (
         ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     ),
 )
-_BY_SIZE: Mapping[int, tuple[str, ...]] = {
-    0: (
-        *("STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_TUPLE", "TUPLE1", "TUPLE2"),
-        *("TUPLE3", "TUPLE", "EMPTY_LIST", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
-        *("STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "MEMOIZE"),
-    ),
-    1: ("PROTO", "BININT1", "BINGET"),
-    2: ("BININT2",),
-    4: ("BININT", "LONG_BINGET"),
-    8: ("BINFLOAT",),
-}
-"""Instructions of DCP's writer, by the number of bytes that follow. None allocates more than it
-reads."""
-_SIZED = b"|".join(re.escape(bytes([size])) + b".{%d}" % size for size in range(256))
-_RUN = re.compile(
-    rb"(?:%s|[%s](?:%s)){0,1000}"  # more would take much memory
-    % (
-        b"|".join(
-            b"[%s].{%d}" % (re.escape(b"".join(getattr(pickle, name) for name in names)), size)
-            for size, names in _BY_SIZE.items()
-        ),
-        re.escape(pickle.SHORT_BINUNICODE + pickle.LONG1),
-        _SIZED,
-    ),
-    re.DOTALL,
-)
 
 
 class Record:
-    """An object described by the pickle. Hashed by identity."""
-
-    __slots__ = ("args", "state")
+    """An object that the pickle describes: its arguments and state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -246,63 +146,24 @@ class Record:
         self.state = state
 
 
-_RECORDS = {name: type(name[1], (Record,), {"__slots__": ()}) for name in _NAMES}
-_TYPES = {cls: _RECORDS[cls.__module__, cls.__qualname__] for cls in _CLASSES}
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        # new classes per pickle, because a pickle can set attributes of classes that it names
+        self._records = {name: type(name[1], (Record,), {}) for name in _INERT_NAMES}
 
-
-class Dictionary(dict[Any, Any]):
-    """A dictionary in the pickle. Keys are text or records, whose hashes take no time."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if not isinstance(key, str | Record):
-            raise CheckpointError(f"it has a key of type {type(key).__name__}")
-        super().__setitem__(key, value)
-
-
-class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return the record type of a name, or a dtype.
+        """Return a dtype, or the record class of a name that DCP's writer uses.
 
         Raises:
-            CheckpointError: DCP's writer does not use the name.
+            CheckpointError: No checkpoint needs the name.
         """
         dtype = vars(torch).get(name) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
-        if (module, name) not in _RECORDS:
+        if (module, name) not in self._records:
             raise CheckpointError(f"it names {module:.60}.{name:.60}, which no checkpoint needs")
-        return _RECORDS[module, name]
-
-    def persistent_load(self, _: Any) -> Any:
-        """Return a new dictionary."""
-        return Dictionary()
-
-
-def _screen(data: bytes) -> bytes:
-    """Return the pickle without frames, with dictionaries that `persistent_load` makes.
-
-    Raises:
-        CheckpointError: It has an instruction that DCP's writer does not use.
-    """
-    parts, begin = [], 0
-    while begin < len(data):
-        run = _RUN.match(data, begin)
-        assert run is not None
-        parts.append(run[0])
-        at = run.end()
-        code, begin = data[at : at + 1], at + 1
-        if code == pickle.EMPTY_DICT:
-            parts.append(pickle.EMPTY_TUPLE + pickle.BINPERSID)
-        elif code == pickle.FRAME:
-            begin += 8
-        elif code == pickle.BINUNICODE:
-            begin += 4 + int.from_bytes(data[at + 1 : at + 5], "little")
-            parts.append(data[at:begin])
-        elif run[0]:
-            begin = at
-        else:
-            raise CheckpointError(f"it has the instruction {code[0]}, which no checkpoint needs")
-    return b"".join(parts)
+        return self._records[module, name]
 
 
 def load_metadata(data: bytes) -> Metadata:
@@ -312,75 +173,53 @@ def load_metadata(data: bytes) -> Metadata:
         CheckpointError: It is not DCP metadata, or names something no checkpoint needs.
         Exception: Of any type, if the bytes are damaged.
     """
-    root = _Reader(io.BytesIO(_screen(data))).load()
-    tensors, storage = _fields(root, Metadata, "state_dict_metadata", "storage_data")
-    # entries may share a list: count before building pieces
-    chunks = [
-        _fields(e, TensorStorageMetadata, "chunks") for e in tensors.values() if not _is_raw(e)
-    ]
-    if sum(len(pieces) for [pieces] in chunks) > len(storage):
-        raise CheckpointError("its tensors have more pieces than files hold")
-    indices = [_index(key) for key in storage]
-    if max(Counter(map(hash, indices)).values(), default=0) > _MAX_EQUAL_HASHES:
-        raise CheckpointError(f"more than {_MAX_EQUAL_HASHES} of its keys have the same hash")
+    entries, places = _fields(
+        _MetadataUnpickler(data).load(), Metadata, "state_dict_metadata", "storage_data"
+    )
     return Metadata(
-        state_dict_metadata={name: _entry(entry) for name, entry in tensors.items()},
-        storage_data=dict(zip(indices, map(_place, storage.values()), strict=True)),
+        state_dict_metadata={str(name): _build_entry(entry) for name, entry in entries.items()},
+        storage_data={_build_index(key): _build_place(place) for key, place in places.items()},
     )
 
 
 def _fields(value: Any, cls: type, *names: str) -> list[Any]:
-    """Return fields of a record of class `cls`."""
-    _check_type(value, cls)
+    """Return fields of the record of an object of class `cls`."""
+    if not isinstance(value, Record) or type(value).__name__ != cls.__qualname__:
+        raise CheckpointError(f"it has a {type(value).__name__}, not a {cls.__name__}")
     return [value.state[name] for name in names]
 
 
-def _check_type(value: Any, cls: type) -> None:
-    if type(value) is not _TYPES[cls]:
-        raise CheckpointError(f"it has a {type(value).__name__}, not a {cls.__name__}")
-
-
-def _is_raw(entry: Any) -> bool:
-    return type(entry) is _TYPES[BytesStorageMetadata]
-
-
-def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if _is_raw(entry):
+def _build_entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(entry).__name__ == BytesStorageMetadata.__name__:
         return BytesStorageMetadata()
     properties, size, chunks = _fields(entry, TensorStorageMetadata, "properties", "size", "chunks")
-    _check_type(properties, TensorProperties)
+    _fields(properties, TensorProperties)
     dtype = properties.state[0]  # other fields are deprecated, or not needed, like 2.15's strides
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"it has a tensor of type {type(dtype).__name__}")
     pieces = [_fields(chunk, ChunkStorageMetadata, "offsets", "sizes") for chunk in chunks]
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype),
-        size=_size(size),
-        chunks=[ChunkStorageMetadata(_size(at), _size(sizes)) for at, sizes in pieces],
+        size=_build_size(size),
+        chunks=[ChunkStorageMetadata(*map(_build_size, piece)) for piece in pieces],
     )
 
 
-def _index(key: Any) -> MetadataIndex:
+def _build_index(key: Any) -> MetadataIndex:
     name, hint = _fields(key, MetadataIndex, "fqn", "index")
     offset = key.state.get("offset")  # only tensors have it
-    if type(name) is not str or type(hint) not in (int, type(None)):
-        raise CheckpointError("it has an index that is not a name and a number")
-    return MetadataIndex(name, None if offset is None else _size(offset), hint)
+    return MetadataIndex(str(name), None if offset is None else _build_size(offset), hint)
 
 
-def _place(value: Any) -> Place:
-    path, offset, length = _fields(value, Place, "relative_path", "offset", "length")
-    if not (type(path) is str and type(offset) is type(length) is int):
-        raise CheckpointError("it has a location that is not a file name and two numbers")
-    return Place(path, offset, length, value.state.get("transform_descriptors"))
+def _build_place(value: Any) -> _StorageInfo:
+    path, offset, length = _fields(value, _StorageInfo, "relative_path", "offset", "length")
+    transforms = value.state.get("transform_descriptors")
+    return _StorageInfo(str(path), int(offset), int(length), transforms)
 
 
-def _size(value: Any) -> torch.Size:
-    _check_type(value, torch.Size)
-    (dims,) = value.args
-    if type(dims) is not tuple or len(dims) > _MAX_DIMS or not all(type(n) is int for n in dims):
-        raise CheckpointError(f"it has a size that is not up to {_MAX_DIMS} integers")
-    return torch.Size(dims)
+def _build_size(value: Any) -> torch.Size:
+    _fields(value, torch.Size)
+    return torch.Size(value.args[0])
 
 
 class PieceReader(dcp.FileSystemReader):
@@ -481,6 +320,98 @@ class PieceReader(dcp.FileSystemReader):
         return self._shapes[index.fqn][index.offset]
 
 
+class StoredPiece:
+    """A tensor that torch.save wrote as `length` bytes at `offset` of a file.
+
+    `torch.load` would read it into new memory, which costs more than reading if it is large. So the
+    wanted rows of a large contiguous tensor are read straight into their destination. Other tensors
+    are read by `torch.load`.
+    """
+
+    def __init__(self, file: BufferedReader, *, offset: int, length: int) -> None:
+        self._file = file
+        self._begin: int | None = None
+        """Offset of the elements in the file; None if `content` has them."""
+        self.content: Any = None
+        """The loaded object: a tensor, possibly on the meta device, unless the file is damaged."""
+
+        def load(device: str) -> Any:
+            view = _create_file_view(file, offset, length)
+            return torch.load(view, map_location=device, weights_only=True)
+
+        elements = find_elements(file, offset, length) if length >= LARGE else None
+        if elements is not None:
+            self.content = load("meta")
+        if elements is not None and _is_in_memory_order(self.content, num_bytes=elements[1]):
+            self._begin = elements[0]
+        else:
+            self.content = load("cpu")
+
+    def read(self, region: tuple[slice, ...], *, into: Tensor) -> None:
+        """Copy a region of the tensor into `into`, converted to its type."""
+        part: Tensor = self.content[region]
+        if self._begin is None:
+            into.copy_(part)
+            return
+        # the elements from the first to the last of the region
+        steps = zip(part.shape, part.stride(), strict=True)
+        num_elements = 1 + sum((n - 1) * stride for n, stride in steps) if part.numel() else 0
+        is_direct = (
+            type(into) is Tensor
+            and (into.device.type, into.dtype) == ("cpu", part.dtype)
+            and into.is_contiguous()
+            and part.is_contiguous()
+        )
+        span = (
+            into.as_strided((num_elements,), (1,))
+            if is_direct
+            else torch.empty(num_elements, dtype=part.dtype)
+        )
+        self._file.seek(self._begin + part.storage_offset() * part.element_size())
+        elements = memoryview(span.view(torch.uint8).numpy())
+        if self._file.readinto(elements) < len(elements):
+            raise CheckpointError("it is cut short")
+        if not is_direct:
+            into.copy_(span.as_strided(part.shape, part.stride()))
+
+
+def find_elements(file: BufferedReader, offset: int, length: int) -> tuple[int, int] | None:
+    """Return offset in `file` and size of the only storage in an archive of torch.save.
+
+    None if the archive needs `torch.load`: several storages, another byte order, an old format.
+    Written for the private `PyTorchFileReader` of torch 2.11 to 2.15.
+
+    Raises:
+        CheckpointError: The elements are compressed, which torch.save never does.
+    """
+    file.seek(offset)
+    if file.read(4) != b"PK\3\4":
+        return None
+    archive = torch._C.PyTorchFileReader(_create_file_view(file, offset, length))
+    storages = [name for name in archive.get_all_records() if name.startswith("data/")]
+    has_order = archive.has_record("byteorder")
+    if storages != ["data/0"] or not has_order:
+        return None
+    if archive.get_record("byteorder") != sys.byteorder.encode():
+        return None
+    file.seek(offset + archive.get_record_header_offset("data/0"))
+    header = file.read(10)
+    if header[:4] != b"PK\3\4" or header[8:] != b"\0\0":  # the compression method
+        raise CheckpointError("its archive is damaged or compressed, which torch.save never does")
+    begin, num_bytes = archive.get_record_offset("data/0"), archive.get_record_size("data/0")
+    return offset + int(begin), int(num_bytes)
+
+
+def _is_in_memory_order(content: Any, *, num_bytes: int) -> bool:
+    return (
+        type(content) is Tensor
+        and content.layout == torch.strided
+        and content.is_contiguous()
+        and not (content.storage_offset() or content.is_conj() or content.is_neg())
+        and content.nbytes == num_bytes
+    )
+
+
 class TensorReader(PieceReader):
     """Reader of the tensors in a DCP folder. Other entries are refused."""
 
@@ -488,7 +419,6 @@ class TensorReader(PieceReader):
         """Open a folder; pass `metadata` if another rank has read it."""
         super().__init__(folder, read_metadata(folder) if metadata is None else metadata)
         self._file: tuple[Path, BufferedReader] | None = None
-        self._templates = Templates()
 
     def check_whole(self, names: Collection[str]) -> None:
         """Raise CheckpointError for a tensor with missing elements: they would not change."""
@@ -532,25 +462,17 @@ class TensorReader(PieceReader):
         return self._file[1]
 
     @contextmanager
-    def open_piece(self, index: MetadataIndex) -> Iterator[StoredPiece | Tensor]:
-        """Open a piece and compare it with the metadata; a small one is read."""
-        place: Place = self.storage_data[index]
+    def open_piece(self, index: MetadataIndex) -> Iterator[StoredPiece]:
+        """Open a piece and compare it with the metadata."""
+        place: _StorageInfo = self.storage_data[index]
         dtype, shape = self.entries[index.fqn].properties.dtype, self.stored_shape(index)
         file = Path(self.path) / place.relative_path
         try:
             stream = self._open(file)
-            num_bytes = os.fstat(stream.fileno()).st_size
-            begin, end = place.offset, place.offset + place.length
-            if min(begin, place.length) < 0 or end > num_bytes:
+            if place.offset + place.length > os.fstat(stream.fileno()).st_size:
                 raise CheckpointError("it is cut short")
-            piece: Any
-            if place.length < LARGE:
-                piece = self._templates.load(stream, slice(begin, end), dtype=dtype, shape=shape)
-                content = piece
-            else:
-                piece = StoredPiece(stream, offset=begin, length=place.length)
-                content = piece.content
-            _check_stored(content, index.fqn, dtype=dtype, shape=shape)
+            piece = StoredPiece(stream, offset=place.offset, length=place.length)
+            _check_stored(piece.content, index.fqn, dtype=dtype, shape=shape)
             yield piece
         except Exception as error:  # damaged bytes can make reading fail in any way
             raise CheckpointError(
@@ -558,12 +480,9 @@ class TensorReader(PieceReader):
                 f"checkpoint"
             ) from error
 
-    def copy(self, piece: StoredPiece | Tensor, region: tuple[slice, ...], *, into: Tensor) -> None:
+    def copy(self, piece: StoredPiece, region: tuple[slice, ...], *, into: Tensor) -> None:
         """Copy a region of an open piece."""
-        if isinstance(piece, StoredPiece):
-            piece.read(region, into=into)
-        else:
-            super().copy(piece, region, into=into)
+        piece.read(region, into=into)
 
 
 def _check_stored(content: Any, name: str, *, dtype: torch.dtype, shape: torch.Size) -> None:

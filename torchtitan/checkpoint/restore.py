@@ -12,7 +12,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan.base.custom import is_import_path, is_trusted
 from torchtitan.base.errors import CheckpointError, DataError
@@ -22,6 +24,7 @@ from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import (
     COMPONENTS,
+    STEP,
     RunState,
     model_tensors,
     optimizer_tensors,
@@ -94,6 +97,11 @@ def _restore_optimizer(state: RunState, source: Checkpoint, start: Start) -> Non
 
         may_skip = skipped_optimizer_state(wanted, state=state, start=start, group=source.group)
         wanted = {name: tensor for name, tensor in wanted.items() if name not in may_skip}
+    counts = list[Tensor]()
+    if STEP in stored_shapes(source.path, "optimizer", group=source.group):
+        counts = [t for name, t in wanted.items() if name.endswith(f".{STEP}")]
+        wanted = {n: t for n, t in wanted.items() if not n.endswith(f".{STEP}")}
+        wanted[STEP] = torch.zeros(())
     read_tensors(
         source.path,
         "optimizer",
@@ -103,6 +111,8 @@ def _restore_optimizer(state: RunState, source: Checkpoint, start: Start) -> Non
         remedy="restore [optimizer], or start with fresh state: checkpoint.exclude_from_loading = "
         '["optimizer.output.*"] for some parameters, or ["optimizer"]',
     )
+    for count in counts:
+        count.fill_(wanted[STEP])
 
 
 def _restore_position(state: RunState, source: Checkpoint, start: Start) -> None:

@@ -1,7 +1,8 @@
 """The state of a run as the named components of a checkpoint.
 
 model          parameters by name
-optimizer      optimizer state of each parameter as `<parameter>.<state>`, e.g. `.exp_avg`
+optimizer      optimizer state of each parameter as `<parameter>.<state>`, e.g. `.exp_avg`; one
+               `step` for all parameters whose step counts agree
 lr_scheduler   settings of the schedule, only compared: the rate is a function of the step
 dataloader     number of the next sample, a fingerprint of the data, a stream's state
 train_state    step, tokens seen, the random generators of each rank, other tensors to resume
@@ -11,6 +12,7 @@ Names of parameters and of optimizer state do not depend on the layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,6 +25,8 @@ from torchtitan.models.interface import HasParameters
 from torchtitan.optim.optimizer import create_state
 
 COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+STEP = "step"
+"""State of optimizers that counts the steps of a parameter."""
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 VOCABULARY = (EMBEDDING, OUTPUT)
 """Parameters with a row per token of the vocabulary."""
@@ -80,7 +84,9 @@ class RunState:
         """Return the current state. Tensors are not copied."""
         return {
             "model": Component(tensors=model_tensors(self.model), state=self.model_state),
-            "optimizer": Component(tensors=optimizer_tensors(self.model, self.optimizer)),
+            "optimizer": Component(
+                tensors=merge_steps(optimizer_tensors(self.model, self.optimizer))
+            ),
             "lr_scheduler": Component(state=self.lr_settings),
             "dataloader": Component(state=self.loader.state_dict()),
             "train_state": Component(
@@ -110,6 +116,20 @@ def optimizer_tensors(model: HasParameters, optimizer: torch.optim.Optimizer) ->
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, Tensor)
     }
+
+
+def merge_steps(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the step counts of parameters by one `step` if all on all ranks agree. Collective."""
+    counts = [t for name, t in tensors.items() if name.endswith(f".{STEP}")]
+    bounds = torch.full((2,), -math.inf, dtype=torch.float64)
+    if counts:
+        low, high = torch.stack([count.detach().double() for count in counts]).aminmax()
+        bounds = torch.stack([high, -low]).cpu()
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    step, is_same = bounds[0].float(), bool(bounds[0] == -bounds[1])
+    if not is_same:
+        return dict(tensors)
+    return {n: t for n, t in tensors.items() if not n.endswith(f".{STEP}")} | {STEP: step}
 
 
 def rng_tensors(*, rank: int) -> dict[str, Tensor]:

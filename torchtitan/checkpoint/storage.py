@@ -22,9 +22,8 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -33,11 +32,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.stored_json import StoredJSON, read_json
@@ -51,8 +45,6 @@ from torchtitan.checkpoint.checksums import (
 )
 from torchtitan.checkpoint.disks import on_each_disk
 from torchtitan.checkpoint.state import Component
-from torchtitan.checkpoint.stored import LARGE, Place
-from torchtitan.checkpoint.templates import Templates
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank, reasons
 
 logger = logging.getLogger(__name__)
@@ -60,8 +52,6 @@ STATE = "state.json"
 METADATA = ".metadata"
 """DCP's list of the tensors in a folder."""
 STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-SMALL = 1 << 10
-"""Elements up to which a tensor is small."""
 _TEMPORARY = re.compile(r"\.step-[0-9]+\.(tmp|deleted(-[0-9]+)?)")
 _MANIFEST_TYPES = {"step": int, "components": list, "layout": dict, "config": str}
 
@@ -138,104 +128,11 @@ def _save_tensors(
     tensors: Mapping[str, Tensor], folder: Path, *, group: dist.ProcessGroup
 ) -> dict[str, FileRecord]:
     """Write the tensors of a component; return the records of the files that this rank wrote."""
-    writer, planner = TensorWriter(folder), TensorPlanner(tensors)
+    writer, files = dcp.FileSystemWriter(folder, sync_files=False), HashingFileSystem()
+    writer.fs = files
     # also without tensors, as with SGD: other ranks may have some, and readers expect metadata
-    dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
-    return writer.files.records
-
-
-class TensorPlanner(DefaultSavePlanner):
-    """Save planner that writes each small replicated tensor from the first rank that holds it.
-
-    DCP distributes replicated tensors over their ranks. For small ones, such as the optimizer's
-    step count of each parameter, each rank that resumes would then open the files of all ranks.
-
-    Args:
-        tensors: What to save. `dcp.save` gets an empty state dict, since it calls a logger and a
-            type check for each of its entries, which takes longer than writing a small tensor.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._tensors = dict(tensors)
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        """Plan `tensors` in place of `state_dict`."""
-        super().set_up_planner(self._tensors, storage_meta, is_coordinator)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plan of each rank, and the metadata of the checkpoint."""
-        written: set[Any] = set()
-        plans = []
-        for plan in all_plans:
-            kept = [item for item in plan.items if item.index not in written or not _is_small(item)]
-            written.update(item.index for item in plan.items)
-            plans.append(replace(plan, items=kept))
-        plans, metadata = super().create_global_plan(plans)
-        # torch's converters look up the keys of nested dictionaries here
-        metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
-        # a rank knows its tensors
-        sent = [[WriteItem(item.index, item.type) for item in plan.items] for plan in plans]
-        return [
-            replace(plan, items=items) for plan, items in zip(plans, sent, strict=True)
-        ], metadata
-
-
-class TensorWriter(dcp.FileSystemWriter):
-    """Storage writer of DCP with one file per rank, which is hashed and synced.
-
-    DCP sends a result per tensor to rank 0, and the metadata of all tensors to all ranks. Here
-    ranks send the lengths of what they wrote one after another, and rank 0 keeps the metadata.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=False)
-        self.fs = self.files = HashingFileSystem()
-        self._plans: list[SavePlan] = []
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the file of each rank. Rank 0 only."""
-        self._plans = super().prepare_global_plan(plans)
-        return self._plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write the tensors of `plan`, small ones by template; return their lengths in the file."""
-        templates, lengths = Templates(), []
-        with self.files.create_stream(Path(self.path) / _file_of(plan), "wb") as file:
-            for item in plan.items:
-                begin = file.tell()
-                tensor = planner.resolve_data(item).detach().cpu()
-                if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                    tensor = tensor.clone()  # torch.save writes all of a storage
-                if tensor.nbytes < LARGE:
-                    file.write(templates.save(tensor))
-                else:
-                    torch.save(tensor, file)
-                lengths.append(file.tell() - begin)
-        done: Future[list[int]] = Future()
-        done.set_result(lengths)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """Write the metadata. Rank 0 only."""
-        written = []
-        for plan, lengths in zip(self._plans, results, strict=True):
-            begins = accumulate(lengths, initial=0)
-            for item, begin, length in zip(plan.items, begins, lengths, strict=False):
-                place = Place(_file_of(plan), begin, length)
-                written.append(WriteResult(item.index, length, place))
-        super().finish(metadata, [written])
-        metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {}, {}, None
-
-
-def _file_of(plan: SavePlan) -> str:
-    return f"{plan.storage_data.prefix}0.distcp"
-
-
-def _is_small(item: WriteItem) -> bool:
-    return item.tensor_data is not None and item.tensor_data.chunk.sizes.numel() <= SMALL
+    dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+    return files.records
 
 
 def _check_visible(draft: Path, all_records: list[dict[str, FileRecord]]) -> None:

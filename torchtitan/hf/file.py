@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file
 from torchtitan.checkpoint.source import ALL, ParameterFilter, row_order
 from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
-from torchtitan.checkpoint.stored import read_records
 from torchtitan.hf.folder import ROPE_BUFFER
 from torchtitan.hf.names import Names, Slot
 from torchtitan.hf.weights import (
@@ -130,8 +130,10 @@ def map_file(path: Path) -> dict[str, Tensor]:
     """
     try:
         check_is_file(path)
-        with path.open("rb") as file:
-            read_records(file)
+        if is_zipfile(path):
+            with ZipFile(path) as archive:
+                if any(record.compress_type != ZIP_STORED for record in archive.infolist()):
+                    raise CheckpointError("its records are compressed")  # mmap would misread them
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # damaged bytes raise KeyError, TypeError, struct.error ...
         raise CheckpointError(
