@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
@@ -48,6 +48,7 @@ from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
+from torchtitan.data.loader import Loader
 
 TARGET, TARGET_S3 = "at most 1.10", "at most 1.20"
 
@@ -155,7 +156,7 @@ def _build_save(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9),
         lr_settings={},
-        loader=_NoData(),
+        loader=cast(Loader, _NoData()),
         progress=progress,
     )
     settings = CheckpointConfig(enable=True, interval=1, keep_latest_k=1, async_mode=mode)

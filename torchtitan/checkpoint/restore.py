@@ -29,7 +29,6 @@ from torchtitan.checkpoint.state import (
     model_tensors,
     optimizer_tensors,
     rng_tensors,
-    set_rng,
 )
 from torchtitan.models.init import local_part
 from torchtitan.models.interface import ModelParts
@@ -149,6 +148,13 @@ def _restore_train_state(state: RunState, source: Checkpoint) -> None:
     wanted = {k: t for k, t in {**state.more, **generators}.items() if k in names}
     read_tensors(source.path, "train_state", into=wanted, group=source.group)
     set_rng({name: wanted[name] for name in generators if name in names})
+
+
+def set_rng(states: Mapping[str, Tensor]) -> None:
+    """Set this rank's random generators to `states`, all or some of those of `rng_tensors`."""
+    setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
+    for name, state in states.items():
+        setters[name.rpartition(".")[2]](state)
 
 
 def _log_start(start: Start, *, loaded: Collection[str], step: int) -> None:

@@ -116,12 +116,7 @@ class CheckpointConfig:
     """Timeout of a rank that waits for other ranks while a checkpoint is saved or loaded."""
 
     def violations(self) -> Iterator[Violation]:
-        """Check the settings of loading and of the export."""
-        exports = self.last_save_in_hf or self.last_save_model_only
-        if self.export_dtype != "float32" and not (self.enable and exports):
-            need = "enable" if exports else "last_save_model_only or last_save_in_hf"
-            rule = f"has no effect: it needs {need} = true; set that, or remove this"
-            yield Violation(("export_dtype",), rule, is_notice=True)
+        """Check the settings of loading."""
         for key in ("folder", "initial_load_path"):
             value = getattr(self, key)
             if value is not None and is_url(value) and not is_plain_url(value):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch import Tensor
 
 from torchtitan.models.interface import HasParameters
 from torchtitan.optim.optimizer import create_state
+
+if TYPE_CHECKING:
+    from torchtitan.data.loader import Loader
 
 COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 STEP = "step"
@@ -45,18 +48,6 @@ class Component:
     """JSON-compatible state, the same on every rank."""
 
 
-class Resumable(Protocol):
-    """An object with JSON-compatible resume state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state."""
-        ...
-
-
 @dataclass(kw_only=True)
 class Progress:
     """Progress of training."""
@@ -73,7 +64,7 @@ class RunState:
     optimizer: torch.optim.Optimizer
     lr_settings: Mapping[str, Any]
     """Settings from which the learning rate is computed."""
-    loader: Resumable
+    loader: Loader
     progress: Progress
     more: Mapping[str, Tensor] = field(default_factory=dict)
     """Replicated tensors saved in train_state."""
@@ -138,10 +129,3 @@ def rng_tensors(*, rank: int) -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states[f"rank_{rank}.cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def set_rng(states: Mapping[str, Tensor]) -> None:
-    """Set this rank's random generators to `states`, all or some of those of `rng_tensors`."""
-    setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
-    for name, state in states.items():
-        setters[name.rpartition(".")[2]](state)
