@@ -503,43 +503,6 @@ def count_unequal(folder: Path, other: Path) -> int:
     )
 
 
-@torch.no_grad()
-def compare_new_tokens(campaign: Campaign) -> list[Result]:
-    """Train two new tokens beside an adapter, and compare what PEFT loads."""
-    if needs := missing("peft"):
-        return [Result("PEFT", "logits", None, note=needs)]
-    from peft import AutoPeftModelForCausalLM
-    from transformers import AutoTokenizer
-
-    folder, stored = campaign.folder / "tokenizer", campaign.config.vocab_size
-    tokenizer = AutoTokenizer.from_pretrained(campaign.model)
-    names = [f"<new_{i}>" for i in range(stored + 2 - len(tokenizer))]
-    tokenizer.add_tokens(names)
-    tokenizer.save_pretrained(folder)
-    rows = [
-        Row({**row.value, "completion": f"{names[-1 - i % 2]}{row.value['completion']}"}, [], [])
-        for i, row in enumerate(campaign.chats)
-    ]
-    file = campaign.write_rows("new", rows)
-    campaign.train(
-        "new tokens",
-        *LORA,
-        *EXPORTED,
-        "--lora.export_format=adapter",
-        f"--training.dataset_path={file}",
-        f"--model.tokenizer_path={folder}",
-        f"--model.vocab_size={stored + 2}",
-        "--checkpoint.grow_vocab=true",
-        keep=True,
-    )
-    checkpoint, tokens = campaign.run("new tokens") / "checkpoint", campaign.tokens()
-    tokens[:, ::5] = torch.tensor([stored, stored + 1]).repeat(2)[:, None]
-    ours = api.load_model(checkpoint / f"step-{STEPS}", device="cpu")(tokens)
-    export = checkpoint / "export" / f"step-{STEPS}"
-    model = AutoPeftModelForCausalLM.from_pretrained(export, dtype=torch.float32)
-    return compare_peft(model, tokens, ours=ours)
-
-
 COMPARISONS: dict[str, Callable[[Campaign], list[Result]]] = {
     "chats": compare_chats,
     "labels": compare_labels,
@@ -548,7 +511,6 @@ COMPARISONS: dict[str, Callable[[Campaign], list[Result]]] = {
     "loss_lora": partial(compare_loss, kind="lora"),
     "layouts": compare_layouts,
     "exports": compare_exports,
-    "new_tokens": compare_new_tokens,
 }
 
 

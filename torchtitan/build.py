@@ -29,7 +29,7 @@ from torchtitan.base.log import plural
 from torchtitan.base.patterns import matches
 from torchtitan.callbacks import CallbackRunner, build_callbacks
 from torchtitan.checkpoint.lock import lock_folder
-from torchtitan.checkpoint.state import VOCABULARY, Progress, RunState
+from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.config.sources import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
@@ -181,7 +181,7 @@ def build_parts(
     validator = build_validator(config, model, execution, shard, mesh=mesh, device=device)
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
     if start is not None:
-        state = restore_state(state, start, config=config, model=model, io=io)
+        restore_state(state, start, io=io)
     config = plan_end(config, layout=layout, loader=loader, step=progress.step)
     state = replace(state, lr_settings=describe_lr(config))
     if start is not None:
@@ -317,9 +317,7 @@ def check_adapter_scale(start: Start, *, alpha: float) -> None:
         )
 
 
-def restore_state(
-    state: RunState, start: Start, *, config: Config, model: ModelParts, io: CheckpointIO | None
-) -> RunState:
+def restore_state(state: RunState, start: Start, *, io: CheckpointIO | None) -> None:
     """Load what the run starts from.
 
     Raises:
@@ -328,8 +326,7 @@ def restore_state(
     from torchtitan.checkpoint.restore import restore
 
     assert io is not None, "a run without checkpoints starts from none"
-    new_rows_of = model if config.trains_new_rows else None
-    return restore(state, start=start, group=io.group, new_rows_of=new_rows_of)
+    restore(state, start=start, group=io.group)
 
 
 # -- data --------------------------------------------------------------------------------------
@@ -509,9 +506,6 @@ def build_model(
 def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Optimizer:
     """Build the optimizer of this rank's parts of the model."""
     dtype, settings = getattr(torch, config.training.mixed_precision_param), config.optimizer
-    if config.trains_new_rows:  # decay would change the other rows too
-        undecayed = (*settings.no_decay_params, *VOCABULARY)
-        settings = replace(settings, no_decay_params=undecayed)
     return build_optimizer(model, settings=settings, dtype=dtype, sections=own_sections(config))
 
 

@@ -122,11 +122,6 @@ class Config:
         lengths = {"training.seq_len": self.training.seq_len, "validation.seq_len": validated}
         return {key: seq_len for key, seq_len in lengths.items() if seq_len is not None}
 
-    @property
-    def trains_new_rows(self) -> bool:
-        """Whether the new rows of a vocabulary are trained beside an adapter."""
-        return self.lora.rank > 0 and self.checkpoint.grow_vocab
-
     def violations(self) -> Iterator[Violation]:
         """Yield the broken rules between sections."""
         if self.training.num_epochs is None:  # else build.py checks it, once the data are read

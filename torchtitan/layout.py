@@ -148,7 +148,7 @@ def _find_trained(config: Config, *, model: LanguageModel) -> tuple[TrainablePar
         from torchtitan.finetune.lora import ADAPTERS, build_adapt
 
         adapt, only = build_adapt(config.lora, model=model), ADAPTERS
-        only += VOCABULARY if config.trains_new_rows else ()
+        only += VOCABULARY if config.lora.train_embeddings else ()
         adapt(model)
     sections = own_sections(config)
     trained = find_trainable(model, settings=config.optimizer, only=only, sections=sections)

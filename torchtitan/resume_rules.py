@@ -61,7 +61,6 @@ IGNORED: Mapping[Path, str] = {
 """Settings that may differ, and why. A section includes all of its keys except `COUNTS`."""
 COUNTS: Mapping[Path, str] = {
     ("validation", "holdout_fraction"): "held-out documents are not trained on",
-    ("checkpoint", "grow_vocab"): "beside an adapter it selects what is trained",
 }
 DATA_PLACES = {
     ("training", "dataset_path"),
@@ -238,7 +237,6 @@ def _resolve(job: Job) -> dict[Path, object]:
         TOTAL_STEPS: total,
         WARMUP_STEPS: schedule.num_warmup_steps(total),
         WARMUP_RATIO: None,
-        ("checkpoint", "grow_vocab"): config.lora.rank > 0 and config.checkpoint.grow_vocab,
     }
 
 

@@ -347,7 +347,6 @@ def random_config(seed: int) -> Config:
         ("checkpoint", "initial_load_in_hf"): False,
         ("checkpoint", "initial_load_rope"): "auto",
         ("checkpoint", "load_step"): rng.choice([0, 7, 10**6]) if reads else -1,
-        ("checkpoint", "grow_vocab"): False,
         ("router", "bias_update_rate"): 0.0,
         ("lora", "rank"): rng.randrange(1, 99),
         ("checkpoint", "last_save_in_hf"): True,

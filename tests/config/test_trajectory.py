@@ -96,14 +96,6 @@ def test_settings_that_count(jobs: Jobs, options: list[str], difference: str) ->
     assert found.startswith(options[0].split("=")[0][2:] + ": ")
 
 
-def test_new_rows_of_a_vocabulary_count_beside_an_adapter(jobs: Jobs) -> None:
-    start = '[checkpoint]\nenable = true\ninitial_load_path = "x"\n'
-    grows = "--checkpoint.grow_vocab"
-    assert differences(jobs, grows, before=start) == []
-    [found] = differences(jobs, grows, before=f"{start}[lora]\nrank = 2\n")
-    assert found == "checkpoint.grow_vocab: stored false, now true"
-
-
 def test_microbatches_count_while_they_set_the_global_batch(jobs: Jobs) -> None:
     [found] = differences(jobs, "--training.local_batch_size=4", before="")
     assert found == "training.local_batch_size: stored 8, now 4"

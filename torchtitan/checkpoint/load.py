@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ def read_tensors(
     into: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
     may_skip: Callable[[str], bool] = lambda name: True,
-    may_grow: Collection[str] = (),
     accepts: Collection[str] = (),
     rope_head_dim: HeadDim = lambda name: None,
     remedy: str = SKIP,
@@ -56,7 +54,6 @@ def read_tensors(
         into: Tensors to fill, by name.
         group: Ranks that load together. None: this process only.
         may_skip: Whether a stored tensor that is not in `into` may stay unread.
-        may_grow: Tensors that may be stored with fewer rows (`growth.py` fills the rest).
         accepts: Types to convert, e.g. torch.bfloat16. Others must be those of `into`.
         rope_head_dim: Head width of a tensor that is stored in the half-split order (`rows.py`),
             None if it has the interleaved order.
@@ -78,17 +75,12 @@ def read_tensors(
         reader = TensorReader(folder, metadata)
         reader.check_whole(into)
         stored = {name: _shape_and_dtype(entry) for name, entry in reader.entries.items()}
-        check = partial(check_match, folder, stored, wanted, may_skip=may_skip, remedy=remedy)
-        reader.grow(check(may_grow=may_grow))
+        check_match(folder, stored, wanted, may_skip=may_skip, remedy=remedy)
         reader.read_half_split_rope({name: rope_head_dim(name) for name in into})
         readers.append(reader)
 
     on_every_rank(open_component, group=group)
     fill(into, reader=readers[0], group=group)
-    if may_grow:
-        from torchtitan.checkpoint.growth import fill_new_rows
-
-        fill_new_rows(into, may_grow=may_grow, reader=readers[0], group=group)
 
 
 def _shape_and_dtype(entry: Any) -> tuple[Shape | None, str]:
@@ -103,10 +95,9 @@ def check_match(
     wanted: Mapping[str, tuple[Shape, Collection[str]]],
     *,
     may_skip: Callable[[str], bool],
-    may_grow: Collection[str] = (),
     spell: Callable[[str], str] = repr,
     remedy: str = SKIP,
-) -> dict[str, Shape]:
+) -> None:
     """Check that stored tensors fit the wanted ones.
 
     Args:
@@ -114,27 +105,19 @@ def check_match(
         stored: Shape (None for raw bytes) and type by name.
         wanted: Shape and accepted types by name.
         may_skip: Whether a stored tensor that is not wanted may stay unread.
-        may_grow: Tensors that may be stored with fewer rows.
         spell: Formats a name in messages.
         remedy: What to do if they do not fit.
-
-    Returns:
-        The wanted shapes of the tensors that grow.
 
     Raises:
         CheckpointError: Tensors are missing or unexpected, or have other shapes or types.
     """
-    grown, shapes, types = {}, [], []
+    shapes, types = [], []
     for name in wanted.keys() & stored.keys():
         (shape, accepted), (stored_shape, dtype) = wanted[name], stored[name]
         if stored_shape is None:
             types.append(f"{spell(name)} is raw bytes, which are never loaded")
             continue
-        if name in may_grow and stored_shape[1:] == shape[1:] and stored_shape[0] < shape[0]:
-            grown[name] = shape
-            text = "%s: %d rows come from %s, %d new rows start near their mean"
-            logger.info(text, name, stored_shape[0], place, shape[0] - stored_shape[0])
-        elif stored_shape != shape:
+        if stored_shape != shape:
             shapes.append(f"{spell(name)} has shape {list(stored_shape)}, not {list(shape)}")
         if dtype not in accepted:
             types.append(f"{spell(name)} has type {dtype}, not {', '.join(accepted)}")
@@ -155,4 +138,3 @@ def check_match(
             + "\n  ".join(lines)
             + f"\n{remedy}"
         )
-    return grown

@@ -254,11 +254,6 @@ class PieceReader(dcp.FileSystemReader):
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
-    def grow(self, shapes: Mapping[str, Collection[int]]) -> None:
-        """Set larger shapes for tensors with fewer stored rows; the missing rows are not read."""
-        for name, shape in shapes.items():
-            self.entries[name] = replace(self.entries[name], size=torch.Size(shape))
-
     def read_half_split_rope(self, head_dims: Mapping[str, int | None]) -> None:
         """Convert tensors from half-split to interleaved row order (`rows.py`).
 

@@ -31,19 +31,14 @@ from torchtitan.checkpoint.state import (
     rng_tensors,
 )
 from torchtitan.models.init import local_part
-from torchtitan.models.interface import ModelParts
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.settings import LRSchedulerConfig
 
 logger = logging.getLogger(__name__)
 
 
-def restore(
-    state: RunState, *, start: Start, group: dist.ProcessGroup, new_rows_of: ModelParts | None
-) -> RunState:
+def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     """Load into the run what `start` asks for. Everything else keeps its initial state.
-
-    `new_rows_of` is the model if of its vocabulary only the new rows are trained.
 
     Raises:
         CheckpointError: The checkpoint lacks a component, or does not fit the run.
@@ -72,11 +67,6 @@ def restore(
         if "train_state" in loaded:
             _restore_train_state(state, source)
     _log_start(start, loaded=loaded, step=state.progress.step)
-    from torchtitan.checkpoint.base_rows import keep_base_rows, train_new_rows
-
-    if new_rows_of is None:
-        return keep_base_rows(state, source=source) if "model" in loaded else state
-    return train_new_rows(state, parts=new_rows_of, source=source)
 
 
 def _check_components(source: Checkpoint, loaded: Collection[str]) -> None:

@@ -107,9 +107,6 @@ class CheckpointConfig:
     """Parts that keep their initial values: components (model, optimizer, dataloader, train_state),
     parameters with their optimizer state (shell patterns of names, e.g. "output.*") or only that
     state ("optimizer.output.*"). lr_scheduler is never loaded: its rate is then not compared."""
-    grow_vocab: Annotated[bool, ELSEWHERE] = False
-    """Load embedding and output head from weights with a smaller vocabulary. New rows start
-    near the mean of the stored ones."""
     verify_on_load: bool = True
     """Compare a checkpoint's files with its checksums before loading it."""
     save_timeout_seconds: PositiveInt = 3600

@@ -61,8 +61,6 @@ class ParameterFilter:
 
     exclude: tuple[str, ...] = ()
     """Shell patterns of parameters to exclude, of the model and of the source."""
-    may_grow: tuple[str, ...] = ()
-    """Parameters that may have fewer rows in the source."""
     optional: Callable[[str], bool] | None = None
     """Parameters that are skipped together if the source lacks all of them, e.g. adapters."""
 
@@ -120,7 +118,6 @@ class Checkpoint:
             into=self.filter.wanted(into, names=self.shapes),
             group=self.group,
             may_skip=self.filter.excludes,
-            may_grow=self.filter.may_grow,
             # a checkpoint with only weights is an export, in a type of its own
             accepts=EXPORTED if self.manifest["components"] == ["model"] else (),
         )
@@ -168,7 +165,6 @@ class DCPFolder:
             into=wanted,
             group=self.group,
             may_skip=lambda name: name in skipped or excludes(name),
-            may_grow=self.filter.may_grow,
             rope_head_dim=self.rope_head_dim,
         )
         if has_tied_copy:
@@ -184,8 +180,7 @@ class DCPFolder:
             CheckpointError: They differ: the model would compute with another head.
         """
         head = {} if embedding is None else {OUTPUT: embedding.clone()}
-        place, grows = (self.path.parent, self.path.name), self.filter.may_grow
-        read_tensors(*place, into=head, group=self.group, may_grow=grows)
+        read_tensors(self.path.parent, self.path.name, into=head, group=self.group)
         same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
         found = on_every_rank(lambda: (embedding is not None, same), group=self.group)
         if not (any(held for held, _ in found) and all(equal for _, equal in found)):

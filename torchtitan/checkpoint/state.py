@@ -68,13 +68,11 @@ class RunState:
     progress: Progress
     more: Mapping[str, Tensor] = field(default_factory=dict)
     """Replicated tensors saved in train_state."""
-    model_state: Mapping[str, Any] = field(default_factory=lambda: MODEL_STATE)
-    """State stored with the weights."""
 
     def components(self) -> dict[str, Component]:
         """Return the current state. Tensors are not copied."""
         return {
-            "model": Component(tensors=model_tensors(self.model), state=self.model_state),
+            "model": Component(tensors=model_tensors(self.model), state=MODEL_STATE),
             "optimizer": Component(
                 tensors=merge_steps(optimizer_tensors(self.model, self.optimizer))
             ),

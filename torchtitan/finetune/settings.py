@@ -23,6 +23,9 @@ class LoRAConfig:
         "layers.*.feed_forward.w*",
     )
     """Shell patterns of the linear layers with an adapter."""
+    train_embeddings: Annotated[bool, Requires("rank", Ge(1))] = False
+    """Also train token embedding and output head in full, e.g. for tokens that the base lacks. An
+    exported adapter then holds both."""
     export_format: Annotated[
         Literal["merged", "adapter"],
         Requires("rank", Ge(1)),

@@ -21,7 +21,6 @@ from torchtitan.hf.export import HFExport
 from torchtitan.hf.names import GENERATION_CONFIG, Names
 from torchtitan.hf.peft import AdapterExport
 from torchtitan.hf.tokenizer_files import (
-    TOKENIZER,
     build_generation_config,
     files_to_copy,
     tokenizer_file,
@@ -89,7 +88,6 @@ def describe_export(
         carried=carried,
         adapter=AdapterExport.from_settings(lora, base=initial),
         files=files,
-        num_tokens=tokenizer.vocab_size if TOKENIZER in files else None,
         generation=generation,
         card=card.text,
     )

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.base_rows import stored_base_rows
 from torchtitan.checkpoint.checksums import HashingFile, write_json
 from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor
 from torchtitan.checkpoint.rows import to_their_rows
@@ -44,7 +43,8 @@ from torchtitan.hf.names import (
     WEIGHTS,
     Names,
 )
-from torchtitan.hf.peft import AdapterExport, describe_new_rows, new_rows_to_hf
+from torchtitan.hf.peft import AdapterExport
+from torchtitan.hf.weights import add_rows
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 from torchtitan.models.spec import EACH
 
@@ -71,8 +71,8 @@ class HFExport:
     """Largest size of a file of weights, unless it has only one tensor."""
     adapter: AdapterExport | None = None
     """How LoRA adapters in the checkpoint are written."""
-    num_tokens: int | None = None
-    """Number of ids of the tokenizer in `files`. None: there is none."""
+    add_tokens: int = 0
+    """Rows to append to embedding and output head; `names` has the larger vocabulary."""
     card: Callable[[Path], str] | None = None
     """Returns the model card, given the checkpoint. None: no card."""
 
@@ -83,7 +83,10 @@ class HFExport:
 
     def is_adapter(self, name: str) -> bool:
         """Return whether a tensor of the checkpoint is part of the adapter."""
-        return self.adapter is not None and is_adapter(name)
+        adapter = self.adapter
+        return adapter is not None and (
+            is_adapter(name) or (adapter.has_embeddings and name in VOCABULARY)
+        )
 
     def file_name(self, number: int, *, num_files: int) -> str:
         """Return the name of a file of weights, as transformers numbers them."""
@@ -101,8 +104,8 @@ class PlannedTensor:
     """Name in the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    index: int | slice | None = None
-    """Index, or rows, along the parameter's first dimension. None: the full parameter."""
+    index: int | None = None
+    """Index along the parameter's first dimension. None: the full parameter."""
 
     @property
     def num_bytes(self) -> int:
@@ -138,7 +141,7 @@ def export(
         reader = TensorReader(checkpoint / "model")
         check_names(checkpoint, reader.entries, settings=settings)
         reader.check_whole(reader.entries)
-        return plan_files(reader, settings=settings, base_rows=stored_base_rows(checkpoint))
+        return plan_files(reader, settings=settings)
 
     def prepare() -> None:
         if draft.exists():  # from a process that died
@@ -174,32 +177,22 @@ def export(
 
 def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
     """Raise CheckpointError if Hugging Face's format cannot describe the checkpoint's model."""
-    names, weights = settings.names, [name for name in stored if not settings.is_adapter(name)]
+    has_adapter = settings.adapter is not None
+    names, weights = settings.names, [n for n in stored if not (has_adapter and is_adapter(n))]
     problem = names.find_mismatch(weights) or find_inexpressible(names.architecture, names.format)
     if problem is not None:
         raise CheckpointError(f"{checkpoint} cannot be exported to Hugging Face: {problem}")
 
 
-def plan_files(reader: TensorReader, *, settings: HFExport, base_rows: int | None = None) -> Plan:
-    """Distribute the tensors over files, in the order of the model.
-
-    Args:
-        reader: The checkpoint's weights.
-        settings: Contents of the folder.
-        base_rows: Vocabulary rows of the base: an adapter has the others. None: has no others.
-    """
+def plan_files(reader: TensorReader, *, settings: HFExport) -> Plan:
+    """Distribute the tensors over files, in the order of the model."""
     files: Plan = [[]]
     size = 0
     limit = math.inf if settings.adapter_only else settings.max_file_bytes  # PEFT reads one file
     for parameter in sorted(reader.entries, key=_layer_order):
-        entry = reader.entries[parameter]
-        if settings.is_adapter(parameter) == settings.adapter_only:
-            tensors = _plan_tensors(parameter, entry, settings=settings)
-        elif settings.adapter_only and parameter in VOCABULARY and base_rows is not None:
-            tensors = _plan_new_rows(parameter, entry, settings=settings, first=base_rows)
-        else:
+        if settings.is_adapter(parameter) != settings.adapter_only:
             continue
-        for tensor in tensors:
+        for tensor in _plan_tensors(parameter, reader.entries[parameter], settings=settings):
             if files[-1] and size + tensor.num_bytes > limit:
                 files.append([])
                 size = 0
@@ -217,8 +210,10 @@ def _plan_tensors(parameter: str, entry: Any, *, settings: HFExport) -> list[Pla
     """Return the tensors of a parameter: one, or one per entry of its first dimension."""
     assert is_tensor(entry), f"{parameter} is not a parameter"
     names, shape = settings.names, tuple(entry.size)
+    if parameter in VOCABULARY:
+        shape = (shape[0] + settings.add_tokens, *shape[1:])
     dtype = names.stored_dtype(parameter, settings.dtype or entry.properties.dtype)
-    if settings.adapter is not None and is_adapter(parameter):
+    if settings.adapter_only and settings.adapter is not None:
         name = settings.adapter.to_hf(parameter, names=names)
     else:
         name = names.to_hf(parameter)
@@ -233,27 +228,6 @@ def _plan_tensors(parameter: str, entry: Any, *, settings: HFExport) -> list[Pla
             index=index,
         )
         for index in range(shape[0])
-    ]
-
-
-def _plan_new_rows(
-    parameter: str, entry: Any, *, settings: HFExport, first: int
-) -> list[PlannedTensor]:
-    """Return the tensor of the rows from `first` on, without those that no id of a token has."""
-    # PEFT resizes the base to the tokenizer beside the adapter
-    num_rows, width = entry.size
-    last = num_rows if settings.num_tokens is None else min(num_rows, settings.num_tokens)
-    if last <= first:
-        return []
-    names, dtype = settings.names, settings.dtype or entry.properties.dtype
-    return [
-        PlannedTensor(
-            parameter=parameter,
-            name=new_rows_to_hf(parameter, names=names),
-            shape=(last - first, width),
-            dtype=names.stored_dtype(parameter, dtype),
-            index=slice(first, last),
-        )
     ]
 
 
@@ -299,6 +273,8 @@ def _read(tensor: PlannedTensor, *, reader: TensorReader, settings: HFExport) ->
     weight = into[name]
     if adapter is not None and factors:
         weight = adapter.merge_into(weight, *(into[factor] for factor in factors))
+    if name in VOCABULARY:
+        weight = add_rows(weight, settings.add_tokens)
     return to_their_rows(weight.to(tensor.dtype), head_dim=settings.names.rope_head_dim(name))
 
 
@@ -317,8 +293,6 @@ def _write_other_files(checkpoint: Path, target: Path, plan: Plan, *, settings: 
     if settings.adapter is not None and settings.adapter_only:
         names = [tensor.name for tensor in tensors]
         content = settings.adapter.config(names, num_layers=architecture.num_layers)
-        new_rows = {t.name: t.index for t in tensors if isinstance(t.index, slice)}
-        content |= describe_new_rows(new_rows)
         write_json(draft / ADAPTER_CONFIG, content)
     else:
         format, dtype = settings.names.format, tensors[0].dtype

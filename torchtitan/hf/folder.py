@@ -11,6 +11,7 @@ import logging
 import re
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torchtitan.base.files import check_is_file
 from torchtitan.base.stored_json import read_json
 from torchtitan.checkpoint.checksums import summarize, write_json
 from torchtitan.checkpoint.source import ALL, ParameterFilter
-from torchtitan.checkpoint.state import MODEL_STATE, OUTPUT
+from torchtitan.checkpoint.state import MODEL_STATE, OUTPUT, VOCABULARY
 from torchtitan.checkpoint.storage import STATE, commit, draft_of
 from torchtitan.hf.config import (
     VISIBLE_IN_SHAPES,
@@ -42,6 +43,7 @@ from torchtitan.hf.weights import (
     HFWeights,
     StoredTensor,
     add_once,
+    add_rows,
     attach_scales,
     check_match,
     stack_parts,
@@ -92,7 +94,6 @@ def open_folder(
             )
         # with parameters excluded, only the remaining names and shapes must match
         exempt = {*may_differ, *(VISIBLE_IN_SHAPES if filter.exclude else ())}
-        exempt |= {"vocab_size"} if filter.may_grow else set()
         config = read_config(path)
         check_sizes(config, spec=spec, architecture=architecture, may_differ=exempt)
         stored, sizes = stored_sizes(config), sizes_of(architecture)
@@ -117,9 +118,16 @@ def open_folder(
 
 
 def to_dcp(
-    folder: Path, target: Path, *, dtype: torch.dtype, models: Mapping[str, ModelSpec]
+    folder: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    add_tokens: int = 0,
+    models: Mapping[str, ModelSpec],
 ) -> tuple[ModelSpec, DecoderConfig]:
     """Convert a folder to a DCP folder of weights, outside of a run; return the model.
+
+    `add_tokens` rows are appended to embedding and output head.
 
     Raises:
         CheckpointError: The folder is damaged, or its model is not in `models`.
@@ -131,13 +139,15 @@ def to_dcp(
     model = cast(spec.build_meta(architecture), dtype).to_empty(device="cpu")
     weights = {name: p.detach() for name, p in model.named_parameters()}
     source.read(weights)
+    for name in weights.keys() & VOCABULARY:
+        weights[name] = add_rows(weights[name], add_tokens)
     draft = draft_of(target)
     if draft.exists():  # from a process that died
         shutil.rmtree(draft)
     dcp.save(weights, storage_writer=dcp.FileSystemWriter(draft), no_dist=True)
     write_json(draft / STATE, MODEL_STATE)
     commit(target)
-    return spec, architecture
+    return spec, replace(architecture, vocab_size=architecture.vocab_size + add_tokens)
 
 
 def _read_headers(

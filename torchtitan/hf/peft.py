@@ -3,15 +3,13 @@
 PEFT stores an adapter as one safetensors file and a small JSON file. B has the rows of its weight,
 so its row order changes with that of the weight.
 
-New rows of the vocabulary, which the base lacks, are stored as PEFT's trainable tokens: their
-values and, in the JSON file, their ids. AutoPeftModelForCausalLM resizes the base to the tokenizer
-in the folder before it loads them; PeftModel needs a base that is resized already.
+Embedding and output head that were trained in full are stored whole, as PEFT's `modules_to_save`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +20,6 @@ from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.hf.names import Names
 
 _PREFIX = "base_model.model."
-_NEW_ROWS = "token_adapter.trainable_tokens_delta"  # values, not differences
 _ENDINGS = {DOWN: "lora_A.weight", UP: "lora_B.weight"}
 
 
@@ -34,6 +31,8 @@ class AdapterExport:
     alpha: float
     merge: bool
     """Whether it is merged into the weights. False: only the adapter is exported."""
+    has_embeddings: bool = False
+    """Whether embedding and output head were trained too."""
     base: str | None = None
     """Path of the base weights."""
 
@@ -43,7 +42,13 @@ class AdapterExport:
         if not settings.rank:
             return None
         merge = settings.export_format == "merged"
-        return cls(rank=settings.rank, alpha=settings.alpha, merge=merge, base=base)
+        return cls(
+            rank=settings.rank,
+            alpha=settings.alpha,
+            merge=merge,
+            has_embeddings=settings.train_embeddings and not merge,
+            base=base,
+        )
 
     def factors_of(self, weight: str) -> Sequence[str]:
         """Return the names of A and B of a weight; a bias has none."""
@@ -55,8 +60,10 @@ class AdapterExport:
         return merged(weight, a, b, scale=self.alpha / self.rank)
 
     def to_hf(self, name: str, *, names: Names) -> str:
-        """Return PEFT's name of A or B."""
+        """Return PEFT's name of A or B, or of a parameter that is stored whole."""
         module, _, last = name.rpartition(".")
+        if last not in _ENDINGS:
+            return f"{_PREFIX}{names.to_hf(name)}"
         return f"{_PREFIX}{names.to_hf(f'{module}.weight').removesuffix('weight')}{_ENDINGS[last]}"
 
     def config(self, names: Sequence[str], *, num_layers: int) -> dict[str, Any]:
@@ -82,18 +89,10 @@ class AdapterExport:
             "fan_in_fan_out": False,
             "inference_mode": True,
             "target_modules": [*sorted(in_all_layers), *single],
+            "modules_to_save": sorted(
+                n.removesuffix(".weight").rpartition(".")[2]
+                for n in names
+                if not n.endswith(tuple(_ENDINGS.values()))
+            )
+            or None,
         }
-
-
-def new_rows_to_hf(weight: str, *, names: Names) -> str:
-    """Return PEFT's name of the new rows of an embedding or output head."""
-    return f"{_PREFIX}{names.to_hf(weight).removesuffix('weight')}{_NEW_ROWS}"
-
-
-def describe_new_rows(new_rows: Mapping[str, slice]) -> dict[str, Any]:
-    """Return the entries of adapter_config.json about new rows, given the rows of each tensor."""
-    ids = {
-        name.removesuffix(f".{_NEW_ROWS}").rpartition(".")[2]: list(range(rows.start, rows.stop))
-        for name, rows in new_rows.items()
-    }
-    return {"trainable_token_indices": ids} if ids else {}

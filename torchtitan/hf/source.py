@@ -17,7 +17,6 @@ from torchtitan.checkpoint.initial import INITIAL_PATH, find_initial, open_step
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.checkpoint.source import ParameterFilter, WeightSource
 from torchtitan.checkpoint.start import LoadMode
-from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
 from torchtitan.hf.model import chosen_rotation, missing_folder, warn_beyond_positions
@@ -67,7 +66,6 @@ def open_initial(
         )
     chosen = ParameterFilter(
         exclude=() if requested == "recover" else settings.exclude_from_loading,
-        may_grow=VOCABULARY if settings.grow_vocab else (),
         optional=optional if requested == "finetune" else None,
     )
     how: dict[str, Any] = {"filter": chosen, "group": group}

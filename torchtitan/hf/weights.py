@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.growth import fill_new_rows
 from torchtitan.checkpoint.load import check_match as check_tensors
 from torchtitan.checkpoint.reader import PieceReader, fill
 from torchtitan.checkpoint.source import ParameterFilter
+from torchtitan.data.sampler import Permutation
 from torchtitan.hf.names import Names, Slot
 from torchtitan.mesh.ranks import reason
 from torchtitan.models.sizes import DecoderConfig
@@ -44,6 +44,8 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 """Types of weights by their names in safetensors."""
+COVARIANCE_SCALE = 1e-9
+"""Factor of the old rows' covariance in new rows of a vocabulary, as in transformers."""
 FLOAT8, SCALE = "F8_E4M3", "_scale_inv"
 """Type of a matrix with scales, and the ending of their tensor's name."""
 
@@ -175,11 +177,8 @@ class HFWeights:
         """
         wanted = self.filter.wanted(into, names=self.shapes)
         reader = _HFReader(self)
-        reader.grow({name: tensor.shape for name, tensor in wanted.items()})
         reader.read_half_split_rope({name: t.rope_head_dim for name, t in reader.stored.items()})
         fill(wanted, reader=reader, group=self.group)
-        if grows := self.filter.may_grow:
-            fill_new_rows(wanted, may_grow=grows, reader=reader, group=self.group)
 
 
 class _HFReader(PieceReader):
@@ -257,6 +256,27 @@ class ScaledMatrix:
         return part
 
 
+def add_rows(weight_VD: Tensor, num_rows: int) -> Tensor:
+    """Return a vocabulary's matrix with `num_rows` rows appended, near the mean of the others.
+
+    Rows from the distribution of a new model have another length than trained ones, so that their
+    logits are far off. transformers' resize_token_embeddings draws new rows from a normal
+    distribution with the mean of the old rows and 1e-9 times their covariance. Here new row k is
+
+        mean + sqrt(1e-9) (x - mean)
+
+    where x is old row k of a fixed permutation: V new rows have exactly that mean and covariance.
+    """
+    if not num_rows:
+        return weight_VD
+    x_VD, num_old = weight_VD.double(), len(weight_VD)
+    order = Permutation(num_old, seed=0, epoch=0, source=0)
+    picked = [order[row % num_old] for row in range(num_rows)]
+    mean_D = x_VD.mean(0)
+    new = mean_D + COVARIANCE_SCALE**0.5 * (x_VD[picked] - mean_D)
+    return torch.cat([weight_VD, new.to(weight_VD.dtype)])
+
+
 def check_match(
     path: Path,
     found: Mapping[str, StoredTensor],
@@ -281,6 +301,5 @@ def check_match(
             if not filter.excludes(name)
         },
         may_skip=filter.excludes,
-        may_grow=filter.may_grow,
         spell=both_names,
     )

@@ -46,10 +46,11 @@ def main(argv: Sequence[str]) -> int:
                 dtype=args.dtype,
                 tokenizer=args.tokenizer,
                 lora=args.lora,
+                add_tokens=args.add_tokens,
                 verify=not args.skip_verify,
             )
     else:
-        line = from_hf(args.folder, args.out, dtype=args.dtype)
+        line = from_hf(args.folder, args.out, dtype=args.dtype, add_tokens=args.add_tokens)
     sys.stdout.write(f"{line}\n")
     return 0
 
@@ -61,6 +62,7 @@ def to_hf(
     dtype: str | None = None,
     tokenizer: str | None = None,
     lora: Literal["merged", "adapter"] | None = None,
+    add_tokens: int = 0,
     verify: bool = True,
 ) -> str:
     """Write a step's weights as a Hugging Face folder; return a line about it.
@@ -71,6 +73,8 @@ def to_hf(
         dtype: Dtype of the weights. None: as they are stored.
         tokenizer: None: model.tokenizer_path.
         lora: None: lora.export_format.
+        add_tokens: Number of rows to append to embedding and output head, near the mean of the
+            others.
         verify: Compare the step's checksums.
 
     Raises:
@@ -84,7 +88,13 @@ def to_hf(
 
     if is_url(str(out)):
         return _to_url(
-            checkpoint, str(out), dtype=dtype, tokenizer=tokenizer, lora=lora, verify=verify
+            checkpoint,
+            str(out),
+            dtype=dtype,
+            tokenizer=tokenizer,
+            lora=lora,
+            add_tokens=add_tokens,
+            verify=verify,
         )
     out = Path(out)
     _check_absent(out)
@@ -102,6 +112,11 @@ def to_hf(
         if error.key != "model.tokenizer_path":
             raise
         raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
+    if add_tokens:
+        architecture = settings.names.architecture
+        architecture = replace(architecture, vocab_size=architecture.vocab_size + add_tokens)
+        names = replace(settings.names, architecture=architecture)
+        settings = replace(settings, names=names, add_tokens=add_tokens)
     if not (step / "train_state").is_dir():  # weights alone: a card would have no figures
         settings = replace(settings, card=None)
     export(step, out, settings=settings, group=None)
@@ -132,7 +147,7 @@ def _to_url(checkpoint: Path, url: str, **options: Any) -> str:
         return line.replace(str(folder), url)
 
 
-def from_hf(folder: Path, out: Path, *, dtype: str) -> str:
+def from_hf(folder: Path, out: Path, *, dtype: str, add_tokens: int = 0) -> str:
     """Write the weights of a Hugging Face folder as a DCP folder; return the job's settings."""
     import torch
 
@@ -142,7 +157,9 @@ def from_hf(folder: Path, out: Path, *, dtype: str) -> str:
     _check_absent(out)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        spec, architecture = to_dcp(folder, out, dtype=getattr(torch, dtype), models=MODELS)
+        spec, architecture = to_dcp(
+            folder, out, dtype=getattr(torch, dtype), add_tokens=add_tokens, models=MODELS
+        )
     default, model = values_of(ModelSection()), values_of(to_settings(spec, architecture))
     settings = {".".join(path): value for path, value in model.items() if value != default[path]}
     lines = [f"model.{key} = {literal(value)}" for key, value in settings.items()]
@@ -183,4 +200,12 @@ def _parser() -> argparse.ArgumentParser:
         default="float32",
         help="the training.dtype of the job that reads it",
     )
+    for direction in (to, back):
+        direction.add_argument(
+            "--add_tokens",
+            type=int,
+            default=0,
+            metavar="N",
+            help="append N rows to embedding and output head, near the mean of the others",
+        )
     return parser

@@ -122,7 +122,6 @@ def _settings(
         initial_load_path=str((run / own.local_folder).resolve()),
         initial_load_model_only=False,
         load_step=saved,
-        grow_vocab=own.grow_vocab,  # with an adapter: the rows that are trained
         # only the start at this step left them out
         exclude_from_loading=own.exclude_from_loading
         if own.mode != "finetune" and any(row["step"] == saved for row in starts)
