@@ -1,6 +1,7 @@
 """Custom code around the loop: a callback, a metrics sink, a loss and a learning rate decay.
 
-    python -m torchtitan.train --training.callbacks examples.own_hooks:StopEarly \
+    python -m torchtitan.train \
+        --training.callbacks '{path = "examples.own_hooks:StopEarly", patience = 2}' \
         --metrics.sinks examples.own_hooks:CsvSink --training.loss examples.own_hooks:smoothed \
         --lr_scheduler.decay_type examples.own_hooks:quadratic --validation.enable \
         --validation.holdout_fraction 0.05 --training.steps 20
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class StopEarlyConfig:
-    """Stop when the validation loss no longer falls."""
-
-    patience: int = 3
-    """Validations without a new lowest loss before the run is stopped."""
-
-
-SECTIONS = {"stop_early": StopEarlyConfig}
-
-
 class StopEarly:
-    """A callback: any of on_start, on_step, on_validation, on_checkpoint and on_end."""
+    """A callback: any of on_start, on_step, on_validation, on_checkpoint and on_end.
 
-    def __init__(self, stop_early: StopEarlyConfig) -> None:
-        self.patience, self.lowest, self.num_worse = stop_early.patience, float("inf"), 0
+    Args:
+        patience: Validations without a new lowest loss before the run is stopped.
+    """
+
+    def __init__(self, patience: int = 3) -> None:
+        self.patience, self.lowest, self.num_worse = patience, float("inf"), 0
 
     def on_validation(self, step: int, row: Mapping[str, Any]) -> dict[str, float]:
         """Count validations since the lowest loss, and return a figure to add to the row."""
@@ -50,8 +43,8 @@ class StopEarly:
 class CsvSink:
     """A sink: receives the figures of each logged step."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / "losses.csv").open("a", newline="")
+    def __init__(self, *, folder: Path, rank: int, resume_step: int, name: str = "losses") -> None:
+        self._file = (folder / f"{name}.csv").open("a", newline="")
         self._writer = csv.writer(self._file)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -63,9 +56,9 @@ class CsvSink:
         self._file.close()
 
 
-def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return cross-entropy with a tenth of the label's share spread over the vocabulary."""
-    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+def smoothed(logits: Tensor, labels: Tensor, *, share: float = 0.1) -> Tensor:
+    """Return cross-entropy with this share of the label's weight spread over the vocabulary."""
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=share)
 
 
 def quadratic(progress: float) -> float:

@@ -82,7 +82,7 @@ BALANCED = (
 """Losses of routers go by counts of the step before, biases by those of this one."""
 OWN_THINGS = (
     "--training.dataset=examples.own_dataset:Sums",
-    "--sums.digits=1",
+    "--training.dataset_options.digits=1",
     "--training.loss=examples.own_hooks:smoothed",
     "--lr_scheduler.decay_type=examples.own_hooks:quadratic",
     "--optimizer.name=examples.own_optimizer:Lion",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 class Data:
     """Samples that are made up."""
 
-    def __init__(self, seq_len: int, held_out: bool = False) -> None:
+    def __init__(self, *, seq_len: int, held_out: bool, **_: object) -> None:
         self.seq_len, self.held_out, self.num_read = seq_len, held_out, 0
 
     def __len__(self) -> int:

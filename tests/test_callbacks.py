@@ -173,10 +173,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 WRONG = {
-    "none": ("class C: pass", "on_start, on_step"),
-    "misspelt": ("class C:\n def on_steps(self): pass", "'on_step'"),
-    "asks too much": ("class C:\n def __init__(self, run): pass", "'run'"),
-    "raises": ("class C:\n def __init__(self): raise KeyError('x')", "KeyError: 'x'"),
+    "none": ("class C:\n def __init__(self, mine): pass", "on_start, on_step"),
+    "misspelt": (
+        "class C:\n def __init__(self, mine): pass\n def on_steps(self): pass",
+        "'on_step'",
+    ),
+    "asks too much": ("class C:\n def __init__(self, mine, run): pass", "'run'"),
+    "raises": ("class C:\n def __init__(self, mine): raise KeyError('x')", "KeyError: 'x'"),
 }
 
 
@@ -185,16 +188,7 @@ def test_what_is_no_callback(case: str, folder: Path) -> None:
     code, said = WRONG[case]
     (folder / "my_hooks.py").write_text(code)
     with pytest.raises(ConfigError) as error:
-        build_callbacks(["my_hooks:C"], kwargs={"mine": 1})
+        build_callbacks([{"path": "my_hooks:C", "mine": 1}])
     [mistake] = error.value.mistakes
     assert mistake.keys == ("training.callbacks",)  # type: ignore[union-attr]
     assert said in str(mistake)
-
-
-def test_a_section_is_given_by_name(folder: Path) -> None:
-    (folder / "my_hooks.py").write_text(
-        "class C:\n def __init__(self, mine, other=2): self.mine = mine\n"
-        " def on_end(self, *a): pass\nDONE = C(7)\n"
-    )
-    made, as_is = build_callbacks(["my_hooks:C", "my_hooks:DONE"], kwargs={"mine": 1})
-    assert (made.mine, as_is.mine) == (1, 7)  # type: ignore[attr-defined]

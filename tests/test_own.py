@@ -1,4 +1,4 @@
-"""Things of the user's own by import path: sections and sizes they bring, and what is refused."""
+"""Custom code by import path: its keyword arguments, a model's sizes, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from torchtitan.base.imports import load_object
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.build import describe_export
 from torchtitan.callbacks import build_callbacks
-from torchtitan.config.help import docstring_of
-from torchtitan.config.schema import keys
 from torchtitan.config.sources import to_toml
-from torchtitan.job import Config, load_config, own_sections
+from torchtitan.job import load_config
 from torchtitan.layout import find_layout
 from torchtitan.models.families import find_model
+from torchtitan.optim.schedule import find_decay
 from torchtitan.resume_rules import (
     Job,
     shaping_code,
@@ -62,35 +61,24 @@ def own(module: str, *options: str) -> list[str]:
 @pytest.mark.promise("nobody-forks")
 def test_a_module_of_the_current_folder_brings_a_model_and_its_sizes(folder: Path) -> None:
     (folder / "my_model.py").write_text(MODULE)
-    config = load_config(own("my_model", "--model.kind=flat", "--model.branch_scale=0"))
+    options = ("--model.options.kind=flat", "--model.options.branch_scale=0")
+    config = load_config(own("my_model", *options))
     spec, sizes = find_model(config.model)
     assert (spec.name, sizes.branch_scale, sizes.kind) == ("mine", 0, "flat")  # type: ignore[attr-defined]
-    facts = keys(type(config))
-    assert docstring_of(facts["model", "kind"]).startswith("Kind of it.")
-    assert docstring_of(facts["model", "branch_scale"]).startswith("Factor on what a block adds")
-    assert load_config([]) == Config()  # nothing of it stays
 
 
 def test_its_settings_are_stored_and_compared(folder: Path) -> None:
     (folder / "my_model.py").write_text(MODULE)
-    config = load_config(own("my_model", "--model.kind=flat", "--model.branch_scale=0.5"))
+    options = ("--model.options.kind=flat", "--model.options.branch_scale=0.5")
+    config = load_config(own("my_model", *options))
     (folder / "stored.toml").write_text(to_toml(config))
     again = Job.stored_in(folder / "stored.toml").config
     assert to_toml(again) == to_toml(config)
-    assert again.model.kind == "flat"  # type: ignore[attr-defined]
+    assert again.model.options == {"kind": "flat", "branch_scale": 0.5}
     plain = Job(config=load_config(["--model.name=llama3", "--model.flavor=tiny"]))
     for one, other in ((Job(config=config), plain), (plain, Job(config=config))):
         differences = trajectory_differences(one, other)
-        assert any(difference.startswith("model.kind") for difference in differences)
-
-
-def test_the_help_has_its_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "my_model.py").write_text(MODULE)
-    with pytest.raises(SystemExit):
-        load_config([*own("my_model"), "--help"])
-    shown = capsys.readouterr().out
-    assert "--model.kind" in shown
-    assert "--model.branch_scale" in shown
+        assert any(difference.startswith("model.options") for difference in differences)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +105,16 @@ def test_what_a_module_does_wrong_is_said(module: str | None, said: str, folder:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--model.branch_scal=3"], "--model.branch_scale"),
-        (["--model.branch_scale=x"], "--model.branch_scale x"),
-        (["--model.branch_scale=-1"], "--model.branch_scale -1"),
-    ],
+    ("option", "said"),
+    [("branch_scal=3", "branch_scale"), ("branch_scale=x", "number"), ("branch_scale=-1", "-1")],
 )
-def test_its_keys_are_as_strict_as_ours(options: list[str], said: str, folder: Path) -> None:
+def test_its_sizes_are_checked(option: str, said: str, folder: Path) -> None:
     (folder / "my_model.py").write_text(MODULE)
-    with pytest.raises(ConfigError, match=naming(said)):
-        load_config(own("my_model", *options))
+    with pytest.raises(ConfigError) as error:
+        find_model(load_config(own("my_model", f"--model.options.{option}")).model)
+    [mistake] = error.value.mistakes
+    assert "[model.options] branch_scale" in str(mistake) or "[model] options" in str(mistake)
+    assert said in str(mistake)
 
 
 LLAMA = """
@@ -176,17 +163,6 @@ def test_a_resume_under_changed_code_says_so(
         assert ("my_model:SPEC" in caplog.text) == is_warned
 
 
-def test_help_and_other_mistakes_are_shown_where_a_model_is_not_there(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        load_config([*own("my_model"), "--help"])
-    assert "--training.steps" in capsys.readouterr().out
-    with pytest.raises(ConfigError) as error:
-        load_config([*own("my_model"), "--training.stps=3"])
-    assert len(error.value.mistakes) == 2
-
-
 def test_what_a_model_raises_while_it_is_built_is_told_in_its_own_lines(folder: Path) -> None:
     (folder / "my_model.py").write_text(
         MODULE + "def build(config):\n    return config.missing_one\n"
@@ -208,118 +184,57 @@ def test_only_that_form_is_an_import_path() -> None:
     assert load_object("collections:abc.Mapping", key="k").__name__ == "Mapping"
 
 
-SECTIONED = '''
-from __future__ import annotations
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
-from annotated_types import Ge, MinLen
-
-@dataclass{frozen}
-class Mine:
-    """Settings of mine."""
-    size: int = 3
-    """Size of it."""
-    share: Annotated[float, Ge(0)] = 0.5
-    kind: Literal["a", "b"] = "a"
-    names: tuple[str, ...] = ("x",)
-    more: str | None = None
-    made: tuple[int, ...] = field(default_factory=lambda: (1, 2))
-
-    def violations(self):
-        from torchtitan.base.errors import Violation
-        if self.size == 7:
-            yield Violation(("size", "kind"), "must not be 7; take another")
-
-SECTIONS = {"mine": Mine}
-
+HOOKS = """
 class Hooks:
-    def __init__(self, mine):
-        self.mine = mine
+    def __init__(self, size, names=("x",)):
+        self.size, self.names = size, names
     def on_end(self, reason): pass
 
-def decay(progress):
-    return 1 - progress
-'''
-HOOKED = "--training.callbacks=my_hooks:Hooks"
+def decay(progress, power=1):
+    return 1 - progress**power
+"""
 
 
-@pytest.mark.parametrize("frozen", ["", "(frozen=True)"])
-def test_a_module_brings_sections_that_its_objects_read(frozen: str, folder: Path) -> None:
-    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", frozen))
-    (folder / "job.toml").write_text('[mine]\nkind = "b"\nnames = ["y", "z"]\nmore = "m"\n')
-    options = [HOOKED, "--mine.size=4", "--mine.made=7"]
-    config = load_config([f"--job.config_file={folder / 'job.toml'}", *options])
-    [hooks] = build_callbacks(config.training.callbacks, kwargs=own_sections(config))
-    mine = hooks.mine  # type: ignore[attr-defined]
-    assert (mine.size, mine.kind, mine.names, mine.more) == (4, "b", ("y", "z"), "m")
-    assert (mine.share, mine.made) == (0.5, (7,))
-    stored = Job.stored(to_toml(config)).config
-    assert to_toml(stored) == to_toml(config)
-    facts = keys(type(config))
-    assert docstring_of(facts["mine", "size"]) == "Size of it."
-    assert facts["mine", "kind"].choices == ("a", "b")
-    assert load_config([]) == Config()
+def test_a_table_holds_path_and_arguments_of_a_callback(folder: Path) -> None:
+    (folder / "my_hooks.py").write_text(HOOKS)
+    table = '[[training.callbacks]]\npath = "my_hooks:Hooks"\nsize = 4\nnames = ["y"]\n'
+    (folder / "job.toml").write_text(table)
+    for config in (
+        load_config([f"--job.config_file={folder / 'job.toml'}"]),
+        load_config(['--training.callbacks={path = "my_hooks:Hooks", size = 4, names = ["y"]}']),
+    ):
+        [hooks] = build_callbacks(config.training.callbacks)
+        assert (hooks.size, hooks.names) == (4, ["y"])  # type: ignore[attr-defined]
+        assert Job.stored(to_toml(config)).config == config
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--mine.sise=4", "--mine.size"),
-        ("--mine.size=4.5", "4.5"),
-        ("--mine.share=-1", "-1"),
-        ("--mine.kind=c", "c"),
-        ("--mine.size=7", "7"),
-        ("--yours.size=7", "[yours]"),
-    ],
-)
-def test_own_sections_are_as_strict_as_ours(option: str, said: str, folder: Path) -> None:
-    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", ""))
-    with pytest.raises(ConfigError, match=naming(said, option.partition("=")[0])):
-        load_config([HOOKED, option])
+@pytest.mark.parametrize("table", ['"my_hooks"', "{size = 4}", '{path = "my_hooks"}', "3"])
+def test_a_table_without_an_import_path_is_refused(table: str) -> None:
+    with pytest.raises(ConfigError, match=naming("--training.callbacks", "path")):
+        load_config([f"--training.callbacks={table}"])
 
 
-def test_own_sections_are_in_the_help(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", ""))
-    with pytest.raises(SystemExit):
-        load_config([HOOKED, "--help"])
-    shown = capsys.readouterr().out
-    assert "Settings of mine." in shown
-    assert "Size of it. (int; default: 3)" in " ".join(shown.split())
+@pytest.mark.parametrize(("options", "said"), [("", "size"), ("size = 4, sise = 4", "sise")])
+def test_arguments_that_a_callback_does_not_take(options: str, said: str, folder: Path) -> None:
+    (folder / "my_hooks.py").write_text(HOOKS)
+    config = load_config([f'--training.callbacks={{path = "my_hooks:Hooks", {options}}}'])
+    with pytest.raises(ConfigError, match=said):
+        build_callbacks(config.training.callbacks)
 
 
-def test_sections_count_unless_only_watchers_bring_them(folder: Path) -> None:
-    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", ""))
-    for shaping, counts in (([], False), (["--lr_scheduler.decay_type=my_hooks:decay"], True)):
-        one, other = (
-            Job(config=load_config([HOOKED, *shaping, f"--mine.size={size}"])) for size in (4, 5)
-        )
-        differences = trajectory_differences(one, other)
-        assert [line.startswith("mine.size: stored 4") for line in differences] == [True] * counts
-        assert shaping_code(one.config).keys() == {"my_hooks:decay"} & {"my_hooks:decay" * counts}
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("SECTIONS = {'mine': 3}", "3"),
-        ("SECTIONS = [3]", "SECTIONS"),
-        ("SECTIONS = {'violations': Mine}", "[violations]"),
-        ("SECTIONS = {'training': Mine}", "[training]"),
-        ("@dataclass\nclass M:\n    n: int\nSECTIONS = {'m': M}", "n"),
-        (
-            "@dataclass\nclass M:\n    n: tuple[int, int] = (1, 2)\nSECTIONS = {'m': M}",
-            "tuple[int, int]",
-        ),
-        (
-            "@dataclass\nclass M:\n    n: Annotated[str, MinLen(1)] = 'a'\nSECTIONS = {'m': M}",
-            "Gt, Ge, Lt, Le",
-        ),
-    ],
-)
-def test_what_is_no_section(code: str, said: str, folder: Path) -> None:
-    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", "") + code)
-    with pytest.raises(ConfigError, match=naming("--training.callbacks", said)):
-        load_config([HOOKED])
+def test_options_reach_functions_and_count_on_resume(folder: Path) -> None:
+    (folder / "my_hooks.py").write_text(HOOKS)
+    option = "--lr_scheduler.decay_options.power"
+    jobs = [
+        Job(config=load_config(["--lr_scheduler.decay_type=my_hooks:decay", f"{option}={power}"]))
+        for power in (1, 2)
+    ]
+    scheduler = jobs[1].config.lr_scheduler
+    assert find_decay(scheduler.decay_type, scheduler.decay_options)(0.5) == 0.75
+    [difference] = trajectory_differences(*jobs)
+    assert difference.startswith("lr_scheduler.decay_options: stored {power = 1}")
+    with pytest.raises(ConfigError, match=naming(option, "decay_type")):
+        load_config([f"{option}=2"])
 
 
 @pytest.mark.parametrize(
@@ -346,20 +261,3 @@ def test_what_own_things_are_not_combined_with(
     assert key in str(mistake)
     assert said in str(mistake)
     sys.modules.pop("m", None)
-
-
-def test_stored_settings_miss_no_module_but_the_models(folder: Path) -> None:
-    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", ""))
-    (folder / "my_model.py").write_text(MODULE)
-    decay = "--lr_scheduler.decay_type=my_hooks:decay"
-    config = load_config([*own("my_model"), HOOKED, decay, "--mine.size=4"])
-    stored = to_toml(config)
-    (folder / "my_hooks.py").unlink()
-    del sys.modules["my_hooks"]
-    again = Job.stored(stored)
-    assert not hasattr(again.config, "mine")
-    assert find_model(again.config.model)[0].name == "mine"
-    (folder / "my_model.py").unlink()
-    del sys.modules["my_model"]
-    with pytest.raises(ConfigError, match=naming("[model] name", "'my_model:SPEC'")):
-        Job.stored(stored)

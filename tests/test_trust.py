@@ -49,7 +49,6 @@ from examples import own_dataset, own_hooks, own_optimizer
 from torchtitan.models.families import MODELS
 
 Path("ran").touch()
-SECTIONS = {**own_dataset.SECTIONS, **own_hooks.SECTIONS}
 OBJECTS = {
     "model.name": MODELS["llama3"],
     "training.dataset": own_dataset.Sums,

@@ -35,7 +35,7 @@ from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
 from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
-from torchtitan.job import CONFIG_FILE, Config, JobConfig, find_own, own_sections, write_config
+from torchtitan.job import CONFIG_FILE, Config, JobConfig, find_own, write_config
 from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import FULL_WORLD_SIZE, Mesh, build_mesh
 from torchtitan.mesh.ranks import (
@@ -96,8 +96,7 @@ def build_run(
     """
     config, layout, precision = resolve_job(config, world_size=launch.world_size)
     folder = Path(config.job.dump_folder)
-    kwargs = {"folder": folder, "rank": launch.rank, **own_sections(config)}
-    callbacks = [*build_callbacks(config.training.callbacks, kwargs=kwargs), *callbacks]
+    callbacks = [*build_callbacks(config.training.callbacks), *callbacks]
     io = open_checkpoints(config)
     set_determinism(  # before anything runs on the device, and before custom data
         seed=config.debug.seed,
@@ -347,7 +346,6 @@ def build_training_samples(config: Config, *, layout: Layout, once: Once) -> Map
         tokenizer_path=tokenizer_path,
         seed=config.debug.seed,
         holdout_fraction=config.validation.holdout_fraction,
-        sections=own_sections(config),
         once=once,
     )
     global_batch = layout.samples_per_step(training)
@@ -442,7 +440,6 @@ def build_validator(
         source,
         holdout_fraction=validation.holdout_fraction,
         tokenizer_path=config.model.tokenizer_path,
-        sections=own_sections(config),
         once=OncePerMachine(),
     )
     loader, data = build_validation_loader(samples, source, validation, mesh=mesh)
@@ -485,7 +482,7 @@ def build_model(
         num_chunks=training.loss_chunks,
         # each loss that waits for its backward would hold a gradient as large as the weight
         recompute=in_flight > 1,
-        token_losses=find_loss(training.loss),
+        token_losses=find_loss(training.loss, training.loss_options),
     )
     if fill is None:
         offloads, seed = training.enable_cpu_offload, config.debug.seed
@@ -506,7 +503,7 @@ def build_model(
 def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Optimizer:
     """Build the optimizer of this rank's parts of the model."""
     dtype, settings = getattr(torch, config.training.mixed_precision_param), config.optimizer
-    return build_optimizer(model, settings=settings, dtype=dtype, sections=own_sections(config))
+    return build_optimizer(model, settings=settings, dtype=dtype)
 
 
 def build_balance_of(
@@ -673,7 +670,6 @@ def build_sinks_of(
         color=color,
         job_config=asdict(config),
         description=config.job.description,
-        sections=own_sections(config),
     )
     return sinks, recorders
 

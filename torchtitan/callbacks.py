@@ -156,16 +156,17 @@ class CallbackRunner:
         self._error = self._error or f"a callback failed: {message}"
 
 
-def build_callbacks(paths: Sequence[str], *, kwargs: Mapping[str, object]) -> list[object]:
-    """Build the callbacks of the settings, each with the `kwargs` that its signature names.
+def build_callbacks(settings: Sequence[Mapping[str, Any]]) -> list[object]:
+    """Build the callbacks of `training.callbacks`, tables of an import path and its arguments.
 
     Raises:
-        ConfigError: A callback does not exist, requires another argument or has an unknown hook.
+        ConfigError: A callback does not exist, takes other arguments or has an unknown hook.
     """
     callbacks = []
-    for path in paths:
+    for options in settings:
         from torchtitan.base.imports import instantiate
 
+        path, kwargs = options["path"], {k: v for k, v in options.items() if k != "path"}
         callbacks.append(instantiate(path, key=KEY, kwargs=kwargs))
         check_callback(callbacks[-1], path=path)
     return callbacks

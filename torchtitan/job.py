@@ -4,23 +4,19 @@ Each is in the settings.py of the folder that reads it. Names follow torchtitan 
 The docstring under a field is its documentation, which `--help` prints. Rules between keys are on
 the field (`Requires`), in the section's `violations`, and here only between sections of several
 folders. What needs the number of ranks or the model's sizes is checked by `layout.py`.
-
-A job may name custom code by import path. A custom model brings its sizes as keys of [model], and
-any custom module may bring sections: a dictionary `SECTIONS` from names to dataclasses.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Lt
 
-from torchtitan.base.custom import is_import_path, is_trusted, trust
+from torchtitan.base.custom import is_import_path, trust
 from torchtitan.base.errors import CheckpointError, Violation
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.config.load import Loaded, load
@@ -38,7 +34,7 @@ from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConf
 from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ElasticConfig, ParallelismConfig
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
-from torchtitan.models.settings import HF, ModelSection, model_section
+from torchtitan.models.settings import HF, ModelSection
 from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig, RouterConfig, SpikesConfig
 from torchtitan.parallel.settings import (
     MULTIPLE,
@@ -51,7 +47,6 @@ if TYPE_CHECKING:
     from torchtitan.config.foreign import Foreign
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 CONFIG_FILE = "config.toml"
 """The resolved settings in a run's folder."""
 
@@ -244,9 +239,8 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
         SystemExit: After `--help` was printed.
     """
     foreign = foreign_names()
-    extend = functools.partial(with_custom, Config)
-    loaded = use_model_of_folder(load(Config, argv, foreign=foreign, extend=extend))
-    trust(text for _, text in find_own(loaded.config))  # those under an old name too
+    loaded = use_model_of_folder(load(Config, argv, foreign=foreign))
+    trust(text for _, text in find_own(loaded.config))
     if loaded.foreign_file is not None:
         meanings = foreign.other_meanings(loaded.given, values_of(loaded.config))
         for meaning in (*meanings, *_cut_warmup(loaded.config)):
@@ -328,32 +322,6 @@ def _cut_warmup(config: Config) -> Iterator[str]:
 # --- custom code -------------------------------------------------------------------------------
 
 
-def with_custom(tree: type[T], given: Layer) -> type[T]:
-    """Return a tree with the sections and sizes of the custom modules that its settings name.
-
-    Raises:
-        ConfigError: A module cannot be imported, or brings no valid section.
-    """
-    named = import_paths(tree, {path: setting.value for path, setting in given.items()})
-    if not named:
-        return tree
-    from torchtitan.config.custom import extend_tree
-
-    trust(text for _, text in named)
-    return extend_tree(tree, named, model_section=model_section)
-
-
 def find_own(config: object) -> list[tuple[Path, str]]:
     """Return each import path in settings, with the key that holds it."""
     return import_paths(type(config), values_of(config))
-
-
-def own_sections(config: object) -> dict[str, Any]:
-    """Return the sections of custom modules that a job has, by name."""
-    named = [(path, text) for path, text in find_own(config) if is_trusted(text)]
-    if not named:
-        return {}
-    from torchtitan.config.custom import sections_of
-
-    names = {name for path, text in named for name in sections_of(text, key=".".join(path))}
-    return {name: getattr(config, name) for name in sorted(names)}

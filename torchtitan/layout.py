@@ -12,7 +12,7 @@ from torchtitan.base.custom import convert_errors
 from torchtitan.base.errors import Mistakes
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.data.loader import accumulation_steps
-from torchtitan.job import Config, own_sections
+from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.models.families import find_model
 from torchtitan.models.interface import Counts, LanguageModel, TrainableParams, count
@@ -37,8 +37,9 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     mistakes = Mistakes()
     dims = mistakes.of(lambda: resolve_dims(parallelism, world_size=world_size))
     found = mistakes.of(lambda: find_model(config.model))
-    mistakes.of(lambda: find_decay(config.lr_scheduler.decay_type))
-    mistakes.of(lambda: find_loss(training.loss))
+    scheduler = config.lr_scheduler
+    mistakes.of(lambda: find_decay(scheduler.decay_type, scheduler.decay_options))
+    mistakes.of(lambda: find_loss(training.loss, training.loss_options))
     if found is None:
         mistakes.report()
     assert found is not None
@@ -150,6 +151,4 @@ def _find_trained(config: Config, *, model: LanguageModel) -> tuple[TrainablePar
         adapt, only = build_adapt(config.lora, model=model), ADAPTERS
         only += VOCABULARY if config.lora.train_embeddings else ()
         adapt(model)
-    sections = own_sections(config)
-    trained = find_trainable(model, settings=config.optimizer, only=only, sections=sections)
-    return trained, adapt
+    return find_trainable(model, settings=config.optimizer, only=only), adapt

@@ -8,6 +8,7 @@ thought about it.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import pathlib
 from collections.abc import Callable, Mapping
@@ -15,19 +16,20 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from torchtitan.base.custom import note_stored
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.files import read_text
+from torchtitan.base.imports import load_module
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Comparison, stored_layout
 from torchtitan.checkpoint.steps import resolve_step
-from torchtitan.config.custom import extend_stored_tree, sections_of_only, source_hash
 from torchtitan.config.load import build
 from torchtitan.config.schema import Path, literal, values_of
 from torchtitan.config.sources import Layer, Setting, flatten, parse
 from torchtitan.data.loader import MapSamples, plan_steps
 from torchtitan.job import CONFIG_FILE, Config, find_own, foreign_names
-from torchtitan.models.settings import HF, model_section
+from torchtitan.models.settings import HF
 
 logger = logging.getLogger(__name__)
 _ROUNDING = "changes only the order of additions, and so the rounding"
@@ -104,11 +106,10 @@ class Job:
         try:
             layer = _with_old_meaning(flatten(parse(toml, origin=str(file)), origin=str(file)))
             # the version that stored them has checked them by its own rules
-            tree, layer = extend_stored_tree(
-                Config, layer, file=str(file), model_section=model_section
-            )
-            loaded = build(tree, [layer], foreign=foreign_names(), check_rules=False)
-            return cls(config=loaded.checked(), dp=dp)
+            loaded = build(Config, [layer], foreign=foreign_names(), check_rules=False)
+            config = loaded.checked()
+            note_stored((text for _, text in find_own(config)), file=str(file))
+            return cls(config=config, dp=dp)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; restore {file}, or use the version that wrote it"
@@ -144,11 +145,6 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
             place does not matter.
     """
     before, after = _resolve(then), _resolve(now)
-    observers = {
-        name
-        for job in (then, now)
-        for name in sections_of_only(find_own(job.config), selects=_is_ignored)
-    }
     if before[TOTAL_STEPS] == 0:  # nothing was trained yet
         before[TOTAL_STEPS], before[WARMUP_STEPS] = after[TOTAL_STEPS], after[WARMUP_STEPS]
     if then.global_batch and now.global_batch:
@@ -165,7 +161,6 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         for path in paths
         if before.get(path) != after.get(path)
         and not _is_ignored(path)
-        and path[0] not in observers
         and not (data_is_checked and path in DATA_PLACES)
     ]
 
@@ -199,6 +194,14 @@ def shaping_code(config: Config) -> dict[str, str]:
         for path, text in find_own(config)
         if not _is_ignored(path)
     }
+
+
+def source_hash(path: str, *, key: str) -> str:
+    """Return the hash of the source file of an import path's module, or "" without a file."""
+    file = getattr(load_module(path, key=key), "__file__", None)  # a notebook has none
+    if file is None or not pathlib.Path(file).is_file():
+        return ""
+    return hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
 
 
 def _with_old_meaning(stored: Layer) -> Layer:

@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -62,6 +62,9 @@ def validation_source(training: TrainingConfig, validation: ValidationConfig) ->
     return replace(
         source,
         dataset=validation.dataset or training.dataset,
+        dataset_options=validation.dataset_options
+        if validation.dataset
+        else training.dataset_options,
         dataset_path=validation.dataset_path,
         dataset_weights=(),
         dataset_mixture={},
@@ -73,7 +76,6 @@ def build_held_out(
     *,
     holdout_fraction: float | None,
     tokenizer_path: str,
-    sections: Mapping[str, object],
     once: Once = alone,
 ) -> MapSamples:
     """Build the validation samples. Arguments as in `build_samples`.
@@ -89,7 +91,6 @@ def build_held_out(
         holdout_fraction=holdout_fraction,
         held_out=True,
         keys_of_validation=KEYS if holdout_fraction is None else ("holdout_fraction", "seq_len"),
-        sections=sections,
         once=once,
     )
 

@@ -25,9 +25,7 @@ OWN = """
 [training]
 dataset = "examples.own_dataset:Sums"
 loss = "examples.own_hooks:smoothed"
-callbacks = ["examples.own_hooks:StopEarly"]
-[stop_early]
-patience = 2
+callbacks = [{path = "examples.own_hooks:StopEarly", patience = 2}]
 [optimizer]
 name = "examples.own_optimizer:Lion"
 [lr_scheduler]

@@ -15,7 +15,7 @@ from tests.data.helpers import SEQ_LEN, dataset_of, loader_of, rows, training
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.custom import build_custom, check_resume
-from torchtitan.data.hub import HubConfig, HubText
+from torchtitan.data.hub import HubText
 from torchtitan.data.loader import MapSamples
 from torchtitan.data.tokenizer import ByteTokenizer
 
@@ -34,11 +34,12 @@ def files(tmp_path: Path) -> list[str]:
 
 def stream(tmp_path: Path, **settings: Any) -> MapSamples:
     return build_custom(
-        training(tmp_path / "cache", dataset="torchtitan.data.hub:HubText"),
+        training(
+            tmp_path / "cache", dataset="torchtitan.data.hub:HubText", dataset_options=settings
+        ),
         tokenizer=ByteTokenizer(),
         seed=0,
         held_out=False,
-        sections={"hub": HubConfig(**settings)},
     )
 
 
@@ -69,22 +70,26 @@ def test_it_goes_on_exactly_on_other_ranks(before: int, tmp_path: Path, files: l
 
 
 def test_it_goes_on_exactly_again_and_again(files: list[str]) -> None:
-    hub = HubConfig(name="json", data_files=tuple(files))
-    check_resume(lambda: HubText(ByteTokenizer(), SEQ_LEN, hub), num_samples=20)
+    check_resume(lambda: hub_text(files), num_samples=20)
+
+
+def hub_text(files: list[str]) -> HubText:
+    fixed = {"tokenizer": ByteTokenizer(), "seq_len": SEQ_LEN, "seed": 0, "held_out": False}
+    return HubText(**fixed, name="json", data_files=tuple(files))  # type: ignore[arg-type]
 
 
 def test_a_release_that_resumes_wrongly_is_refused(
     files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.__version__", "5.0.0")
-    with pytest.raises(ConfigError, match=naming("[hub] name", "5.0.0")):
-        HubText(ByteTokenizer(), SEQ_LEN, HubConfig(name="json", data_files=tuple(files)))
+    with pytest.raises(ConfigError, match=naming("dataset_options", "5.0.0")):
+        hub_text(files)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path, files: list[str]) -> None:
-    with pytest.raises(ConfigError, match=naming("[hub] name")):
+    with pytest.raises(ConfigError, match=naming("dataset_options")):
         stream(tmp_path)
-    with pytest.raises(ConfigError, match=naming("[hub] name", "'json'", "none.jsonl")):
+    with pytest.raises(ConfigError, match=naming("dataset_options", "'json'", "none.jsonl")):
         stream(tmp_path, name="json", data_files=(str(tmp_path / "none.jsonl"),))
-    with pytest.raises(DataError, match=naming("[hub] text_key", "'body'", "'text'")):
+    with pytest.raises(DataError, match=naming("text_key", "'body'", "'text'")):
         stream(tmp_path, name="json", data_files=tuple(files), text_key="body")[0]

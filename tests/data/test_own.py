@@ -30,21 +30,23 @@ def sample(i):
     return [(i * 7 + j) % 250 for j in range(17)]
 
 class Indexed:
-    def __init__(self, seq_len, tokenizer, held_out=False):
+    def __init__(self, *, seq_len, tokenizer, seed, held_out, first=0):
         assert seq_len == 16 and tokenizer.vocab_size > 255
-        self.first = 1001 if held_out else 0
+        self.first = 1001 if held_out else first
     def __len__(self):
         return 24
     def __getitem__(self, i):
         return sample(self.first + i)
 
 class Endless:
+    def __init__(self, **options):
+        pass
     def __getitem__(self, k):
         return {"tokens": sample(k)[:-1], "labels": [-100] * 15 + [3]}
 
 class Stream:
     """10 samples and again."""
-    def __init__(self, seed=0):
+    def __init__(self, **options):
         self.next = self.begin = 0
     def __iter__(self):
         for self.next in range(self.begin, 10):
@@ -56,7 +58,7 @@ class Stream:
     def load_state_dict(self, state):
         self.begin = self.next = state["next"]
 
-class Documents:
+class Documents(Endless):
     def __getitem__(self, k):
         return {"tokens": sample(k)[:-1], "labels": sample(k)[1:], "document_lengths": [4, 12]}
 '''
@@ -78,7 +80,6 @@ def build(name: str, tmp_path: Path, *, held_out: bool = False, **settings: Any)
         tokenizer=ByteTokenizer(),
         seed=3,
         held_out=held_out,
-        sections={},
     )
 
 
@@ -146,10 +147,14 @@ def test_what_is_held_out_is_other_data(tmp_path: Path) -> None:
     assert one[0]["tokens"].tolist() != other[0]["tokens"].tolist()
 
 
-def test_who_does_not_ask_gets_the_same_data_to_validate_on(tmp_path: Path, module: Path) -> None:
-    module.write_text(MODULE + "class All(Indexed):\n    def __init__(self): self.first = 0\n")
-    one, other = (build("All", tmp_path, held_out=held_out) for held_out in (False, True))
-    assert one.fingerprint == other.fingerprint
+def test_a_dataset_gets_its_options(tmp_path: Path) -> None:
+    plain, shifted = (
+        build("Indexed", tmp_path, dataset_options=options) for options in ({}, {"first": 1})
+    )
+    assert plain.sources[0][1]["tokens"].tolist() == shifted.sources[0][0]["tokens"].tolist()  # type: ignore[attr-defined]
+
+
+def test_data_without_a_length_are_not_validated_on(tmp_path: Path) -> None:
     for name in ("Endless", "Stream"):
         with pytest.raises(DataError, match=r"^dataset: .*my_data"):
             build(name, tmp_path, held_out=True)
@@ -162,13 +167,15 @@ def test_workers_read_it_too(tmp_path: Path) -> None:
     helped.close()
 
 
+INIT = "def __init__(self, **options)"
 WRONG: list[tuple[str, str, dict[str, Any], str]] = [
     ("", "Nothing", {}, "Nothing"),
-    ("class D: pass", "D", {}, "__iter__()"),
-    ("class D:\n def __len__(self): return 3", "D", {}, "__getitem__(i)"),
-    ("class D:\n def __iter__(self): yield 1", "D", {}, "state_dict()"),
+    (f"class D:\n {INIT}: pass", "D", {}, "__iter__()"),
+    (f"class D:\n {INIT}: pass\n def __len__(self): return 3", "D", {}, "__getitem__(i)"),
+    (f"class D:\n {INIT}: pass\n def __iter__(self): yield 1", "D", {}, "state_dict()"),
     ("class D:\n def __init__(self, tokeniser): pass", "D", {}, "'tokenizer'"),
-    ("class D:\n def __init__(self): raise OSError('gone')", "D", {}, "OSError: gone"),
+    ("", "Indexed", {"dataset_options": {"fist": 1}}, "'fist'"),
+    (f"class D:\n {INIT}: raise OSError('gone')", "D", {}, "OSError: gone"),
     ("class D(Indexed):\n def __len__(self): return 0", "D", {}, ""),
     ("", "Stream", {"num_epochs": 1}, ""),
     ("", "Stream", {"dataloader": DataLoaderConfig(num_workers=1)}, ""),

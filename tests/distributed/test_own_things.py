@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 class Counted:
     """Samples one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: object) -> None:
         self.begin = self.next = 0
 
     def __iter__(self) -> Counted:
@@ -52,6 +52,9 @@ def test_a_stream_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path
     assert samples(tmp_path / "split") == samples(tmp_path / "alone")
 
 
+STOPS = f'--training.callbacks={{path = "{__name__}:Parting", how = "stops"}}'
+
+
 class Parting:
     """Does on rank 1 alone what would part the ranks."""
 
@@ -70,10 +73,6 @@ class Parting:
             raise OSError("the mail server is gone")
 
 
-def stops() -> Parting:
-    return Parting("stops")
-
-
 @pytest.mark.promise("nobody-forks")
 def test_an_error_of_a_callback_on_one_rank_ends_all(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), f"--training.callbacks={__name__}:Parting"]
@@ -87,7 +86,7 @@ def test_an_error_of_a_callback_on_one_rank_ends_all(ranks: RankPool, tmp_path: 
 
 @pytest.mark.promise("signals")
 def test_a_callback_on_one_rank_stops_all_and_it_is_saved(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), f"--training.callbacks={__name__}:stops"]
+    job = [*jobs.write_job(tmp_path), STOPS]
     first, _ = ranks.run(jobs.train, job, world=2)
     assert first.rows[-1]["step"] == 3
     assert (tmp_path / "run" / "checkpoint" / "step-3" / "manifest.json").is_file()

@@ -67,10 +67,15 @@ class O(Lion):
             for p in group["params"]:
 """
 WRONG = {
-    "no optimizer": ("def O(params): return 3", {}, "name", "torch.optim.Optimizer"),
-    "asks too much": ("def O(params, speed): pass", {}, "name", "'speed'"),
-    "unknown option": ("def O(params, eps=1): pass", {"epz": 1}, "options", "'epz'"),
-    "lr as an option": ("def O(params): pass", {"lr": 1}, "options", "'lr'"),
+    "no optimizer": (
+        "def O(params, lr, weight_decay): return 3",
+        {},
+        "name",
+        "torch.optim.Optimizer",
+    ),
+    "asks too much": ("def O(params, lr, weight_decay, speed): pass", {}, "name", "'speed'"),
+    "unknown option": ("def O(params, lr, weight_decay, eps=1): pass", {"epz": 1}, "name", "'epz'"),
+    "lr as an option": ("def O(params): pass", {"lr": 1}, "options", "got lr"),
     "raises": (STEP + " " * 16 + "p.sub_(p.grad.colour)", {}, "name", "'colour'"),
     "state that is no tensor": (
         STEP

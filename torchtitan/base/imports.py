@@ -1,7 +1,6 @@
 """Import the objects that settings name, call them and check their methods.
 
-A class or function is called with those of the offered arguments that its signature names, and the
-result must have the methods of a protocol. `custom.py` decides what may be imported.
+`custom.py` decides what may be imported.
 """
 
 from __future__ import annotations
@@ -64,32 +63,14 @@ def load_object(path: str, *, key: str) -> Any:
 
 
 def instantiate(path: str, *, key: str, kwargs: Mapping[str, object]) -> Any:
-    """Import `path` and call it with the `kwargs` that its signature names.
-
-    An object that is neither a class nor a function is returned as it is.
+    """Import a class or function and call it with `kwargs`.
 
     Raises:
-        ConfigError: It does not exist, requires another argument, or raises an error; names `key`.
+        ConfigError: It does not exist, takes other arguments, or raises an error; names `key`.
     """
-    found = load_object(path, key=key)
-    if not (isinstance(found, type) or inspect.isroutine(found)):
-        return found
-    arguments: dict[str, object] = {}
-    for name, parameter in inspect.signature(found).parameters.items():
-        is_required = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        )
-        if name in kwargs:
-            arguments[name] = kwargs[name]
-        elif is_required:
-            raise ConfigError.at(
-                key,
-                f"'{path}' requires {name!r}, which is not available{did_you_mean(name, kwargs)}; "
-                f"available are {', '.join(kwargs)}",
-            )
+    factory = load_object(path, key=key)
     with convert_errors(path, key=key):
-        return found(**arguments)
+        return factory(**kwargs)
 
 
 def check_methods(

@@ -95,20 +95,23 @@ def load(
     argv: Sequence[str] | Layer,
     *,
     foreign: Foreign,
-    extend: Callable[[Layer], type[T]] | None = None,
 ) -> Loaded[T]:
     """Read the file that `argv` names, apply its other options, and check everything.
 
     Args:
         argv: Command line, or settings given in Python.
-        extend: Returns the tree to check by, from everything that is given.
 
     Raises:
         ConfigError: Lists every mistake.
         SystemExit: After `--help` was printed.
     """
     words = argv if isinstance(argv, dict) else [word for word in argv if word not in HELP]
-    options, _ = parse_command_line(words, tree=tree, renamed=foreign.new_names)
+    if len(words) < len(argv):
+        from torchtitan.config.help import print_help
+
+        print_help(tree)
+        raise SystemExit(0)
+    options, stray = parse_command_line(words, tree=tree, renamed=foreign.new_names)
     mistakes: list[str] = []
     layers: list[Layer] = []
     file = options.get(CONFIG_FILE)
@@ -119,19 +122,6 @@ def load(
         except ConfigError as error:
             is_read = False
             mistakes += map(str, error.mistakes)
-    if extend is not None:
-        given = {path: one for layer in (*layers, options) for path, one in layer.items()}
-        try:
-            with add_origins(given):
-                tree = extend(given)
-        except ConfigError as error:
-            mistakes += map(str, error.mistakes)
-    options, stray = parse_command_line(words, tree=tree, renamed=foreign.new_names)
-    if len(words) < len(argv):
-        from torchtitan.config.help import print_help
-
-        print_help(tree)
-        raise SystemExit(0)
     loaded = build(tree, [*layers, options], foreign=foreign, check_rules=is_read)
     for notice in loaded.notices:
         logger.warning(notice)
@@ -267,6 +257,7 @@ def _add_origin(mistake: str | Violation, *, given: Mapping[Path, Setting]) -> s
     if isinstance(mistake, str):
         return mistake
     paths = [tuple(key.split(".")) for key in mistake.keys]
+    paths = [path[:end] for path in paths for end in range(len(path), 0, -1)]
     written = [given[path] for path in paths if path in given and given[path].value is not None]
     where = written[0].where() if written else f"default: {spell(paths[0], origin='default')}"
     return f"{where}: {mistake.rule}"

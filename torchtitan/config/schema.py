@@ -54,6 +54,8 @@ BOUNDS: tuple[tuple[type, str, Callable[[Any, Any], bool], str, str], ...] = (
 
 GIVEN = object()
 """A required value: any but None and an empty list, table or string."""
+IMPORT_PATH = object()
+"""A required value: the import path of custom code."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Requires:
 
     Args:
         key: Key of the same section, or a dotted path from the top.
-        wanted: Required value, minimum (`Ge`) or `GIVEN`. A tuple lists alternatives.
+        wanted: Required value, minimum (`Ge`), `GIVEN` or `IMPORT_PATH`. A tuple lists
+            alternatives.
         of: Values of the key that require it. Default: all but its default.
         is_notice: Without it the key has no effect, and the job starts with a notice.
     """
@@ -80,6 +83,8 @@ class Requires:
         """The requirement: `name = "SGD"`, `rank >= 1`, `initial_load_path`."""
         if self.wanted is GIVEN:
             return self.key
+        if self.wanted is IMPORT_PATH:
+            return f"{self.key} = package.module:NAME"
         if isinstance(self.wanted, Ge):
             return f"{self.key} >= {self.wanted.ge}"
         return f"{self.key} = {' or '.join(map(literal, self._alternatives))}"
@@ -92,6 +97,8 @@ class Requires:
         """Return whether the other setting has a required value."""
         if self.wanted is GIVEN:
             return is_given(other)
+        if self.wanted is IMPORT_PATH:
+            return is_import_path(other)
         if isinstance(self.wanted, Ge):
             minimum: Any = self.wanted.ge
             return isinstance(other, int) and other >= minimum
@@ -142,6 +149,17 @@ class ImportPath:
             f"must be {names}an import path, my_package.my_module:NAME"
             f"{did_you_mean(value, self.names)}"
         )
+
+
+def _object_table(value: object) -> object:
+    """Return the table of a custom object that is written as its import path alone."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _has_import_path(value: Mapping[str, object]) -> None:
+    if not is_import_path(value.get("path")):
+        rule = 'must be {path = "my_package.my_module:NAME", ...} with keyword arguments'
+        raise ValueError(rule)
 
 
 def named_or_number(*names: str) -> Callable[[str], None]:
@@ -199,6 +217,10 @@ def _minus_one_or_more(value: int) -> None:
 Text = Annotated[str, _not_empty]
 LocalPath = Annotated[Text, _local_path]
 PathOrURL = Annotated[Text, path_or_url]
+Options = dict[str, Any]
+"""Keyword arguments of a custom object."""
+CustomObject = Annotated[Options, Parse(_object_table), _has_import_path]
+"""A table with the import path of a class and its keyword arguments, or the path alone."""
 PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
 MinusOneOrMore = Annotated[int, _minus_one_or_more]
@@ -382,7 +404,8 @@ class Key:
     @property
     def takes_import_path(self) -> bool:
         """Whether it may name custom code."""
-        return any(isinstance(one, ImportPath) for one in self.metadata)
+        is_table = _has_import_path in self.metadata
+        return is_table or any(isinstance(one, ImportPath) for one in self.metadata)
 
     @property
     def unset_by_none(self) -> bool:
@@ -408,6 +431,8 @@ class Key:
         name = " | ".join(self.choices) or self.item.__name__
         if self.takes_import_path:
             name = " | ".join([*self.choices, "package.module:NAME"])
+        if _has_import_path in self.metadata:
+            name = '{path = "package.module:NAME", ...}'
         if is_dataclass(self.item):
             name = "tables"
         if self.kind is tuple:
@@ -437,11 +462,13 @@ def values_of(config: object) -> dict[Path, object]:
 
 def import_paths(tree: Any, values: Mapping[Path, object]) -> list[tuple[Path, str]]:
     """Return each import path among values, with the key that holds it."""
-    found = []
+    found = list[tuple[Path, str]]()
     for path, key in keys(tree).items():
         value = values.get(path) if key.takes_import_path else None
-        texts = value if isinstance(value, (list, tuple)) else [value]
-        found += [(path, text) for text in texts if is_import_path(text)]
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            text = item.get("path") if isinstance(item, dict) else item
+            if is_import_path(text):
+                found.append((path, text))
     return found
 
 
@@ -500,7 +527,7 @@ def _read_key(one: dataclasses.Field[Any], annotation: Any, *, cls: type) -> Key
         annotation=annotation,
         default=default,
         source=one.metadata.get("source", (cls, "")),
-        kind=dict if dict in layers else tuple if tuple in layers else item,
+        kind=next((layer for layer in layers if layer in (dict, tuple)), item),
         item=item,
         is_nested=layers.count(tuple) > 1,
         choices=choices or tuple(names),
@@ -510,16 +537,6 @@ def _read_key(one: dataclasses.Field[Any], annotation: Any, *, cls: type) -> Key
 
 
 # --- trees that grow ---------------------------------------------------------------------------
-
-
-def extend(tree: type[T], sections: Mapping[str, tuple[type, Callable[..., object]]]) -> type[T]:
-    """Return a subclass of a tree with more sections, or with other classes for its sections.
-
-    Args:
-        sections: Class of each section by name, and the function that builds it from values.
-    """
-    added = [(name, cls, field(default_factory=build)) for name, (cls, build) in sections.items()]
-    return _subclass(tree, added)
 
 
 def with_sizes(section: type[T], of: type[DataclassInstance], *, remark: str) -> type[T]:
@@ -550,16 +567,3 @@ def _subclass(cls: type[T], added: list[tuple[str, Any, Any]]) -> type[T]:
         cls.__name__, added, bases=(cls,), namespace=namespace, frozen=True, kw_only=True
     )
     return typing.cast(type[T], made)
-
-
-def check_section(section: Any) -> None:
-    """Check that a dataclass can be a section.
-
-    Raises:
-        TypeError: It is no dataclass, a field has no default, or no setting can have its type.
-    """
-    if not (isinstance(section, type) and is_dataclass(section)):
-        raise TypeError(f"a section must be a dataclass, got {section!r}")
-    for key in keys(section).values():
-        if key.default is MISSING:
-            raise TypeError(f"each field of a section needs a default, and {key.name} has none")

@@ -16,7 +16,6 @@ labels -100 where no loss is due; and, if documents are separated, `document_len
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from torch.utils.data import get_worker_info
 
 from torchtitan.base.custom import describe_error
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.base.imports import check_methods, instantiate, load_object
+from torchtitan.base.imports import check_methods, instantiate
 from torchtitan.data.dataset import IGNORED, ORDER, Dataset, has_document_lengths
 from torchtitan.data.loader import MapSamples, Samples
 from torchtitan.data.settings import TrainingConfig
@@ -64,32 +63,28 @@ def build_custom(
     tokenizer: Tokenizer,
     seed: int,
     held_out: bool,
-    sections: Mapping[str, object],
 ) -> MapSamples:
     """Build the data that `training.dataset` names.
 
     Args:
-        training: Names the data; sequence length and epochs.
-        tokenizer: Passed to the data, if its signature accepts it.
-        seed: Decides the order of samples by number.
+        training: Names the data and their options; sequence length and epochs.
+        tokenizer: Passed to the data.
+        seed: Decides the order of samples by number. Passed to the data too.
         held_out: Whether the data are for validation. Passed to the data too.
-        sections: Custom sections of the settings, passed to the data too.
 
     Raises:
         DataError: The data do not exist, have another form, or are empty.
     """
     path = training.dataset
-    offered = {
+    kwargs = {
         "tokenizer": tokenizer,
         "seq_len": training.seq_len,
         "seed": seed,
         "held_out": held_out,
-        **sections,
     }
-    data = _make(path, offered)
-    is_held_out = held_out and _accepts_held_out(path)
+    data = _make(path, kwargs | training.dataset_options)
     reader = SampleReader(path, training, vocab_size=tokenizer.vocab_size)
-    parts = [path, getattr(data, "fingerprint", ""), "held out" * is_held_out]
+    parts = [path, getattr(data, "fingerprint", ""), "held out" * held_out]
     fingerprint = {
         "data": " ".join(filter(None, parts)),
         "tokenizer": tokenizer.fingerprint,
@@ -118,21 +113,16 @@ def build_custom(
     return CustomStream(data, reader, fingerprint)
 
 
-def _make(path: str, offered: Mapping[str, object]) -> Any:
+def _make(path: str, kwargs: Mapping[str, object]) -> Any:
     try:
-        data = instantiate(path, key=KEY, kwargs=offered)
+        data = instantiate(path, key=KEY, kwargs=kwargs)
         check_methods(data, StreamedData if _is_stream(data) else IndexedData, path=path, key=KEY)
         return data
     except ConfigError as error:
         [mistake] = error.mistakes
         if isinstance(mistake, str) or mistake.keys != (KEY,):
-            raise  # of a custom section
+            raise  # the data name another setting
         raise DataError(mistake) from error
-
-
-def _accepts_held_out(path: str) -> bool:
-    named = load_object(path, key=KEY)
-    return callable(named) and "held_out" in inspect.signature(named).parameters
 
 
 def _is_stream(data: object) -> bool:

@@ -246,7 +246,6 @@ def build_samples(
     holdout_fraction: float | None = None,
     held_out: bool = False,
     keys_of_validation: Collection[str] = ("holdout_fraction",),
-    sections: Mapping[str, object],
     once: Once = alone,
 ) -> MapSamples:
     """Build the samples that the settings describe, tokenized first if necessary.
@@ -259,7 +258,6 @@ def build_samples(
         holdout_fraction: Fraction of the documents that `held_out` selects by their hash.
         held_out: Select what is never trained on: without a fraction, a part of generated data.
         keys_of_validation: Settings that are from [validation]. The others are from [training].
-        sections: Custom sections that custom data may ask for.
         once: Finds files in one process of this machine.
 
     Raises:
@@ -272,7 +270,7 @@ def build_samples(
         holdout, held_out = Holdout(holdout_fraction, held_out=held_out), False
     build: Callable[..., MapSamples] = partial(build_dataset, holdout=holdout, once=once)
     if is_import_path(training.dataset):
-        build = partial(_builder("custom"), sections=sections)
+        build = _builder("custom")
     elif training.dataset in DATASETS:
         how = {"tokenizer_path": tokenizer_path, "holdout": holdout, "once": once}
         build = partial(_builder(training.dataset), **how)

@@ -1,7 +1,8 @@
 """Text streamed from the Hugging Face Hub and tokenized on the fly.
 
     python -m torchtitan.train --training.dataset torchtitan.data.hub:HubText \
-        --hub.name HuggingFaceFW/fineweb-edu --hub.subset sample-10BT
+        --training.dataset_options.name HuggingFaceFW/fineweb-edu \
+        --training.dataset_options.subset sample-10BT
 
 It is custom data (`data/custom.py`) in the form of a stream: each rank reads all documents and
 keeps its own samples, so a run resumes exactly on any number of ranks, but each rank fetches
@@ -19,6 +20,8 @@ from typing import Any
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.readers import Row, TextTemplate
 from torchtitan.data.tokenizer import Tokenizer
+
+OPTIONS = "training.dataset_options"
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,25 @@ class HubConfig:
     """Column that holds the text."""
 
 
-SECTIONS = {"hub": HubConfig}
-
-
 class HubText:
-    """Documents in order, each followed by an end token, cut into samples."""
+    """Documents in order, each followed by an end token, cut into samples.
 
-    def __init__(self, tokenizer: Tokenizer, seq_len: int, hub: HubConfig) -> None:
+    Args:
+        tokenizer: Encodes the text.
+        seq_len: Tokens per sample.
+        seed: Unused: the order is that of the files.
+        held_out: Unused: a stream cannot be validated on.
+        options: Fields of `HubConfig`.
+    """
+
+    def __init__(
+        self, *, tokenizer: Tokenizer, seq_len: int, seed: int, held_out: bool, **options: Any
+    ) -> None:
+        hub = HubConfig(**options)
         if not hub.name:
-            raise ConfigError.at("hub.name", "must name a dataset, as owner/name")
+            raise ConfigError.at(OPTIONS, "must name a dataset, as owner/name")
         self._tokenizer, self._seq_len, self._hub = tokenizer, seq_len, hub
-        self._text_of = TextTemplate(hub.text_key, None, setting="hub.text_key")
+        self._text_of = TextTemplate(hub.text_key, None, setting=f"{OPTIONS}.text_key")
         self._documents, self._left = self._open(), list[int]()
         self._place: dict[str, Any] | None = None
         """State of the documents that were opened, None at the start of a pass."""
@@ -63,11 +74,11 @@ class HubText:
             from datasets import __version__, load_dataset
         except ImportError as error:
             rule = f"needs the package datasets ({error}); install it with pip"
-            raise ConfigError.at("hub.name", rule) from error
+            raise ConfigError.at(OPTIONS, rule) from error
         if __version__ == "5.0.0":
             # https://github.com/huggingface/datasets/issues/8308
             rule = "must not be read with datasets 5.0.0, whose streams repeat text when they are "
-            raise ConfigError.at("hub.name", rule + "resumed twice; install another release")
+            raise ConfigError.at(OPTIONS, rule + "resumed twice; install another release")
         try:
             return load_dataset(
                 hub.name,
@@ -81,10 +92,10 @@ class HubText:
             message = str(error).strip().splitlines()[:1]
             rule = (
                 f"must name a dataset that can be streamed, got {hub.name!r}: "
-                f"{type(error).__name__}: {''.join(message)}; check hub.name, subset, split, "
+                f"{type(error).__name__}: {''.join(message)}; check name, subset, split, "
                 f"data_files and the network"
             )
-            raise ConfigError.at("hub.name", rule) from error
+            raise ConfigError.at(OPTIONS, rule) from error
 
     def __iter__(self) -> Iterator[list[int]]:
         documents = iter(self._documents)

@@ -13,11 +13,14 @@ from annotated_types import Ge, Gt, Lt
 from torchtitan.base.errors import Violation
 from torchtitan.base.urls import hide_credentials, is_url
 from torchtitan.config.schema import (
+    IMPORT_PATH,
+    CustomObject,
     FinitePositive,
     ImportPath,
     LocalPath,
     MinusOneOrMore,
     NonNegativeInt,
+    Options,
     Parse,
     PositiveInt,
     Replaces,
@@ -121,6 +124,10 @@ class TrainingConfig:
     the same with a random number of labels per sample masked, to compare layouts; files: the files
     of dataset_path; examples: chats, or prompts and completions, of dataset_path, to fine-tune on;
     synthetic_examples: generated examples; or a custom class: see torchtitan.data.custom."""
+    dataset_options: Annotated[Options, Requires("dataset", IMPORT_PATH)] = field(
+        default_factory=dict
+    )
+    """Keyword arguments of a custom dataset."""
     dataset_path: Annotated[tuple[Text, ...], Requires("dataset", READS_FILES)] = ()
     """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .tsv, .parquet, .arrow),
     token stores (.bin/.idx), folders of datasets.save_to_disk; text compressed as .gz, .bz2, .xz
@@ -174,8 +181,11 @@ class TrainingConfig:
     loss: Annotated[Text, ImportPath("cross_entropy")] = "cross_entropy"
     """Loss per token: cross-entropy, or a custom function from float32 logits (tokens, vocabulary)
     and labels (tokens) to losses (tokens)."""
-    callbacks: tuple[Annotated[Text, ImportPath()], ...] = ()
-    """Custom classes that follow the run: see torchtitan.callbacks.Callbacks."""
+    loss_options: Annotated[Options, Requires("loss", IMPORT_PATH)] = field(default_factory=dict)
+    """Keyword arguments of a custom loss."""
+    callbacks: tuple[CustomObject, ...] = ()
+    """Custom classes that follow the run, as {path = "package.module:NAME", ...} with their keyword
+    arguments, or the path alone: see torchtitan.callbacks.Callbacks."""
     loss_chunks: NonNegativeInt = 0
     """Number of chunks of tokens whose logits are computed in turn. 1: all at once. 0: chosen by
     the sizes."""
@@ -250,6 +260,10 @@ class ValidationConfig:
     dataset: DatasetKind | None = None
     """Kind of data, as training.dataset, which is the default. Of generated data, a part that is
     never trained on."""
+    dataset_options: Annotated[Options, Requires("dataset", IMPORT_PATH)] = field(
+        default_factory=dict
+    )
+    """Keyword arguments of a custom dataset."""
     dataset_path: tuple[Text, ...] = ()
     """Files to measure the loss on, as training.dataset_path."""
     holdout_fraction: Annotated[float, Gt(0.0), Lt(1.0)] | None = None

@@ -9,7 +9,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.schema import ImportPath, LocalPath, NonNegativeInt, PositiveInt, Text
+from torchtitan.config.schema import CustomObject, LocalPath, NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,9 @@ class MetricsConfig:
     """Write TensorBoard event files to save_tb_folder."""
     save_tb_folder: LocalPath = "tb"
     """Folder of the TensorBoard files, inside dump_folder."""
-    sinks: tuple[Annotated[Text, ImportPath()], ...] = ()
-    """Custom classes that receive the figures: see torchtitan.metrics.sinks.Sink."""
+    sinks: tuple[CustomObject, ...] = ()
+    """Custom classes that receive the figures, as {path = "package.module:NAME", ...} with their
+    keyword arguments, or the path alone: see torchtitan.metrics.sinks.Sink."""
     enable_wandb: bool = False
     """Send figures to Weights & Biases; WANDB_MODE=offline keeps them in dump_folder/wandb."""
     save_for_all_ranks: bool = False

@@ -17,7 +17,6 @@ import os
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan.metrics.console import ConsoleSink
@@ -30,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Protocol of a sink."""
+    """Protocol of a sink.
+
+    A custom class is called with `folder`, `rank`, `resume_step` and the arguments of its table.
+    """
 
     def write(self, row: Row) -> None:
         """Receive the figures of one logged step."""
@@ -85,7 +87,6 @@ def build_sinks(
     color: bool,
     job_config: Mapping[str, Any],
     description: str,
-    sections: Mapping[str, object] = MappingProxyType({}),
 ) -> list[Sink]:
     """Build the sinks of this rank: a console on every rank, files on rank 0 or on all ranks.
 
@@ -97,7 +98,6 @@ def build_sinks(
         color: Use colors on the console.
         job_config: All settings as plain values.
         description: Name of the run in W&B.
-        sections: Custom sections, offered to custom sinks.
 
     Raises:
         ConfigError: An optional package is missing, or a custom sink lacks a method.
@@ -120,11 +120,12 @@ def build_sinks(
 
             name = f"{description} rank {rank}" if all_ranks else description
             sinks.append(WandbSink(folder, name=name, settings=job_config))
-        kwargs = {"folder": folder, "rank": rank, "resume_step": resume_step, **sections}
-        for path in metrics.sinks:
+        fixed = {"folder": folder, "rank": rank, "resume_step": resume_step}
+        for options in metrics.sinks:
             from torchtitan.base.imports import check_methods, instantiate
 
-            sink: Sink = instantiate(path, key="metrics.sinks", kwargs=kwargs)
+            path, kwargs = options["path"], {k: v for k, v in options.items() if k != "path"}
+            sink: Sink = instantiate(path, key="metrics.sinks", kwargs=fixed | kwargs)
             check_methods(sink, Sink, path=path, key="metrics.sinks")
             sinks.append(sink)
     return [*sinks, ConsoleSink(color=color)]

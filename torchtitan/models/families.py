@@ -86,15 +86,22 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
         architecture = replace(architecture, rope_scaling=settings.rope_scaling.build())
     others = f"; sizes that are not given are those of {settings.flavor}" if given else ""
     wrong = [replace(one, rule=one.rule + others) for one in architecture.violations()]
-    keys = {*given_sizes(settings, of=ALL_SIZES), *architecture.given(of_family=False)}
+    built_in = replace(settings, options={})
+    keys = {*given_sizes(built_in, of=ALL_SIZES), *architecture.given(of_family=False)}
     wrong += [
         Violation((key, "name"), f"is no size of {spec.name}; remove it")
         for key in sorted(keys)
         if not _has_size(spec, key)
     ]
     if wrong:
-        raise ConfigError([violation.within("model") for violation in wrong])
+        raise ConfigError([_as_setting(violation, settings) for violation in wrong])
     return spec, architecture
+
+
+def _as_setting(violation: Violation, settings: ModelConfig) -> Violation:
+    """Return a violation about sizes with the paths of their settings."""
+    keys = (key if hasattr(settings, key) else f"options.{key}" for key in violation.keys)
+    return replace(violation, keys=tuple(keys)).within("model")
 
 
 def describe_model(settings: ModelConfig, *, spec: ModelSpec) -> str:

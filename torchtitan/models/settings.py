@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Gt
 
-from torchtitan.base.errors import Violation
+from torchtitan.base.errors import ConfigError, Violation, did_you_mean
 from torchtitan.config.schema import (
     GIVEN,
+    IMPORT_PATH,
     FinitePositive,
     ImportPath,
     LocalPath,
+    Options,
     PositiveInt,
     Requires,
     Text,
+    convert,
     finite,
     with_sizes,
 )
@@ -133,21 +136,40 @@ class ModelConfig:
     """Base of the rotary wavelengths. Default: the flavor's."""
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     """Growth of the rotary wavelengths."""
-
-
-def model_section(sizes: type) -> type[ModelConfig]:
-    """Return [model] with the sizes of a family as keys."""
-    return with_sizes(ModelConfig, of=sizes, remark="In place of the flavor's.")
+    options: Annotated[Options, Requires("name", IMPORT_PATH)] = field(default_factory=dict)
+    """Sizes of a custom family that are no keys here, in place of the flavor's."""
 
 
 def given_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str, Any]:
-    """Return the sizes of `of` that the settings give; None for one that they set to 0."""
+    """Return the sizes of `of` that the settings give; None for one that they set to 0.
+
+    Raises:
+        ConfigError: An option is no size of `of`, or has the wrong type.
+    """
     names = [one.name for one in fields(of) if one.name != "rope_scaling"]
     values = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-    return {n: None if repr(v) == "0" else v for n, v in values.items() if v is not None}
+    sizes = {n: None if repr(v) == "0" else v for n, v in values.items() if v is not None}
+    return sizes | _custom_sizes(settings, of=of)
+
+
+def _custom_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str, Any]:
+    if not settings.options:
+        return {}
+    hints = get_type_hints(of)
+    names = [one.name for one in fields(of) if not hasattr(settings, one.name)]
+    sizes = {}
+    for name, value in settings.options.items():
+        if name not in names:
+            rule = f"has no size {name!r}{did_you_mean(name, names)}"
+            raise ConfigError.at("model.options", rule)
+        try:
+            sizes[name] = convert(value, hints[name])
+        except ValueError as error:
+            raise ConfigError.at("model.options", f"{name} {error}") from error
+    return sizes
 
 
 if TYPE_CHECKING:
     ModelSection = ModelConfig
 else:
-    ModelSection = model_section(ALL_SIZES)
+    ModelSection = with_sizes(ModelConfig, of=ALL_SIZES, remark="In place of the flavor's.")

@@ -7,7 +7,6 @@ each state.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,28 +15,21 @@ from torch import Tensor
 
 from torchtitan.base.custom import convert_errors
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.imports import instantiate, load_object
+from torchtitan.base.imports import instantiate
 from torchtitan.optim.settings import OptimizerConfig
 
-NAME, OPTIONS = "optimizer.name", "optimizer.options"
+NAME = "optimizer.name"
 
 
 def build_custom(
-    groups: list[dict[str, Any]], *, settings: OptimizerConfig, sections: Mapping[str, object]
+    groups: list[dict[str, Any]], *, settings: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """Build the optimizer at the import path `optimizer.name`."""
-    fixed = {
-        "params": groups,
-        "lr": settings.lr,
-        "weight_decay": settings.weight_decay,
-        **sections,
-    }
-    parameters = inspect.signature(load_object(settings.name, key=NAME)).parameters.keys()
-    for option in settings.options:
-        if option in fixed or option not in parameters:
-            rule = f"must be arguments of {settings.name} without a setting of their own"
-            raise ConfigError.at(OPTIONS, f"{rule}, got {option!r}")
-    made = instantiate(settings.name, key=NAME, kwargs=fixed | dict(settings.options))
+    fixed = {"params": groups, "lr": settings.lr, "weight_decay": settings.weight_decay}
+    if taken := sorted(fixed.keys() & settings.options):
+        rule = "must be arguments without a setting of their own"
+        raise ConfigError.at("optimizer.options", f"{rule}, got {', '.join(taken)}")
+    made = instantiate(settings.name, key=NAME, kwargs=fixed | settings.options)
     if not isinstance(made, torch.optim.Optimizer):
         rule = f"'{settings.name}' must be a torch.optim.Optimizer"
         raise ConfigError.at(NAME, f"{rule}, got {made!r:.80}")
@@ -45,16 +37,12 @@ def build_custom(
 
 
 def check_custom(
-    settings: OptimizerConfig,
-    *,
-    sections: Mapping[str, object],
-    create_state: Callable[[torch.optim.Optimizer], None],
+    settings: OptimizerConfig, *, create_state: Callable[[torch.optim.Optimizer], None]
 ) -> None:
     """Check that a checkpoint can hold the state of a custom optimizer.
 
     Args:
         settings: The section [optimizer].
-        sections: Custom sections that the optimizer may ask for.
         create_state: Creates the state as it is before a checkpoint is loaded.
 
     Raises:
@@ -64,7 +52,7 @@ def check_custom(
     def first_step(*, state_first: bool) -> tuple[Tensor, Mapping[str, object]]:
         p = torch.ones(2, 3, requires_grad=True)
         groups = [{"params": [p], "weight_decay": settings.weight_decay, "lr_scale": 1.0}]
-        optimizer = build_custom(groups, settings=settings, sections=sections)
+        optimizer = build_custom(groups, settings=settings)
         if state_first:
             create_state(optimizer)
         p.grad = torch.full_like(p, 0.5)

@@ -23,8 +23,9 @@ Shapes: B samples, S tokens, N = B S, M tokens of a chunk, C width, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -202,8 +203,8 @@ class _OwnHead(_Head):
         return due_M.detach()
 
 
-def find_loss(name: str) -> TokenLosses | None:
-    """Return the custom loss of each token, or None for cross-entropy.
+def find_loss(name: str, options: Mapping[str, Any]) -> TokenLosses | None:
+    """Return the custom loss of each token, called with `options`; None for cross-entropy.
 
     Raises:
         ConfigError: It cannot be imported, or is not a function.
@@ -216,7 +217,7 @@ def find_loss(name: str) -> TokenLosses | None:
     if not callable(losses) or isinstance(losses, type):
         rule = f"'{name}' must be a function of logits (tokens, vocabulary) and labels (tokens)"
         raise ConfigError.at(LOSS, f"{rule}, got {losses!r:.80}")
-    return losses
+    return partial(losses, **options)
 
 
 def _add_product(total_VC: Tensor, left_VM: Tensor, right_MC: Tensor) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ def build_optimizer(
     *,
     settings: OptimizerConfig,
     dtype: torch.dtype = torch.float32,
-    sections: Mapping[str, object] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the parameters that require gradients. All ranks must call this.
 
@@ -54,13 +52,12 @@ def build_optimizer(
         model: Holds the parameters.
         settings: The section [optimizer].
         dtype: Dtype of Muon's iteration.
-        sections: Custom sections that a custom optimizer may ask for.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if is_import_path(settings.name):
         from torchtitan.optim.custom import build_custom
 
-        return build_custom(build_groups(named, settings), settings=settings, sections=sections)
+        return build_custom(build_groups(named, settings), settings=settings)
     if settings.name != "Muon":
         return build_torch(build_groups(named, settings), settings=settings)
     from torchtitan.optim.muon import build_muon
@@ -126,7 +123,6 @@ def find_trainable(
     *,
     settings: OptimizerConfig,
     only: tuple[str, ...] = ("*",),
-    sections: Mapping[str, object] = MappingProxyType({}),
 ) -> TrainableParams:
     """Return which parameters of the full model are trained; check and log how.
 
@@ -134,7 +130,6 @@ def find_trainable(
         model: The full model, on the meta device.
         settings: The section [optimizer].
         only: Shell patterns of the parameters that can be trained at all.
-        sections: Custom sections that a custom optimizer may ask for.
 
     Raises:
         ConfigError: A pattern matches nothing, nothing is left to train, or as `check_optimizer`.
@@ -154,7 +149,7 @@ def find_trainable(
     learned = {
         name: p for name, p in parameters.items() if trained.includes(name) and p.requires_grad
     }
-    check_optimizer(settings, trained=learned, sections=sections)
+    check_optimizer(settings, trained=learned)
     return trained
 
 
@@ -162,7 +157,6 @@ def check_optimizer(
     settings: OptimizerConfig,
     *,
     trained: Mapping[str, Tensor],
-    sections: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
     """Check the settings against the trained parameters of the full model.
 
@@ -186,7 +180,7 @@ def check_optimizer(
     if is_import_path(settings.name):
         from torchtitan.optim.custom import check_custom
 
-        check_custom(settings, sections=sections, create_state=create_state)
+        check_custom(settings, create_state=create_state)
     else:
         _check_options(settings)
 

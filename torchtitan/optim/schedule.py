@@ -11,7 +11,8 @@ last, as in torchtitan 0.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_step
     if settings.decay_ratio is not None:
         num_decay = min(num_decay, round(total * settings.decay_ratio))
     last_at_peak = total - num_decay + (settings.decay_end == "after_last_step")
-    remaining = find_decay(settings.decay_type)
+    remaining = find_decay(settings.decay_type, settings.decay_options)
 
     def lr_at(step: int) -> float:
         assert step >= 1, f"steps are counted from 1, got {step}"
@@ -62,9 +63,9 @@ def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_step
     return lr_at
 
 
-def find_decay(name: str) -> Callable[[float], float]:
+def find_decay(name: str, options: Mapping[str, Any]) -> Callable[[float], float]:
     """Return the shape of a decay, from the share of the decay done, 0 to 1, to the share of the
-    rate left.
+    rate left. A custom function is called with `options`.
 
     Raises:
         ConfigError: A custom function cannot be imported or called, or, when it is called, returns
@@ -75,13 +76,13 @@ def find_decay(name: str) -> Callable[[float], float]:
     from torchtitan.base.imports import load_object
 
     key = "lr_scheduler.decay_type"
-    decay: Callable[[float], float] = load_object(name, key=key)
+    decay: Callable[..., float] = load_object(name, key=key)
     if not callable(decay):
         rule = f"'{name}' must be a function from 0 to 1 of the decay done to the part left"
         raise ConfigError.at(key, f"{rule}, got {decay!r:.80}")
 
     def checked(progress: float) -> float:
-        left = decay(progress)
+        left = decay(progress, **options)
         if not 0 <= left < math.inf:
             rule = f"'{name}' must return a finite number from 0 on"
             raise ConfigError.at(key, f"{rule}, got {left!r:.80} for {progress}")

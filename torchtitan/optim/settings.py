@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Lt
 
 from torchtitan.base.errors import Violation
 from torchtitan.config.schema import (
+    IMPORT_PATH,
     FiniteNonNegative,
     FinitePositive,
     Fraction,
     ImportPath,
     NonNegativeInt,
+    Options,
     PositiveInt,
     Replaces,
     Requires,
@@ -81,7 +83,7 @@ class OptimizerConfig:
         "*.lora_?",
     )
     """Matrices (shell patterns) that AdamW updates, as it does vectors."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     """More arguments of the optimizer's class, as amsgrad = true."""
     weight_decay: FiniteNonNegative = 0.1
     """Weight decay of every parameter that no_decay_params does not match."""
@@ -125,6 +127,10 @@ class LRSchedulerConfig:
     decay_type: Annotated[Text, ImportPath("linear", "sqrt", "cosine")] = "linear"
     """Shape of the decay; or a function of your own, from the part of the decay that is done, 0 to
     1, to the part of the rate that is left."""
+    decay_options: Annotated[Options, Requires("decay_type", IMPORT_PATH)] = field(
+        default_factory=dict
+    )
+    """Keyword arguments of a custom decay_type."""
     decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
     """Where the decay reaches min_lr_factor. after_last_step: the step after total_steps would, so
     that every step trains; last_step: the last one does."""

@@ -92,6 +92,11 @@ WATCHED = {
 }
 
 
+def watch(domains: str) -> str:
+    table = f'path = "{CALLBACK}", domains = {domains}, tokenizer_path = "byte"'
+    return f"--training.callbacks={{{table}}}"
+
+
 @pytest.mark.long
 @pytest.mark.promise("evaluation")
 @pytest.mark.parametrize("layout", WATCHED)
@@ -103,8 +108,7 @@ def test_a_callback_finds_in_any_layout_what_the_command_finds(
     domains = [f"{name}={tmp_path / file}" for name, file in (("a", "a.jsonl"), ("b", "b.txt"))]
     job = [*jobs.write_job(tmp_path, TINY8), *WATCHED[layout], "--training.steps=2"]
     job += ["--validation.enable", "--validation.dataset=synthetic"]
-    job += [f"--training.callbacks={CALLBACK}", "--evaluation.tokenizer_path=byte"]
-    job += [f"--evaluation.domains={json.dumps(domains)}", "--training.local_batch_size=4"]
+    job += [watch(json.dumps(domains)), "--training.local_batch_size=4"]
     job += ["--optimizer.lr=0.1"]
     trained = ranks.run(jobs.train, job, world=2)[0]
     words = ["--checkpoint", tmp_path / "run", "--perplexity", *domains]
@@ -118,19 +122,18 @@ def test_a_callback_finds_in_any_layout_what_the_command_finds(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), ("evaluation", "must name a domain")),
-        (('--evaluation.domains=["a.txt"]',), ("evaluation", "NAME=FILES")),
-        (('--evaluation.domains=["a=none.txt"]',), ("domains a", "no file matches")),
-        (('--evaluation.domains=["a=a.txt"]', BPE), ("tokenizer_path", "model.tokenizer_path")),
-        (('--evaluation.domains=["a=a.txt"]', OFF), ("validation", "enable", "Perplexity")),
+        ([watch('["a.txt"]')], ("callbacks", "NAME=FILES")),
+        ([watch('["a=none.txt"]')], ("callbacks a", "no file matches")),
+        ([watch('["a=a.txt"]'), BPE], ("callbacks", "model.tokenizer_path")),
+        ([watch('["a=a.txt"]'), OFF], ("validation", "enable", "Perplexity")),
     ],
 )
 def test_mistakes_of_the_callback_end_the_run(
-    words: tuple[str, ...], said: tuple[str, ...], ranks: RankPool, tmp_path: Path
+    words: list[str], said: tuple[str, ...], ranks: RankPool, tmp_path: Path
 ) -> None:
     job = [*jobs.write_job(tmp_path), "--training.steps=1", UNSAVED]
     job += ["--validation.enable=true", "--validation.dataset=synthetic"]
-    job += [f"--training.callbacks={CALLBACK}", "--evaluation.tokenizer_path=byte", *words]
+    job += words
     [message] = ranks.run(refusal, job, world=1)
     assert all(word in message for word in said), message
 

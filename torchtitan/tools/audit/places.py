@@ -28,7 +28,7 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.data import ExampleSource, build_encoder
 from torchtitan.finetune.encoder import is_answered
 from torchtitan.finetune.sources import find_examples, label_all
-from torchtitan.job import Config, own_sections
+from torchtitan.job import Config
 
 StoreKey = tuple[int, int]
 """Number of a source, and of a store in it."""
@@ -68,7 +68,6 @@ class Places:
             tokenizer_path=path,
             seed=config.debug.seed,
             holdout_fraction=config.validation.holdout_fraction,
-            sections=own_sections(config),
         )
         return cls(config, dataset, tokenizer)
 

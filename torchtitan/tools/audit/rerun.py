@@ -69,7 +69,10 @@ def rerun(
         )
     settings = _settings(run, stretch, starts=starts, last_step=last_step, out=out)
     check_own(settings)
-    settings = replace(settings, training=replace(settings.training, callbacks=callbacks))
+    settings = replace(
+        settings,
+        training=replace(settings.training, callbacks=tuple({"path": path} for path in callbacks)),
+    )
     out.mkdir(parents=True, exist_ok=True)
     file = out / "job.toml"
     file.write_text(to_toml(settings), encoding="utf-8")

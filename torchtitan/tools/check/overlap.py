@@ -23,7 +23,7 @@ from torchtitan.data.holdout import content_number
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.job import Config, own_sections
+from torchtitan.job import Config
 from torchtitan.tools.check.ranks import Checked, Failed, Ranks, attempt
 from torchtitan.validate import build_held_out, validation_source
 
@@ -54,14 +54,12 @@ def find_overlap(config: Config) -> str | None:
         tokenizer=tokenizer,
         tokenizer_path=config.model.tokenizer_path,
         seed=config.debug.seed,
-        sections=own_sections(config),
     )
     source = validation_source(training, config.validation)
     held_out = build_held_out(
         source,
         holdout_fraction=config.validation.holdout_fraction,
         tokenizer_path=config.model.tokenizer_path,
-        sections=own_sections(config),
     )
     if held_out.fingerprint["data"] == trained_on.fingerprint["data"]:
         return "validation reads the training data"

@@ -1,8 +1,7 @@
 """A callback that measures the perplexity of held-out domains at each validation.
 
-    [training]
-    callbacks = ["torchtitan.tools.evaluate.callback:Perplexity"]
-    [evaluation]
+    [[training.callbacks]]
+    path = "torchtitan.tools.evaluate.callback:Perplexity"
     domains = ["web=held_out/web/*.jsonl", "code=held_out/code/*.py"]
 
 The run's own validator measures a domain, so this works in any layout. The figures are added to the
@@ -12,8 +11,8 @@ the full model on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torchtitan.base.custom import is_import_path
@@ -27,38 +26,28 @@ from torchtitan.tools.evaluate.perplexity import open_domain
 from torchtitan.trainer import Run
 from torchtitan.validate import Validator
 
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """Held-out domains to measure at each validation."""
-
-    domains: tuple[str, ...] = ()
-    """NAME=FILES of each, as in --perplexity of `torchtitan evaluate`."""
-    tokenizer_path: str = "bpe_2048"
-    """As model.tokenizer_path."""
-
-
-SECTIONS = {"evaluation": EvaluationConfig}
+KEY = "training.callbacks"
 
 
 class Perplexity:
-    """Measure each domain at each validation."""
+    """Measure each domain at each validation.
 
-    def __init__(self, evaluation: EvaluationConfig) -> None:
-        key = "evaluation.domains"
-        if not evaluation.domains:
-            raise ConfigError.at(key, 'must name a domain, such as ["web=data/*.jsonl"], got none')
-        self._files = parse_domains(evaluation.domains, key=key)
-        self._tokenizer_path = evaluation.tokenizer_path
+    Args:
+        domains: NAME=FILES of each, as in --perplexity of `torchtitan evaluate`.
+        tokenizer_path: As model.tokenizer_path.
+    """
+
+    def __init__(self, domains: Sequence[str], tokenizer_path: str = "bpe_2048") -> None:
+        self._files = parse_domains(domains, key=KEY)
+        self._tokenizer_path = tokenizer_path
         self._validators: dict[str, Validator] = {}
 
     def on_start(self, run: Run) -> None:
         """Open the domains; text is cut as in the training."""
-        key = "evaluation.tokenizer_path"
-        tokenizer = build_tokenizer(self._tokenizer_path, key=key)
+        tokenizer = build_tokenizer(self._tokenizer_path, key=KEY)
         if tokenizer.fingerprint != run.loader.dataset.fingerprint["tokenizer"]:
             rule = f"must be the tokenizer of model.tokenizer_path, got {self._tokenizer_path!r}"
-            raise ConfigError.at(key, rule)
+            raise ConfigError.at(KEY, rule)
         if run.validator is None:
             raise ConfigError.at(
                 "validation.enable",
@@ -73,7 +62,7 @@ class Perplexity:
         cut = replace(run.training, dataset_weights=(), dataset_mixture={})
         size = cut.local_batch_size
         for name, files in self._files.items():
-            domain = open_domain(name, files, cut=cut, tokenizer=tokenizer, of="evaluation.domains")
+            domain = open_domain(name, files, cut=cut, tokenizer=tokenizer, of=KEY)
             batches = PadToBatch(domain.samples, batch=size * run.mesh.dims.dp, num_batches=None)
             self._validators[name] = Validator(
                 loader=Loader(
