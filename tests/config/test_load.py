@@ -289,7 +289,7 @@ def random_value(path: Path, facts: Key, rng: random.Random) -> object:
                 for _ in range(count)
             )
         if facts.takes_import_path:
-            return tuple(rng.choice(["random:Random", "json:dumps"]) for _ in range(count))
+            return tuple({"path": "json:dumps", "a": rng.choice(TEXTS)} for _ in range(count))
         if facts.is_nested and facts.item is int:
             return tuple((20 * i, 20 * i + rng.randrange(19)) for i in range(count))
         if facts.is_nested:
@@ -319,6 +319,11 @@ def random_config(seed: int) -> Config:
     by_budget = values["activation_checkpoint", "mode"] == "memory_budget"
     values |= {
         ("job", "config_file"): None,
+        ("model", "name"): "random:Random",
+        ("training", "loss"): "json:dumps",
+        ("training", "dataset_options"): {},
+        ("validation", "dataset_options"): {},
+        ("lr_scheduler", "decay_options"): {},
         ("spikes", "action"): rng.choice(["skip", "clip"]),
         ("spikes", "window"): rng.randrange(4, 1000),
         ("model", "converters"): (),

@@ -8,7 +8,6 @@ import pytest
 
 from torchtitan.config.help import docstring_of
 from torchtitan.config.schema import Key, keys, with_sizes
-from torchtitan.models.settings import given_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,13 +53,6 @@ def test_numbers_and_switches_become_keys_with_their_text() -> None:
     assert facts["spare",].type_text == "int >= 0"
     assert docstring_of(facts["spare",]).startswith("Spare. Default: none. Or not. 0")
     assert all(fact.default is None and fact.optional for fact in facts.values())
-
-
-def test_what_is_given_is_returned() -> None:
-    section = with_sizes(Section, of=More, remark="")(width=3, is_odd=False)  # type: ignore[call-arg]
-    assert given_sizes(section, of=More) == {"width": 3, "is_odd": False}
-    section = with_sizes(Section, of=More, remark="")(spare=0, share=0.0)  # type: ignore[call-arg]
-    assert given_sizes(section, of=More) == {"spare": None, "share": 0.0}
 
 
 def is_valid(key: Key, value: object) -> bool:

@@ -209,7 +209,9 @@ BAD_SAMPLES = {
 
 def test_a_sample_that_is_none(tmp_path: Path, module: Path) -> None:
     codes = "\n".join(f"        if self.n == {n}: return {c}" for n, c in enumerate(BAD_SAMPLES))
-    module.write_text(f"class D:\n    n = 0\n    def __getitem__(self, k):\n{codes}\n")
+    module.write_text(
+        f"class D:\n    n = 0\n    {INIT}: pass\n    def __getitem__(self, k):\n{codes}\n"
+    )
     data = build("D", tmp_path)
     for number, value in enumerate(BAD_SAMPLES.values()):
         import_module("my_data").D.n = number

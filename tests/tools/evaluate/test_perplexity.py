@@ -18,7 +18,7 @@ from torchtitan.data.tokenizer import build_tokenizer
 
 SEQ_LEN = 48
 CALLBACK = "torchtitan.tools.evaluate.callback:Perplexity"
-BPE, OFF = "--evaluation.tokenizer_path=bpe_2048", "--validation.enable=false"
+OFF = "--validation.enable=false"
 
 
 @pytest.mark.promise("evaluation")
@@ -92,8 +92,8 @@ WATCHED = {
 }
 
 
-def watch(domains: str) -> str:
-    table = f'path = "{CALLBACK}", domains = {domains}, tokenizer_path = "byte"'
+def watch(domains: str, tokenizer: str = "byte") -> str:
+    table = f'path = "{CALLBACK}", domains = {domains}, tokenizer_path = "{tokenizer}"'
     return f"--training.callbacks={{{table}}}"
 
 
@@ -124,7 +124,7 @@ def test_a_callback_finds_in_any_layout_what_the_command_finds(
     [
         ([watch('["a.txt"]')], ("callbacks", "NAME=FILES")),
         ([watch('["a=none.txt"]')], ("callbacks a", "no file matches")),
-        ([watch('["a=a.txt"]'), BPE], ("callbacks", "model.tokenizer_path")),
+        ([watch('["a=a.txt"]', "bpe_2048")], ("callbacks", "model.tokenizer_path")),
         ([watch('["a=a.txt"]'), OFF], ("validation", "enable", "Perplexity")),
     ],
 )
