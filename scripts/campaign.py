@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from scripts.ports import hold_port
 from tests.jobs import TINY
+from torchtitan import trainer
 from torchtitan.base.errors import DataError
 from torchtitan.tools.compare.layouts.launch import train
 
@@ -43,8 +44,9 @@ class Pace:
     Later steps are delayed longer, so that no run ends before a lost node returns.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._fast = folder / "fast"
+    def on_start(self, run: trainer.Run) -> None:
+        """Find the run's folder."""
+        self._fast = run.folder / "fast"
 
     def on_step(self, step: int, row: object) -> None:
         """Sleep."""

@@ -125,14 +125,14 @@ Figures = dict[str, Any]
 class Watch:
     """A callback that watches the second step."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._file, self._rank = folder / WATCHED, rank
+    def __init__(self) -> None:
         module, _, name = os.environ.get(COUNTER, "").partition(":")
         self._count = getattr(import_module(module), name) if module else None
         self._waits: Counter[str] = Counter()
 
     def on_start(self, run: Run) -> None:
         """Without other ranks, give experts equal numbers of tokens."""
+        self._file, self._rank = run.folder / WATCHED, dist.get_rank()
         if dist.get_world_size() > 1 and dist.get_backend() == "fake":
             for part in run.model:
                 load_evenly(part, dtype=torch.bfloat16)

@@ -195,6 +195,7 @@ def build_parts(
     sinks, recorders = build_sinks_of(config, device=device, step=progress.step, color=color)
     record_start(ledger, config, layout=layout, device=device, progress=progress, start=start)
     return Run(
+        folder=Path(config.job.dump_folder),
         device=device,
         mesh=mesh,
         model=model,

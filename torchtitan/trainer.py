@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,8 @@ logger = logging.getLogger(__name__)
 class Run:
     """The parts of a run, built."""
 
+    folder: Path
+    """Folder of the run's output."""
     device: torch.device
     mesh: Mesh
     model: ModelParts

@@ -87,7 +87,6 @@ WRONG = {
         "name",
         "'n'",
     ),
-    "options without a name": ("def O(params, **more): pass", {"eps": 1}, "options", "'eps'"),
     "state that begins with ones": (
         STEP
         + " " * 16

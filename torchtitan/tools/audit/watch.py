@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.models.init import local_part
@@ -35,8 +36,7 @@ Seen = dict[str, Any]
 class Watch:
     """Records the step that the environment names."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._file, self._rank = folder / FOLDER / f"rank_{rank}.pt", rank
+    def __init__(self) -> None:
         self._step = int(os.environ[STEP])
         self._run: Run
         self._batches: list[dict[str, Tensor]] = []
@@ -57,8 +57,9 @@ class Watch:
         self._start_after(step)
         if step == self._step:
             self._undo.close()
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(self._record(), self._file)
+            folder = self._run.folder / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self._record(), folder / f"rank_{dist.get_rank()}.pt")
 
     def _start_after(self, step: int) -> None:
         if step + 1 != self._step:
@@ -136,7 +137,7 @@ class Watch:
     def _record(self) -> Seen:
         mesh = self._run.mesh
         return {
-            "rank": self._rank,
+            "rank": dist.get_rank(),
             "dp": (mesh.dp_rank, mesh.dims.dp),
             # of the ranks with the same losses, one reports them
             "reports_losses": self._run.execution.owns_loss and mesh.data.get_local_rank("tp") == 0,
