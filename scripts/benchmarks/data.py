@@ -38,8 +38,7 @@ from scripts.benchmarks.pairs import (
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.sampler import Permutation
-from torchtitan.data.store import TokenStore
-from torchtitan.data.store_writer import open_writer
+from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.job import load_config
 

@@ -14,7 +14,7 @@ from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset, build_dataset, labelled_run
 from torchtitan.data.sample_log import hash_tokens
-from torchtitan.data.store_writer import open_writer
+from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 
 TEXTS = {"a.txt": "the first document, ", "b.txt": "a second one, and ", "c.txt": "x" * 200}

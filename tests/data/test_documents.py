@@ -13,10 +13,9 @@ import torch
 
 from tests.data.helpers import SEQ_LEN, dataset_of, loader_of, write_texts
 from tests.data.test_store import write_by_hand
-from torchtitan.data import store_writer
+from torchtitan.data import store as store_module
 from torchtitan.data.dataset import Dataset
-from torchtitan.data.store import TokenStore
-from torchtitan.data.store_writer import open_writer
+from torchtitan.data.store import TokenStore, open_writer
 
 # an end token each, samples of 16: several in one, one over several, one that ends with its sample,
 # one that begins with the last token of one
@@ -40,7 +39,7 @@ def assert_boundaries(store: TokenStore, lengths: list[int]) -> None:
 
 def test_a_store_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that the writer cuts into several sequences are one; empty ones are none."""
-    monkeypatch.setattr(store_writer, "MAX_SEQUENCE", 4)
+    monkeypatch.setattr(store_module, "MAX_SEQUENCE", 4)
     lengths = [9, 0, 4, 5, 0, 0, 1, 12, 0]
     with open_writer(tmp_path / "ours", vocab_size=300) as writer:
         for length in lengths:

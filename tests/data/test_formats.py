@@ -21,9 +21,9 @@ from tests.data.helpers import dataset_of
 from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data import readers
-from torchtitan.data.cache import cached_store
-from torchtitan.data.corpus import FileCorpus
+from torchtitan.data.corpus import file_corpus
 from torchtitan.data.files import find_files
+from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.tokenizer import ByteTokenizer
 
@@ -35,9 +35,9 @@ def lines(values: list[dict[str, str]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in values).encode()
 
 
-def table(values: list[dict[str, str]], delimiter: str) -> bytes:
+def table(values: list[dict[str, str]]) -> bytes:
     file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, [*values[0]], delimiter=delimiter)
+    writer = csv.DictWriter(file, [*values[0]])
     writer.writeheader()
     writer.writerows(values)
     return file.getvalue().encode()
@@ -64,9 +64,8 @@ FORMATS: dict[str, Callable[[], bytes]] = {
         b"\xef\xbb\xbf\n" + json.dumps(ROWS, separators=(",", ":")).encode() + b" \n"
     ),
     "a.JSON.GZ": lambda: gzip.compress(json.dumps(ROWS, ensure_ascii=False).encode()),
-    "a.csv": lambda: table(ROWS, ","),
-    "b.csv.zst": lambda: zstandard.compress(b"\xef\xbb\xbf" + table(ROWS, ",")),
-    "a.TSV": lambda: table(ROWS, "\t"),
+    "a.csv": lambda: table(ROWS),
+    "b.csv.zst": lambda: zstandard.compress(b"\xef\xbb\xbf" + table(ROWS)),
     "a.parquet": lambda: parquet(ROWS),
     "file.arrow": lambda: arrow(ROWS, pa.ipc.new_file),
     "stream.arrow": lambda: arrow(ROWS, pa.ipc.new_stream),
@@ -74,13 +73,13 @@ FORMATS: dict[str, Callable[[], bytes]] = {
 
 
 def hash_of(folder: Path, *files: Path, template: str | None = None) -> str:
-    corpus = FileCorpus(files, "text", template)
+    corpus = file_corpus(files, "text", template)
     store = cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(folder / "cache"))
     return store.content_hash()
 
 
 def read(file: Path, *, key: str = "text", template: str | None = None) -> list[str]:
-    pieces = FileCorpus((file,), key, template).pieces()
+    pieces = file_corpus((file,), key, template).pieces()
     return [piece.text for piece in pieces]
 
 
@@ -92,6 +91,7 @@ def test_rows_of_any_format_are_the_same_store(
     for block in (readers.BLOCK_BYTES, 8):
         # many borders of blocks, also inside characters and items
         monkeypatch.setattr(readers, "BLOCK_BYTES", block)
+        monkeypatch.setattr(readers, "BLOCK_CHARS", block)
         for name, made in {"a.jsonl": lambda: lines(ROWS), **FORMATS}.items():
             file = tmp_path / str(block) / name
             file.parent.mkdir(exist_ok=True)
@@ -137,7 +137,7 @@ def test_memory_is_bounded(tmp_path: Path, name: str) -> None:
     }
     file = tmp_path / name
     file.write_bytes(made[name]())
-    corpus = FileCorpus((file,), "text")
+    corpus = file_corpus((file,), "text")
     before = pa.total_allocated_bytes()
     tracemalloc.start()
     most = size = 0
@@ -149,63 +149,6 @@ def test_memory_is_bounded(tmp_path: Path, name: str) -> None:
     assert size == 12_000_000
     assert peak < 8_000_000
     assert most < 8_000_000
-
-
-def shared(num_rows: int, length: int) -> pa.Table:
-    """Return rows that are all the same long text, which is stored once."""
-    indices = pa.array([0] * num_rows, pa.int32())
-    return columns(text=pa.DictionaryArray.from_arrays(indices, pa.array(["a" * length])))
-
-
-def packed_parquet(table: pa.Table) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(table, file, compression="zstd", store_schema=False)
-    return file.getvalue()
-
-
-def packed_arrow(table: pa.Table) -> bytes:
-    file = io.BytesIO()
-    with pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_a_long_value_that_rows_share_is_held_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Rows of 250 MB may be a file of less than 1 KiB."""
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 8 << 20)
-    pack = packed_parquet if name == "a.parquet" else packed_arrow
-    (tmp_path / name).write_bytes(pack(shared(250, 1_000_000)))
-    before, most, size = pa.total_allocated_bytes(), 0, 0
-    tracemalloc.start()
-    for piece in FileCorpus((tmp_path / name,), "text").pieces():
-        size += len(piece.text)
-        most = max(most, pa.total_allocated_bytes() - before)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert size == 250_000_000
-    assert max(most, peak) < 40_000_000
-
-
-def test_a_table_that_unpacks_as_no_text_does_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers, "FREE_BYTES", 1 << 20)
-    (tmp_path / "a.parquet").write_bytes(packed_parquet(shared(1, 4_000_000)))
-    with pytest.raises(DataError, match=naming(tmp_path / "a.parquet", 400)):
-        read(tmp_path / "a.parquet")
-
-
-def test_a_row_of_quoted_line_ends_has_an_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each field holds a line end, so that the lines are one row."""
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 12)
-    (tmp_path / "a.csv").write_text("text\n" + "short\n" * 5000 + '"\n",' * 5000)
-    with pytest.raises(DataError, match=r"a\.csv line 5002 "):
-        read(tmp_path / "a.csv")
 
 
 def columns(**of: object) -> pa.Table:
@@ -295,13 +238,6 @@ def test_faults_have_their_place(tmp_path: Path, name: str) -> None:
         assert str(file) in str(caught.value)
 
 
-def test_an_array_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
-    (tmp_path / "a.json").write_bytes(b'[{"text": "b"}, {"text": "' + b"a" * (8 << 20))
-    with pytest.raises(DataError, match=naming("1 MiB", tmp_path / "a.json")):
-        read(tmp_path / "a.json")
-
-
 def test_a_template_names_the_key_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet(ROWS))
     with pytest.raises(DataError, match=r"^dataset_text_template: .*row 1 .*'body'"):
@@ -310,7 +246,7 @@ def test_a_template_names_the_key_that_is_missing(tmp_path: Path) -> None:
 
 def test_a_template_is_part_of_the_data(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
-    file.write_bytes(table(ROWS, ","))
+    file.write_bytes(table(ROWS))
     plain, template = (
         dataset_of(tmp_path, dataset_path=[str(file)], dataset_text_template=template)
         for template in (None, "{id} {text}")
@@ -320,7 +256,7 @@ def test_a_template_is_part_of_the_data(tmp_path: Path) -> None:
 
 def test_a_mixture_is_a_table_of_paths_and_weights(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a.csv", "b.txt")]
-    (tmp_path / "a.csv").write_bytes(table(ROWS, ","))
+    (tmp_path / "a.csv").write_bytes(table(ROWS))
     (tmp_path / "b.txt").write_text("other words " * 300)
     one = dataset_of(tmp_path, dataset_path=paths, dataset_weights=(0.75, 0.25))
     mixture = {paths[0]: 3.0, paths[1]: 1.0}

@@ -20,7 +20,7 @@ from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.loader import Loader
-from torchtitan.data.store_writer import open_writer
+from torchtitan.data.store import open_writer
 from torchtitan.data.workers import is_alive
 
 Rows = list[tuple[int, ...]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import signal
@@ -14,17 +13,17 @@ from concurrent.futures import Future, as_completed
 from itertools import count, islice
 from pathlib import Path
 
+import numpy as np
 import pytest
-from filelock import FileLock
 
 from tests.data.helpers import write_texts
 from tests.naming import naming
 from torchtitan.base.errors import DataError
-from torchtitan.data import prepare_files as prepare_files_module
-from torchtitan.data.corpus import FileCorpus
-from torchtitan.data.prepare import tokenize
-from torchtitan.data.prepare_files import Summary, prepare_files
-from torchtitan.data.store_writer import open_writer
+from torchtitan.data import prepare as prepare_module
+from torchtitan.data.corpus import Corpus, file_corpus
+from torchtitan.data.files import find_files
+from torchtitan.data.prepare import prepare_files
+from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import build_tokenizer
 
 NAME = "bpe_2048"
@@ -32,21 +31,22 @@ NAME = "bpe_2048"
 
 @pytest.fixture(autouse=True)
 def _each_file_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_files_module, "MAX_JOB_BYTES", 0)
+    monkeypatch.setattr(prepare_module, "MAX_PART_BYTES", 0)
 
 
-def corpus_of(folder: Path) -> FileCorpus:
+def corpus_of(folder: Path) -> Corpus:
     texts = {f"{i}.jsonl": f'{{"text": "café {i}"}}\n' * (i + 1) for i in range(4)}
     texts["long.txt"] = "many words " * 500
-    return FileCorpus(tuple(map(Path, write_texts(folder, texts))), "text")
+    return file_corpus(tuple(map(Path, write_texts(folder, texts))), "text")
 
 
 def bytes_of(prefix: Path) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
-def prepare(corpus: FileCorpus, prefix: Path, num_workers: int) -> Summary:
-    return prepare_files(corpus, prefix=str(prefix), tokenizer_path=NAME, num_workers=num_workers)
+def prepare(corpus: Corpus, prefix: Path, num_workers: int) -> dict[str, int]:
+    tokenizer = build_tokenizer(NAME)
+    return prepare_files(corpus, prefix=str(prefix), tokenizer=tokenizer, num_processes=num_workers)
 
 
 @pytest.mark.promise("token-stores")
@@ -54,44 +54,67 @@ def prepare(corpus: FileCorpus, prefix: Path, num_workers: int) -> Summary:
 def test_a_store_is_that_of_one_reader(tmp_path: Path, num_workers: int) -> None:
     corpus, tokenizer = corpus_of(tmp_path / "texts"), build_tokenizer(NAME)
     with open_writer(tmp_path / "wanted", vocab_size=tokenizer.vocab_size) as writer:
-        text_bytes = tokenize(corpus, tokenizer=tokenizer, writer=writer)
+        texts = [f"café {i}" for i in range(4) for _ in range(i + 1)] + ["many words " * 500]
+        for text in texts:
+            ids = np.array([*tokenizer.encode(text), tokenizer.eos_id])
+            writer.add(ids, ends_document=True)
     summary = prepare(corpus, tmp_path / "new" / "store", num_workers)
     assert bytes_of(tmp_path / "new" / "store") == bytes_of(tmp_path / "wanted")
     assert not (tmp_path / "new" / "store.parts").exists()
-    assert summary == Summary(11, writer.num_tokens, text_bytes)
-    assert text_bytes == 10 * len("café 0".encode()) + 5500
-    assert f"{text_bytes / writer.num_tokens:.2f} bytes per token" in str(summary)
+    text_bytes = sum(len(text.encode()) for text in texts)
+    counts = {"num_documents": 11, "num_tokens": writer.num_tokens, "text_bytes": text_bytes}
+    assert counts.items() <= summary.items()
 
 
-def test_small_files_are_done_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    corpus = corpus_of(tmp_path / "texts")
-    prepare(corpus, tmp_path / "each", 1)
-    caplog.set_level(logging.INFO)
-    # the first is full before the long one
-    monkeypatch.setattr(prepare_files_module, "MAX_JOB_BYTES", 100)
-    monkeypatch.setattr(prepare_files_module, "NUM_JOBS", 1)
-    prepare(corpus, tmp_path / "together", 1)
-    assert caplog.text.count("tokenizing 3 files") == 1
-    assert bytes_of(tmp_path / "together") == bytes_of(tmp_path / "each")
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_held_out_documents_are_a_store_beside(tmp_path: Path, num_workers: int) -> None:
+    texts = [f"text {i % 90}" for i in range(200)]
+    lines = {f"{n}.jsonl": "".join(f'{{"text": "{t}"}}\n' for t in texts[n::3]) for n in range(3)}
+    corpus = file_corpus(tuple(map(Path, write_texts(tmp_path / "texts", lines))))
+    tokenizer, prefix = build_tokenizer(NAME), str(tmp_path / "store")
+    notes = prepare_files(
+        corpus,
+        prefix=prefix,
+        tokenizer=tokenizer,
+        holdout_fraction=0.2,
+        num_processes=num_workers,
+    )
+    stores = [TokenStore(prefix), TokenStore(f"{prefix}.holdout-0.2")]
+    trained, held_out = (
+        [tokenizer.decode(store.document(n)[:-1].tolist()) for n in range(store.num_documents)]
+        for store in stores
+    )
+    assert sorted(trained + held_out) == sorted(texts)
+    assert not set(trained) & set(held_out)
+    assert 0 < len(held_out) == notes["num_held_out"] < 100
+    # a folder of prepared stores does not train on them
+    (tmp_path / "stores").mkdir()
+    for file in tmp_path.glob("store.*"):
+        if file.is_file():
+            file.rename(tmp_path / "stores" / file.name)
+    assert find_files(str(tmp_path / "stores")) == [tmp_path / "stores" / "store.idx"]
 
 
-def test_what_was_done_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_finished_parts_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A start that is killed goes on with the parts that it had finished."""
     corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
     good = corpus.files[2].read_text()
+    status = corpus.files[2].stat()
     corpus.files[2].write_text(good + "{")
     with pytest.raises(DataError, match=naming(f"{corpus.files[2]} line 4")):
         prepare(corpus, prefix, 2)
     assert f"{prefix}.parts" in caplog.text
     assert not Path(f"{prefix}.bin").exists()
-    done = {path: path.stat().st_ino for path in Path(f"{prefix}.parts").glob("*/tokens.bin")}
-    assert done
+    parts = {path.parent.name for path in Path(f"{prefix}.parts").glob("*/part-*/tokens.idx")}
+    assert parts
+    with pytest.raises(DataError):
+        prepare(corpus, prefix, 2)  # of the same files
+    assert status.st_size != corpus.files[2].stat().st_size
     corpus.files[2].write_text(good)
-    caplog.clear()
-    caplog.set_level(logging.INFO)
-    prepare(corpus, prefix, 1)
-    assert caplog.text.count("tokenizing ") == len(corpus.files) - len(done)
+    prepare(corpus, prefix, 2)
+    prepare(corpus, tmp_path / "other", 1)
+    assert bytes_of(prefix) == bytes_of(tmp_path / "other")
+    assert not Path(f"{prefix}.parts").exists()
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -116,14 +139,14 @@ def test_a_first_file_that_is_wrong_leaves_nothing(tmp_path: Path) -> None:
 
 def test_many_parts_are_not_open_at_once(tmp_path: Path) -> None:
     texts = {f"{i}.txt": f"text {i}" for i in range(30)}
-    corpus = FileCorpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
+    corpus = file_corpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     # the limit is on the number of a descriptor: leave 40 free ones below it
     used = {int(name) for name in os.listdir("/dev/fd")}
     free = (number for number in count() if number not in used)
     resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, 40, None)), limits[1]))
     try:
-        assert prepare(corpus, tmp_path / "store", 1).num_documents == 30
+        assert prepare(corpus, tmp_path / "store", 1)["num_documents"] == 30
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -137,12 +160,12 @@ def test_what_waits_is_not_begun_when_stopped(
         yield next(as_completed(jobs))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare_files_module, "as_completed", stopping)
+    monkeypatch.setattr(prepare_module, "as_completed", stopping)
     texts = {f"{i}.txt": f"text {i} " * 10_000 for i in range(60)}
-    corpus = FileCorpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
+    corpus = file_corpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
     with pytest.raises(KeyboardInterrupt):
         prepare(corpus, tmp_path / "store", 2)
-    assert 0 < len([*(tmp_path / "store.parts").glob("*/about.json")]) < 30
+    assert 0 < len([*(tmp_path / "store.parts").glob("*/part-*/about.json")]) < 60
     assert f"{tmp_path}/store.parts" in caplog.text
 
 
@@ -161,11 +184,3 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)  # the end of what they write: all have ended
     assert process.returncode == -signal.SIGTERM
-
-
-def test_one_process_at_a_time_writes_a_store(tmp_path: Path) -> None:
-    corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
-    with FileLock(f"{prefix}.parts/lock"), pytest.raises(DataError, match=naming(prefix)):
-        prepare(corpus, prefix, 1)
-    prepare(corpus, prefix, 1)
-    assert not Path(f"{prefix}.parts").exists()

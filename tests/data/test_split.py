@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import pickle
 import struct
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.data.helpers import loader_of, training, write_texts
-from tests.data.test_store import write_by_hand
 from tests.finetune.chats import write_lines
 from tests.naming import naming
 from torchtitan.base.errors import DataError
-from torchtitan.data import holdout as split
+from torchtitan.data.corpus import file_corpus
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.holdout import Holdout
+from torchtitan.data.prepare import prepare_files
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.finetune.data import build_examples
@@ -55,10 +53,9 @@ def build(job: TrainingConfig, side: Holdout | None = None) -> Dataset:
 
 
 def documents_of(dataset: Dataset) -> list[str]:
-    """The texts of all documents of a data set with one view."""
+    """The texts of all documents of a data set of one source."""
     [source] = dataset.sources
-    [view] = source.stores
-    ids = view.read(0, view.num_tokens).tolist()
+    ids = [i for store in source.stores for i in store.tokens.tolist()]
     assert ids[-1] == END
     return [bytes(part).decode() for part in split_at_end(ids)]
 
@@ -99,26 +96,16 @@ def test_the_samples_are_those_of_the_documents_alone(
 
 
 @BOTH
-def test_of_several_stores_and_kinds(tmp_path: Path, side: Holdout) -> None:
-    """Text, stores of several types, long documents cut into sequences, empty ones, none of ours:
-    one row of documents, whatever they come from."""
-    paths = [write(tmp_path / "text.jsonl", TEXTS[:40])]
-    expected = TEXTS[:40]
-    none = [text for text in TEXTS if is_held_out(text) != side.held_out][:3]
-    parts = [(8, TEXTS[40:60]), (4, none), (5, TEXTS[60:110])]
-    for code, texts in parts:
-        rows = [[[*text.encode()[:3]], [*text.encode()[3:], END]] for text in texts]
-        write_by_hand(tmp_path / f"s{code}", [[], *rows, [[]]], code=code)
-        paths.append(str(tmp_path / f"s{code}"))
-        expected = expected + texts
-    ours = [text for text in expected if is_held_out(text) == side.held_out]
-    dataset = build(job_of(tmp_path / "cache", paths), side)
-    alone = build(job_of(tmp_path / "cache", [write(tmp_path / "ours.jsonl", ours)]))
-    assert_same_samples(dataset, alone)
-    # a worker's copy maps the files again
-    copy = pickle.dumps(dataset)
-    assert len(copy) < 5000
-    assert_same_samples(pickle.loads(copy), alone)
+def test_a_prepared_store_needs_its_twin(tmp_path: Path, side: Holdout) -> None:
+    corpus = file_corpus((Path(write(tmp_path / "a.jsonl", TEXTS)),))
+    prefix, tokenizer = str(tmp_path / "s"), ByteTokenizer()
+    prepare_files(corpus, prefix=prefix, tokenizer=tokenizer, holdout_fraction=FRACTION)
+    dataset = build(job_of(tmp_path / "cache", [prefix]), side)
+    assert documents_of(dataset) == [t for t in TEXTS if is_held_out(t) == side.held_out]
+    assert_same_samples(pickle.loads(pickle.dumps(dataset)), dataset)  # as a worker gets it
+    other = Holdout(0.2, held_out=side.held_out)
+    with pytest.raises(DataError, match=r"^holdout_fraction: .*0\.2.*validation\.dataset_path"):
+        build(job_of(tmp_path / "cache", [prefix]), other)
 
 
 @pytest.mark.promise("validation")
@@ -166,54 +153,16 @@ def test_a_larger_fraction_holds_out_the_same_and_more(tmp_path: Path) -> None:
 
 @pytest.mark.promise("validation")
 def test_copies_are_on_one_side(tmp_path: Path) -> None:
-    """In a file twice, in a store of another type, and in one without end tokens."""
-    for code, end in ((4, []), (8, [END])):
-        rows = [[[*text.encode(), *end]] for text in TEXTS]
-        write_by_hand(tmp_path / f"s{code}", rows, code=code)
+    """In a file twice, and in another one that is a source of its own."""
     paths = [
         write(tmp_path / "a.jsonl", TEXTS + TEXTS[::-1]),
-        *(str(tmp_path / s) for s in ("s4", "s8")),
+        write(tmp_path / "b.jsonl", TEXTS),
     ]
-    sizes = {}
+    job = job_of(tmp_path / "cache", paths, dataset_weights=[1, 1])
     for side in (TRAINED, HELD_OUT):
-        [source] = build(job_of(tmp_path / "cache", paths), side).sources
-        [view] = source.stores
+        dataset = build(job, side)
         ours = [text for text in TEXTS if is_held_out(text) == side.held_out]
-        sizes[side] = view.num_tokens
-        assert view.num_tokens == 4 * sum(map(len, ours)) + 3 * len(ours)
-    assert sum(sizes.values()) == 4 * sum(map(len, TEXTS)) + 3 * len(TEXTS)
-
-
-def test_a_long_document_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = np.arange(1000, dtype=np.uint16)
-    whole = split.content_number(tokens)
-    monkeypatch.setattr(split, "CHUNK", 7)
-    assert split.content_number(tokens) == whole
-    assert split.content_number(tokens[:-1]) == split.content_number(tokens, end=999) != whole
-
-
-def test_divided_once_and_again_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    calls: list[int] = []
-    correct = split.content_number
-    monkeypatch.setattr(
-        split, "content_number", lambda tokens, end: calls.append(1) or correct(tokens, end=end)
-    )
-    write_by_hand(tmp_path / "s", [[[*text.encode(), END]] for text in TEXTS], code=8)
-    job = job_of(tmp_path / "cache", [str(tmp_path / "s")])
-    num_held_out = sum(map(is_held_out, TEXTS))
-    for _ in range(2):
-        documents = [len(documents_of(build(job, side))) for side in (TRAINED, HELD_OUT)]
-        assert documents == [len(TEXTS) - num_held_out, num_held_out]
-        assert len(calls) == len(TEXTS)
-        assert f"{tmp_path / 's'}: {num_held_out} of 150 documents" in caplog.text
-        assert "holdout_fraction = 0.3" in caplog.text
-        caplog.clear()
-    write_by_hand(tmp_path / "s", [[[*text.encode(), END]] for text in TEXTS[1:]], code=8)
-    build(job, TRAINED)
-    assert len(calls) == 2 * len(TEXTS) - 1
+        assert dataset.num_tokens == 3 * sum(len(text) + 1 for text in ours)
 
 
 @BOTH
@@ -221,7 +170,7 @@ def test_too_few_documents(tmp_path: Path, side: Holdout) -> None:
     """One document is on one side, so that the other has none."""
     text = next(text for text in TEXTS if len(text) > 20 and is_held_out(text) != side.held_out)
     paths = write_texts(tmp_path, {"book.txt": text})
-    with pytest.raises(DataError, match=naming("holdout_fraction", 17, *paths, 0.3)):
+    with pytest.raises(DataError, match=naming("holdout_fraction", *paths, 0.3)):
         build(job_of(tmp_path / "cache", paths), side)
     lines = write_lines(tmp_path / "one.jsonl", [{"prompt": "ab", "completion": "c"}])
     sides = [Holdout(fraction, held_out=side.held_out) for fraction in (1e-9, 1 - 1e-9)]

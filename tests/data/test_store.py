@@ -12,9 +12,7 @@ import pytest
 
 from torchtitan.base.errors import DataError
 from torchtitan.data import store as store_module
-from torchtitan.data import store_writer
-from torchtitan.data.store import TokenStore
-from torchtitan.data.store_writer import open_writer
+from torchtitan.data.store import TokenStore, open_writer
 
 LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 
@@ -89,8 +87,8 @@ def test_others_read_what_is_written(tmp_path: Path, vocab_size: int, code: int)
 
 
 def test_long_documents_and_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_writer, "MAX_SEQUENCE", 4)
-    for module in (store_module, store_writer):
+    monkeypatch.setattr(store_module, "MAX_SEQUENCE", 4)
+    for module in (store_module,):
         monkeypatch.setattr(module, "CHUNK", 3)
     lengths = [9, 4, 5, 1, 0, 12]
     with open_writer(tmp_path / "long", vocab_size=300) as writer:

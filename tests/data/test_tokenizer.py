@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.data import prepare, readers
-from torchtitan.data.cache import cached_store
-from torchtitan.data.corpus import FileCorpus
+from torchtitan.data import prepare
+from torchtitan.data.corpus import file_corpus
+from torchtitan.data.prepare import cached_store
 from torchtitan.data.text import cut_point, split_text
 from torchtitan.data.tiktoken_tokenizer import LLAMA3_PATTERN, MAX_CHARS
 from torchtitan.data.tokenizer import BUILT_IN, ByteTokenizer, build_tokenizer, check_vocabulary
@@ -242,16 +242,16 @@ def test_long_text_is_not_cut_for_what_begins_each_text(
     encodes_pieces: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(readers, "PIECE_CHARS", 1600)
+    monkeypatch.setattr(prepare, "PIECE_CHARS", 1600)
     with_change = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
     for part, value in change.items():
         setattr(with_change, part, value)
     with_change.save(str(hf_folder / "tokenizer.json"))
     tokenizer = build_tokenizer(str(hf_folder))
     assert tokenizer.encodes_pieces == encodes_pieces
-    text = "word \nother word\n" * (readers.PIECE_CHARS // 16 + 9)
+    text = "word \nother word\n" * (prepare.PIECE_CHARS // 16 + 9)
     (tmp_path / "long.txt").write_text(text)
-    corpus = FileCorpus((tmp_path / "long.txt",), "text")
+    corpus = file_corpus((tmp_path / "long.txt",), "text")
     store = cached_store(corpus, tokenizer=tokenizer, cache=str(tmp_path / "cache"))
     assert store.tokens[:-1].tolist() == tokenizer.encode(text)
 
@@ -270,12 +270,11 @@ def test_a_document_too_long_to_be_encoded_whole_is_encoded_in_parts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(readers, "PIECE_CHARS", 100)
-    monkeypatch.setattr(prepare, "LONGEST_CHARS", 250)
+    monkeypatch.setattr(prepare, "DOCUMENT_CHARS", 250)
     edited(normalizer={"type": "Prepend", "prepend": "_"})(hf_folder)
     tokenizer = build_tokenizer(str(hf_folder))
     (tmp_path / "long.txt").write_text("one two\n" * 100)
-    corpus = FileCorpus((tmp_path / "long.txt",), "text")
+    corpus = file_corpus((tmp_path / "long.txt",), "text")
     store = cached_store(corpus, tokenizer=tokenizer, cache=str(tmp_path / "cache"))
     assert 1 < tokenizer.decode(store.tokens.tolist()).count("_") <= 4
 

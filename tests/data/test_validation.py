@@ -11,7 +11,7 @@ import torch
 
 from tests.data.helpers import dataset_of, loader_of
 from torchtitan.data.padding import PadToBatch
-from torchtitan.data.synthetic import SyntheticCorpus
+from torchtitan.data.synthetic import synthetic_corpus
 
 
 @pytest.mark.promise("validation")
@@ -54,7 +54,7 @@ def test_the_first_batches(tmp_path: Path) -> None:
 
 def test_generated_text_is_held_out() -> None:
     def sentences(*, held_out: bool) -> list[str]:
-        pieces = SyntheticCorpus(held_out=held_out).pieces()
+        pieces = synthetic_corpus(held_out=held_out).pieces()
         return [s for piece in pieces for s in piece.text.strip().lower().split(". ")]
 
     known, others = set(sentences(held_out=False)), sentences(held_out=True)

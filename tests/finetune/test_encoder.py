@@ -24,7 +24,7 @@ from torchtitan.finetune.encoder import (
     overlaps_spans,
 )
 from torchtitan.finetune.examples import Completion, Example
-from torchtitan.finetune.sources import FileExamples, label_all
+from torchtitan.finetune.sources import example_files, label_all
 
 BYTE = ByteTokenizer()
 
@@ -205,7 +205,7 @@ def test_who_puts_a_token_before_a_text(tmp_path: Path) -> None:
 
 
 def mistakes_of(*files: Path) -> list[str]:
-    source = FileExamples(files)
+    source = example_files(files)
     with pytest.raises(DataError) as raised:
         list(label_all(source, encoder()))
     return str(raised.value).splitlines()

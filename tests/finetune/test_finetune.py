@@ -21,10 +21,10 @@ from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.holdout import Holdout
 from torchtitan.data.sample_log import hash_tokens
-from torchtitan.data.store_writer import open_writer
+from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.finetune.data import build_examples
-from torchtitan.finetune.synthetic import SyntheticExamples
+from torchtitan.finetune.synthetic import synthetic_examples
 from torchtitan.models.interface import Documents
 
 EOS = 257
@@ -395,7 +395,7 @@ def test_what_is_held_out_is_told_with_its_setting(
         told[held_out] = [one for one in caplog.messages if "validation.holdout_fraction" in one]
     [message] = told[False]
     assert nums[True]
-    assert naming(nums[True], 60, nums[False], "validation.enable").match(message)
+    assert naming(nums[True], 60, "validation.enable").match(message)
     assert told[True] == []
 
 
@@ -411,7 +411,7 @@ def test_built_in_examples(tmp_path: Path, packing: str) -> None:
 
 def test_generated_examples_are_held_out(tmp_path: Path) -> None:
     trained, held_out = (
-        [row.value for row in SyntheticExamples(held_out=h).rows()] for h in (False, True)
+        [row.value for row in synthetic_examples(held_out=h).read()] for h in (False, True)
     )
     assert (len(trained), len(held_out)) == (1000, 100)
     assert not [value for value in held_out if value in trained]

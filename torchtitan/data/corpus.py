@@ -1,9 +1,8 @@
 """Corpora: text that can be read repeatedly, always the same.
 
-`FileCorpus` reads files of any format. Two corpora need no files. `python_stdlib` is real text that
-every machine with Python has: about 12 MB of code, comments and documentation, enough to see a
-small model learn; it differs between Python versions. `synthetic` (`synthetic.py`) is the same text
-on every machine, to compare runs and to test.
+`python_stdlib` is real text that every machine with Python has: about 12 MB of code, comments and
+documentation, enough to see a small model learn; it differs between Python versions. `synthetic`
+(`synthetic.py`) is the same text on every machine, to compare runs and to test.
 
 The identity of a corpus is cheap to compute from its files (path, size, times). It is enough to
 know, on this machine, that they have not changed since they were tokenized.
@@ -15,14 +14,15 @@ import logging
 import os
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.files import file_identity
+from torchtitan.data.readers import TextTemplate, read_documents, read_each
 from torchtitan.data.text import Piece
 
 logger = logging.getLogger(__name__)
@@ -31,34 +31,17 @@ logger = logging.getLogger(__name__)
 EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-class Corpus(Protocol):
+@dataclass(frozen=True)
+class Corpus:
     """Text that can be read repeatedly, always the same."""
 
-    @property
-    def name(self) -> str:
-        """Return the name for messages."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size on disk."""
-
-    def identity(self) -> list[str]:
-        """Return values that change whenever the text may have changed."""
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield all text in a fixed order."""
-
-
-@dataclass(frozen=True)
-class Files:
-    """Files in a fixed order."""
-
-    files: Sequence[Path]
-
-    @property
-    def name(self) -> str:
-        """Return the name of the file, or the number of files."""
-        return str(self.files[0]) if len(self.files) == 1 else f"{len(self.files)} files"
+    name: str
+    """Name in messages."""
+    read: Callable[..., Iterator[Any]]
+    """Yields the pieces of a file's documents; without files, those of all documents."""
+    files: tuple[Path, ...] = ()
+    key: list[str] = field(default_factory=list)
+    """What decides the text besides the files."""
 
     @property
     def num_bytes(self) -> int:
@@ -66,13 +49,22 @@ class Files:
         return sum(file.stat().st_size for file in self.files)
 
     def identity(self) -> list[str]:
-        """Return path, size and times of each file."""
-        return [*map(file_identity, self.files)]
+        """Return values that change whenever the text may have changed."""
+        return [*map(file_identity, self.files), *self.key]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Check the first bytes of all files, then yield the documents of each."""
+        return read_each(self.files, self.read) if self.files else self.read()
 
 
-@dataclass(frozen=True)
-class FileCorpus(Files):
-    """The documents of files of any format.
+def file_corpus(
+    files: tuple[Path, ...],
+    text_key: str = "text",
+    template: str | None = None,
+    *,
+    settings: tuple[str, str] = ("dataset_text_key", "dataset_text_template"),
+) -> Corpus:
+    """Return the documents of files of any format.
 
     Args:
         files: Files to read, in order.
@@ -80,68 +72,43 @@ class FileCorpus(Files):
         template: Text with keys in braces, used instead of `text_key` if given.
         settings: Names of `text_key` and `template` in error messages.
     """
-
-    text_key: str
-    template: str | None = None
-    settings: tuple[str, str] = ("dataset_text_key", "dataset_text_template")
-
-    def identity(self) -> list[str]:
-        """Return path, size and times of each file, and the key or template."""
-        template = [] if self.template is None else [self.template]
-        return [*super().identity(), self.text_key, *template]
-
-    def pieces(self) -> Iterator[Piece]:
-        """Check the first bytes of all files, then yield the documents of each."""
-        from torchtitan.data.readers import TextTemplate, read_documents, read_each
-
-        setting = self.settings[self.template is not None]
-        text_of = TextTemplate(self.text_key, self.template, setting=setting)
-        yield from read_each(self.files, partial(read_documents, text_of=text_of))
+    text_of = TextTemplate(text_key, template, setting=settings[template is not None])
+    name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
+    key = [text_key, *([] if template is None else [template])]
+    return Corpus(name, partial(read_documents, text_of=text_of), files, key)
 
 
-class StdlibCorpus(Files):
-    """The `.py` files of the running Python's standard library, sorted by path.
+def stdlib_corpus() -> Corpus:
+    """Return the `.py` files of the running Python's standard library, sorted by path.
 
     Raises:
         DataError: This Python has no source files, for example because they are zipped.
     """
-
-    def __init__(self) -> None:
-        super().__init__(_stdlib_files())
-
-    @property
-    def name(self) -> str:
-        """Return the name for messages."""
-        return "python_stdlib"
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield each file as a document. Files with a wrong declared encoding are skipped."""
-        for file in self.files:
-            try:
-                with tokenize.open(file) as handle:
-                    text = handle.read()
-            except (SyntaxError, UnicodeDecodeError) as error:
-                logger.info("skipping %s: %s", file, error)
-                text = ""
-            except OSError as error:
-                raise DataError(f"cannot read {file}: {error.strerror}") from error
-            if text:
-                yield Piece(text, ends_document=True, where=str(file))
-
-
-def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in EXCLUDED]  # os.walk skips the rest
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    # _sysconfigdata holds the paths of the machine that built this Python
-    files = [file for file in found if not file.name.startswith("_sysconfigdata")]
-    files = sorted(filter(Path.is_file, files), key=Path.as_posix)
+        # _sysconfigdata holds the paths of the machine that built this Python
+        names = [n for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
+        files += [file for name in names if (file := Path(folder, name)).is_file()]
     if not files:
         rule = (
             f"'python_stdlib' needs the sources of the standard library, {root} holds none; "
             f"use 'synthetic', or 'files' with dataset_path"
         )
         raise DataError.at("dataset", rule)
-    return files
+    return Corpus("python_stdlib", _read_source, tuple(sorted(files, key=Path.as_posix)))
+
+
+def _read_source(file: Path) -> Iterator[Piece]:
+    """Yield a file as a document. Files with a wrong declared encoding are skipped."""
+    try:
+        with tokenize.open(file) as handle:
+            text = handle.read()
+    except (SyntaxError, UnicodeDecodeError) as error:
+        logger.info("skipping %s: %s", file, error)
+        text = ""
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from error
+    if text:
+        yield Piece(text, ends_document=True, where=str(file))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -36,7 +37,7 @@ from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
     from torchtitan.data.corpus import Corpus
-    from torchtitan.data.holdout import Holdout, HoldoutView
+    from torchtitan.data.holdout import Holdout
     from torchtitan.data.loader import MapSamples, Samples
     from torchtitan.data.settings import TrainingConfig
     from torchtitan.data.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ class Source(Protocol):
     num_samples: int
 
     @property
-    def stores(self) -> Sequence[TokenStore | HoldoutView]:
+    def stores(self) -> Sequence[TokenStore]:
         """Return the stores that samples are read from."""
 
     def __getitem__(self, i: int) -> Samples:
@@ -125,8 +126,7 @@ class Dataset:
     @property
     def stores(self) -> list[TokenStore]:
         """Return the stores that are read completely."""
-        stores = [store for source in self.sources for store in source.stores]
-        return [store for store in stores if isinstance(store, TokenStore)]
+        return [store for source in self.sources for store in source.stores]
 
 
 class MaskedDataset(Dataset):
@@ -172,16 +172,16 @@ class TextSource:
 
     def __init__(
         self,
-        stores: Sequence[TokenStore | HoldoutView],
+        stores: Sequence[TokenStore],
         training: TrainingConfig,
         *,
         vocab_size: int,
     ) -> None:
-        self.stores: Sequence[TokenStore | HoldoutView] = list(stores)
+        self.stores: Sequence[TokenStore] = list(stores)
         self._seq_len, self._vocab_size = training.seq_len, vocab_size
         self._splits_labels = training.attn_mask_type == "block_causal"
         self._has_lengths = has_document_lengths(training)
-        self._ends = list(accumulate((s.num_tokens - 1) // self._seq_len for s in stores))
+        self._ends = list(accumulate((max(0, s.num_tokens - 1)) // self._seq_len for s in stores))
         self.num_samples = self._ends[-1]
 
     def __getitem__(self, i: int) -> Samples:
@@ -324,16 +324,23 @@ def build_dataset(
         DataError: Data are missing, empty, damaged or too short.
     """
     stores = _open_stores(
-        training, tokenizer=tokenizer, held_out=held_out, fill_samples=holdout is None, once=once
+        training, tokenizer=tokenizer, held_out=held_out, holdout=holdout, once=once
     )
     weights = training.weights or (1.0,)
     if holdout is not None and holdout.held_out:
         # each document once, without weights
         stores, weights = [[store for group in stores for store in group]], (1.0,)
-    sources = [
-        TextSource(row, training, vocab_size=tokenizer.vocab_size)
-        for row in _rows(stores, training, holdout=holdout, end=tokenizer.eos_id)
-    ]
+    sources = [TextSource(row, training, vocab_size=tokenizer.vocab_size) for row in stores]
+    for source in sources:
+        if not source.num_samples:
+            names = ", ".join(training.paths) or training.dataset
+            needed = f"seq_len + 1 = {training.seq_len + 1} tokens"
+            most = max(store.num_tokens for store in source.stores)
+            got = f"at most {most} in a store of {names:.200}"
+            if holdout is not None:
+                raise holdout.too_small(needed=needed, got=got)
+            rule = f"data must hold at least {needed}, got {got}; add data or lower seq_len"
+            raise DataError.at("seq_len", rule)
     masked = training.dataset == "synthetic_masked"
     dataset = (MaskedDataset if masked else Dataset)(
         sources,
@@ -365,52 +372,40 @@ def _open_stores(
     *,
     tokenizer: Tokenizer,
     held_out: bool,
-    fill_samples: bool,
+    holdout: Holdout | None,
     once: Once,
 ) -> list[list[TokenStore]]:
-    """Return the stores of each source; raise DataError if one must fill a sample and cannot."""
+    """Return the stores of each source, tokenized first if necessary."""
     stores: list[list[TokenStore]] = []
     for parts in corpora(training, held_out=held_out, once=once):
         stores.append([])
         for part in parts:
             if isinstance(part, TokenStore):
-                store, name = part, part.prefix
+                store = part if holdout is None else _side_of(part, holdout)
             else:
-                from torchtitan.data.cache import cached_store
+                from torchtitan.data.prepare import cached_store
 
                 cache = training.dataset_cache
-                store = cached_store(part, tokenizer=tokenizer, cache=cache, once=once)
-                name = part.name
-            if store.num_tokens <= training.seq_len and fill_samples:
-                rule = (
-                    f"data must hold at least seq_len + 1 = {training.seq_len + 1} tokens, {name} "
-                    f"has {store.num_tokens}; add data or lower seq_len"
+                store = cached_store(
+                    part, tokenizer=tokenizer, cache=cache, holdout=holdout, once=once
                 )
-                raise DataError.at("seq_len", rule)
             stores[-1].append(store)
     return stores
 
 
-def _rows(
-    stores: Sequence[Sequence[TokenStore]],
-    training: TrainingConfig,
-    *,
-    holdout: Holdout | None,
-    end: int,
-) -> list[Sequence[TokenStore | HoldoutView]]:
-    """Return the rows of each source: its stores, or one view of the selected documents."""
-    if holdout is None:
-        return [*stores]
-    from torchtitan.data.holdout import build_view
+def _side_of(store: TokenStore, holdout: Holdout) -> TokenStore:
+    """Return one side of a store of the user, which `torchtitan prepare` has divided."""
+    from torchtitan.data.holdout import held_out_prefix
 
-    names = training.paths or (training.dataset,)
-    if len(names) != len(stores):
-        names = (", ".join(names),)
-    seq_len, cache = training.seq_len, training.dataset_cache
-    return [
-        [build_view(parts, holdout, name=name, seq_len=seq_len, end=end, cache=cache)]
-        for parts, name in zip(stores, names, strict=True)
-    ]
+    twin = held_out_prefix(store.prefix, holdout.fraction)
+    if not Path(f"{twin}.idx").exists():
+        rule = (
+            f"needs the documents that were held out of the token store {store.prefix}, and "
+            f"{twin}.idx does not exist; write both with torchtitan prepare --holdout_fraction "
+            f"{holdout.fraction}, or name other data in validation.dataset_path"
+        )
+        raise DataError.at("holdout_fraction", rule)
+    return TokenStore(twin) if holdout.held_out else store
 
 
 def corpora(
@@ -418,13 +413,13 @@ def corpora(
 ) -> list[list[Corpus | TokenStore]]:
     """Return the parts of each source. With weights, each entry of `dataset_path` is a source."""
     if training.dataset == "python_stdlib":
-        from torchtitan.data.corpus import StdlibCorpus
+        from torchtitan.data.corpus import stdlib_corpus
 
-        return [[StdlibCorpus()]]
+        return [[stdlib_corpus()]]
     if training.dataset != "files":
-        from torchtitan.data.synthetic import SyntheticCorpus
+        from torchtitan.data.synthetic import synthetic_corpus
 
-        return [[SyntheticCorpus(held_out=held_out)]]
+        return [[synthetic_corpus(held_out=held_out)]]
     from torchtitan.data.files import divide, find_all
 
     assert training.paths, "a rule of the settings"
@@ -444,8 +439,8 @@ def corpora(
         texts, stores = divide(files)
         sources.append([])
         if texts:  # a run on token stores loads no readers
-            from torchtitan.data.corpus import FileCorpus
+            from torchtitan.data.corpus import file_corpus
 
-            sources[-1].append(FileCorpus(texts, *text))
+            sources[-1].append(file_corpus(texts, *text))
         sources[-1] += map(TokenStore, stores)
     return sources

@@ -19,6 +19,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.base.files import Once, alone, user_path
 from torchtitan.base.log import plural
 from torchtitan.base.urls import is_url
+from torchtitan.data.holdout import HELD_OUT
 from torchtitan.data.settings import DEFAULT_CACHE, FETCHED, SAVED
 from torchtitan.data.store import STORE_SUFFIXES
 
@@ -55,6 +56,8 @@ def find_files(
         path = Path(f"{path}.idx")
     is_named = path.exists()
     found = [path] if is_named else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    if not is_named:  # documents that `prepare --holdout_fraction` held out
+        found = [file for file in found if HELD_OUT not in file.name]
     # realpath: exists() follows at most 40 links
     if broken := [p for p in found if p.is_symlink() and not exists(realpath(p))]:
         raise DataError.at(key, f"{min(broken)} is a link to a file that does not exist")
@@ -62,9 +65,9 @@ def find_files(
     if not files:
         rule = f"no file matches {pattern!r:.200}; relative paths start at {Path.cwd()}"
         raise DataError.at(key, rule)
-    from torchtitan.data.readers import check_each, check_suffix
+    from torchtitan.data.readers import check_suffix, for_each
 
-    check_each(files, check_suffix)
+    for_each(files, check_suffix)
     empty = {file for file in files if file.exists() and file.stat().st_size == 0}
     if empty and (is_named or len(empty) == len(files)):
         raise DataError.at(key, f"a file must not be empty: {min(empty)}; remove it")
@@ -76,13 +79,13 @@ def find_files(
 
 def find_all(entries: Sequence[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
     """Return the files of each entry of `dataset_path`, as `find_files` does."""
-    from torchtitan.data.readers import check_each
+    from torchtitan.data.readers import for_each
 
     def find() -> list[list[str]]:
         found: dict[str, list[str]] = {}
         for is_remote in (False, True):  # mistakes in local entries are reported before downloads
             named = [entry for entry in entries if is_url(entry) is is_remote]
-            files = check_each(named, lambda e: [*map(str, find_files(e, cache=cache))])
+            files = for_each(named, lambda e: [*map(str, find_files(e, cache=cache))])
             found |= zip(named, files, strict=True)
         return [found[entry] for entry in entries]
 

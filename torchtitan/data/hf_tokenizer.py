@@ -80,6 +80,11 @@ class HuggingFaceTokenizer:
         # a second one, because switching the first fails while another thread encodes
         return self._load(reads_special=True)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        from torchtitan.data.tokenizer import build_cached
+
+        return build_cached, (str(self._file),)
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`. Special tokens written in it are plain text."""
         ids: list[int] = self.encode_batch([text])[0].tolist()

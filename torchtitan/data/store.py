@@ -15,19 +15,21 @@ all ranks of a node share them. The format is Megatron's because other tools wri
     int64[n]  start of each sequence in the .bin file, in bytes
     int64[.]  index of each document's first sequence, and n at the end
 
-A document is usually one sequence. The writer (`store_writer.py`) cuts documents whose length int32
-cannot hold.
+A document is usually one sequence. The writer cuts documents whose length int32 cannot hold.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
+from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +45,7 @@ VERSION = 1
 TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 CHUNK = 1 << 20
 NUM_HASHED_CHUNKS = 64
+MAX_SEQUENCE = 2**31 - 1
 
 
 class TokenStore:
@@ -105,11 +108,6 @@ class TokenStore:
         return end
 
     @property
-    def stores(self) -> list[TokenStore]:
-        """Return this store. A view of several stores returns them."""
-        return [self]
-
-    @property
     def num_tokens(self) -> int:
         """Return the number of tokens of all documents."""
         return len(self.tokens)
@@ -152,30 +150,22 @@ class TokenStore:
             number += 1
         return starts
 
-    def runs(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the tokens from `first` to `stop` as (index in `stores`, start, stop)."""
-        yield 0, first, stop
-
-    def place(self, number: int, token: int) -> int | None:
-        """Return the position of a token of `stores[number]` in this store."""
-        assert number == 0
-        return token
-
     def content_hash(self) -> str:
-        """Return a SHA-256 of both files, independent of their path and age.
+        """Return a SHA-256 of both files, independent of their path and age."""
+        return hash_files([Path(self.prefix + suffix) for suffix in STORE_SUFFIXES])
 
-        A file over 64 MiB is sampled: its size and 64 chunks of 1 MiB, evenly spread.
-        """
-        digest = hashlib.sha256()
-        for suffix in (".idx", ".bin"):
-            file = Path(self.prefix + suffix)
-            with file.open("rb") as handle:
-                size = _size(file)
-                digest.update(struct.pack("<Q", size))
-                for offset in _hashed_offsets(size):
-                    handle.seek(offset)
-                    digest.update(handle.read(CHUNK))
-        return digest.hexdigest()
+
+def hash_files(files: Sequence[Path]) -> str:
+    """Return a SHA-256 of files: of their size, and of up to 64 chunks of 1 MiB, evenly spread."""
+    digest = hashlib.sha256()
+    for file in files:
+        size = _size(file)
+        digest.update(struct.pack("<Q", size))
+        with file.open("rb") as handle:
+            for offset in _hashed_offsets(size):
+                handle.seek(offset)
+                digest.update(handle.read(CHUNK))
+    return digest.hexdigest()
 
 
 def _size(file: Path) -> int:
@@ -222,3 +212,92 @@ def _hashed_offsets(size: int) -> Iterator[int]:
         yield from range(0, size, CHUNK)
     else:
         yield from (i * (size - CHUNK) // (NUM_HASHED_CHUNKS - 1) for i in range(NUM_HASHED_CHUNKS))
+
+
+class StoreWriter:
+    """Writes a store document by document. Built by `open_writer`.
+
+    Tokens go straight to the file. The index takes 12 bytes of memory per document.
+    """
+
+    def __init__(self, file: BinaryIO, *, vocab_size: int) -> None:
+        self._file = file
+        self._code = 8 if vocab_size <= 2**16 else 4 if vocab_size <= 2**31 else 5
+        self._dtype = np.dtype(TYPES[self._code])
+        self._lengths, self._starts = array("i"), array("q", [0])
+        self._open_length = 0
+        self.num_tokens = 0
+
+    @property
+    def num_documents(self) -> int:
+        """Return the number of documents ended so far."""
+        return len(self._starts) - 1
+
+    def add(self, ids: npt.NDArray[Any], *, ends_document: bool) -> None:
+        """Append tokens to the current document, and end it if asked to."""
+        assert ids.size == 0 or ids.max() <= np.iinfo(self._dtype).max, "id exceeds vocab_size"
+        self._file.write(ids.astype(self._dtype).tobytes())
+        self.num_tokens += len(ids)
+        self._open_length += len(ids)
+        while self._open_length > MAX_SEQUENCE:
+            self._lengths.append(MAX_SEQUENCE)
+            self._open_length -= MAX_SEQUENCE
+        if ends_document:
+            self._lengths.append(self._open_length)
+            self._open_length = 0
+            self._starts.append(len(self._lengths))
+
+    def add_store(self, store: TokenStore) -> None:
+        """Append the documents of a store with tokens of the same type."""
+        assert store.tokens.dtype == self._dtype
+        assert self._open_length == 0
+        for first in range(0, store.num_tokens, CHUNK):
+            self._file.write(store.tokens[first : first + CHUNK].tobytes())
+        self.num_tokens += store.num_tokens
+        starts = store.document_starts[1:] + len(self._lengths)
+        self._starts.frombytes(starts.astype("=i8").tobytes())
+        self._lengths.frombytes(store.lengths.astype("=i4").tobytes())
+
+    def write_index(self, file: BinaryIO) -> None:
+        """Write the index of all documents."""
+        assert self._open_length == 0, "the last document was not ended"
+        file.write(HEADER.pack(MAGIC, VERSION, self._code, len(self._lengths), len(self._starts)))
+        lengths = np.array(self._lengths, "<i4")
+        file.write(lengths.tobytes())
+        start = 0
+        for first in range(0, len(lengths), CHUNK):
+            ends = start + np.cumsum(lengths[first : first + CHUNK], dtype="<i8")
+            starts = np.concatenate([[start], ends[:-1]]) * self._dtype.itemsize
+            file.write(starts.astype("<i8").tobytes())
+            start = int(ends[-1])
+        file.write(np.array(self._starts, "<i8").tobytes())
+
+
+@contextmanager
+def open_writer(prefix: str | Path, *, vocab_size: int) -> Iterator[StoreWriter]:
+    """Yield a writer of the store `prefix`, which exists only after the context ends without error.
+
+    Tokens are uint16 if `vocab_size` allows it, else int32, else int64.
+    """
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    tokens, index = (Path(f"{prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx"))
+    try:
+        with tokens.open("wb") as file:
+            writer = StoreWriter(file, vocab_size=vocab_size)
+            yield writer
+            _sync(file)
+        with index.open("wb") as file:
+            writer.write_index(file)
+            _sync(file)
+        # the index first: new tokens must never meet an old index
+        Path(f"{prefix}.idx").unlink(missing_ok=True)
+        tokens.replace(f"{prefix}.bin")
+        index.replace(f"{prefix}.idx")
+    finally:
+        tokens.unlink(missing_ok=True)
+        index.unlink(missing_ok=True)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -46,6 +46,7 @@ class TiktokenTokenizer:
     def __init__(self, file: Path) -> None:
         import tiktoken
 
+        self._file = file
         ranks = read_ranks(file)
         is_llama3 = len(ranks) == LLAMA3_RANKS
         names = _llama3_special_tokens() if is_llama3 else [BEGIN_OF_TEXT, END_OF_TEXT]
@@ -61,6 +62,11 @@ class TiktokenTokenizer:
             mergeable_ranks=ranks,
             special_tokens=self.special_tokens,
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        from torchtitan.data.tokenizer import build_cached
+
+        return build_cached, (str(self._file),)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`. Special tokens written in it are plain text."""

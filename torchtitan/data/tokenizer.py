@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -105,6 +106,12 @@ def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenize
     from torchtitan.data.hf_tokenizer import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(file)
+
+
+@cache
+def build_cached(path: str) -> Tokenizer:
+    """Return the tokenizer of a path, built once per process, as a large vocabulary takes long."""
+    return build_tokenizer(path)
 
 
 def find_tokenizer(path: str) -> Tokenizer | None:

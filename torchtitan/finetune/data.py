@@ -24,6 +24,7 @@ import logging
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -33,16 +34,16 @@ import torch
 from torchtitan.base.errors import DataError
 from torchtitan.base.files import Once, alone
 from torchtitan.base.log import plural
-from torchtitan.data.cache import cached
+from torchtitan.data.corpus import Corpus
 from torchtitan.data.dataset import IGNORED, Dataset, has_document_lengths
 from torchtitan.data.holdout import Holdout
+from torchtitan.data.prepare import cached
 from torchtitan.data.sampler import Permutation
-from torchtitan.data.store import TokenStore
-from torchtitan.data.store_writer import StoreWriter
+from torchtitan.data.store import StoreWriter, TokenStore, open_writer
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, find_template
 from torchtitan.finetune.encoder import Encoder, is_answered
-from torchtitan.finetune.sources import ExampleFiles, find_examples, label_all
+from torchtitan.finetune.sources import find_examples, label_all
 
 if TYPE_CHECKING:
     from torchtitan.data.loader import Samples
@@ -121,21 +122,28 @@ def build_examples(
     source = find_examples(training, held_out=held_out, once=once)
     template_hash, special = _hash(encoder.template), training.special_tokens_in_examples
     decides = [FORMAT, tokenizer.fingerprint, template_hash, special]
-    examples, encoded = cached(
-        [*decides, source.name, once(source.identity)],
-        cache=training.dataset_cache,
-        vocab_size=2 * tokenizer.vocab_size,
-        write=lambda writer: _encode(source, encoder, writer=writer),
+
+    def encode(folder: Path) -> Mapping[str, Any]:
+        with open_writer(folder / "tokens", vocab_size=2 * tokenizer.vocab_size) as writer:
+            return _encode(source, encoder, writer=writer)
+
+    def plan(folder: Path) -> Mapping[str, Any]:
+        with open_writer(folder / "samples", vocab_size=examples.num_documents) as writer:
+            return _plan(examples, training, seed=seed, holdout=holdout, writer=writer)
+
+    folder, encoded = cached(
+        [*decides, source.name, once(source.identity)], cache=training.dataset_cache, build=encode
     )
+    examples = TokenStore(folder / "tokens")
     content = examples.content_hash()
     part = holdout.fingerprint() if holdout else {}
     seq_len, packing, long_examples = training.seq_len, training.packing, training.long_examples
-    samples, planned = cached(
+    folder, planned = cached(
         [FORMAT, ORDER, content, seq_len, seed, packing, long_examples, *part.items()],
         cache=training.dataset_cache,
-        vocab_size=examples.num_documents,
-        write=lambda writer: _plan(examples, training, seed=seed, holdout=holdout, writer=writer),
+        build=plan,
     )
+    samples = TokenStore(folder / "samples")
     _log(encoded, planned, training, holdout=holdout)
     return Dataset(
         [ExampleSource(examples, samples, training, pad_id=tokenizer.eos_id)],
@@ -186,7 +194,7 @@ def _hash(template: ChatTemplate | None) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _encode(source: ExampleFiles, encoder: Encoder, *, writer: StoreWriter) -> dict[str, Any]:
+def _encode(source: Corpus, encoder: Encoder, *, writer: StoreWriter) -> dict[str, Any]:
     """Write the numbers of all examples with an answer; return notes about them."""
     num_skipped = 0
     for _, row in label_all(source, encoder):
@@ -240,7 +248,7 @@ def _plan(
         lengths.append(len(row) - 1)
     num_selected = examples.num_documents - counts["other_side"]
     if holdout is not None and not num_selected:
-        raise holdout.too_small(needed="one example", found=f"none of {examples.num_documents}")
+        raise holdout.too_small(needed="one example", got=f"none of {examples.num_documents}")
     if not indices:
         rule = (
             f"an example must have an answer in its first {seq_len} tokens, got none in "
@@ -271,12 +279,7 @@ def _log(
     seq_len, num_other = training.seq_len, planned.get("other_side", 0)
     if holdout is not None and not holdout.held_out:
         num_answered = encoded["num_examples"] - encoded["without_answer"]
-        holdout.log(
-            encoded["source"],
-            num_held_out=num_other,
-            counted=plural(num_answered, "example"),
-            num_left=num_answered - num_other,
-        )
+        holdout.log(encoded["source"], num_other, plural(num_answered, "example"))
     capacity = planned["num_samples"] * seq_len
     logger.info(
         "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",

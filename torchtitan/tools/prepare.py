@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import plural
 from torchtitan.base.urls import is_url
-from torchtitan.data.corpus import FileCorpus
+from torchtitan.data.corpus import Corpus, file_corpus
 from torchtitan.data.files import divide, find_files
-from torchtitan.data.prepare_files import prepare_files
+from torchtitan.data.prepare import prepare_files
 from torchtitan.data.settings import template_parts, template_rule
 from torchtitan.data.store import STORE_SUFFIXES
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools.verbs import build_parser, report_errors
 
 
@@ -33,7 +35,7 @@ def find_corpus(
     text_key: str,
     template: str | None = None,
     options: tuple[str, str] = ("--text_key", "--text_template"),
-) -> FileCorpus:
+) -> Corpus:
     """Return the files of all patterns.
 
     Args:
@@ -54,7 +56,7 @@ def find_corpus(
             template_parts(template)
         except ValueError as error:
             raise DataError(f"--text_template: {template_rule(error)}") from error
-    return FileCorpus(files, text_key, template, settings=options)
+    return file_corpus(files, text_key, template, settings=options)
 
 
 @report_errors
@@ -66,6 +68,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tokenizer", required=True, help="as model.tokenizer_path")
     parser.add_argument("--text_key", default="text", help="as training.dataset_text_key")
     parser.add_argument("--text_template", help="as training.dataset_text_template")
+    parser.add_argument(
+        "--holdout_fraction",
+        type=float,
+        help="write this fraction of the documents to a second store, for a run with the same "
+        "validation.holdout_fraction",
+    )
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
     args = parser.parse_args(argv)
     prefix = os.path.expanduser(args.prefix)
@@ -75,15 +83,30 @@ def main(argv: Sequence[str]) -> int:
             f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}; such as "
             f"data/corpus"
         )
+    if args.holdout_fraction is not None and not 0 < args.holdout_fraction < 1:
+        parser.error(f"--holdout_fraction must be between 0 and 1, got {args.holdout_fraction}")
     if args.workers < 0:
         parser.error(f"--workers must be 0 or more, got {args.workers}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         corpus = find_corpus(args.files, text_key=args.text_key, template=args.text_template)
         done = prepare_files(
-            corpus, prefix=prefix, tokenizer_path=args.tokenizer, num_workers=args.workers
+            corpus,
+            prefix=prefix,
+            tokenizer=build_tokenizer(args.tokenizer, key="--tokenizer"),
+            holdout_fraction=args.holdout_fraction,
+            num_processes=args.workers,
         )
     except KeyboardInterrupt:
         parser.exit(130, "stopped\n")
-    sys.stdout.write(f"{prefix}.bin, .idx: {done}\n")
+    documents, tokens = (
+        plural(done["num_documents"], "document"),
+        plural(done["num_tokens"], "token"),
+    )
+    held_out = f", {done['num_held_out']} held out" if args.holdout_fraction is not None else ""
+    ratio = done["text_bytes"] / done["num_tokens"]
+    sys.stdout.write(
+        f"{prefix}.bin, .idx: {documents}{held_out}, {tokens}\n"
+        f"{done['text_bytes'] / 1e6:.1f} MB of text, {ratio:.2f} bytes per token\n"
+    )
     return 0

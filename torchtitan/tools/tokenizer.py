@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.urls import local_path
-from torchtitan.data.corpus import Corpus, StdlibCorpus
+from torchtitan.data.corpus import stdlib_corpus
 from torchtitan.data.tiktoken_tokenizer import LLAMA3_PATTERN
 from torchtitan.tools.prepare import find_corpus
 from torchtitan.tools.verbs import build_parser, report_errors
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--vocab_size must be at least {256 + NUM_SPECIAL}, got {args.vocab_size}")
     if args.output.is_dir() or not args.output.absolute().parent.is_dir():
         parser.error(f"output must be a file in an existing folder, got {args.output}")
-    corpus: Corpus = StdlibCorpus()
+    corpus = stdlib_corpus()
     if args.files:
         corpus = find_corpus(args.files, text_key=args.text_key, options=("--text_key", ""))
     texts = (piece.text for piece in corpus.pieces())

@@ -30,8 +30,7 @@ from torchtitan.config.sources import to_toml
 from torchtitan.data.loader import Loader
 from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.sampler import SkippedSamples
-from torchtitan.data.store import TokenStore
-from torchtitan.data.store_writer import open_writer
+from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.job import load_config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.ledger import Hardware, Ledger
@@ -49,7 +48,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     ),
     "split": (
         "--training.dataset=files",
-        '--training.dataset_path=["a.jsonl", "texts/*", "store.idx"]',
+        '--training.dataset_path=["a.jsonl", "texts/*"]',
         "--validation.holdout_fraction=0.3",
     ),
     "packed": (

@@ -18,16 +18,18 @@ from typing import Any
 import numpy as np
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.cache import open_cached
+from torchtitan.data.corpus import Corpus
 from torchtitan.data.dataset import Dataset, TextSource, build_samples, corpora
+from torchtitan.data.holdout import goes_to_holdout
 from torchtitan.data.loader import MapSamples, Samples, StreamSamples
+from torchtitan.data.prepare import read_notes
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.data import ExampleSource, build_encoder
 from torchtitan.finetune.encoder import is_answered
-from torchtitan.finetune.sources import find_examples, label_all
+from torchtitan.finetune.sources import find_examples, label_all, rows_of
 from torchtitan.job import Config
 
 StoreKey = tuple[int, int]
@@ -114,21 +116,20 @@ class Places:
             at += length
 
     def _spans_of_text(self, source: TextSource, number: int, i: int) -> Iterator[Span]:
-        row_number, first = source.place_of(i)
-        row, at = source.stores[row_number], 0
-        for inside, start, stop in row.runs(first, first + self.config.training.seq_len):
-            store = row.stores[inside]
-            for token in (start, *store.boundaries(start, stop)):
-                document = store.document_at(token)
-                end = min(stop, store.first_token(document + 1))
-                yield Span(
-                    store=(number, row_number + inside),
-                    document=document,
-                    first=token - store.first_token(document),
-                    at=at,
-                    num_tokens=end - token,
-                )
-                at += end - token
+        row, start = source.place_of(i)
+        store, at = source.stores[row], 0
+        stop = start + self.config.training.seq_len
+        for token in (start, *store.boundaries(start, stop)):
+            document = store.document_at(token)
+            end = min(stop, store.first_token(document + 1))
+            yield Span(
+                store=(number, row),
+                document=document,
+                first=token - store.first_token(document),
+                at=at,
+                num_tokens=end - token,
+            )
+            at += end - token
 
     def samples_of(self, store: StoreKey, document: int) -> Collection[int]:
         """Return the samples of its source that have tokens of a document."""
@@ -138,15 +139,9 @@ class Places:
             at = np.flatnonzero(source.samples.tokens == document)
             return [source.samples.document_at(int(i)) for i in at]
         assert isinstance(source, TextSource)
-        is_view = source.stores[0].stores[0] is not source.stores[0]
-        row_number, inside = (0, store[1]) if is_view else (store[1], 0)
-        row = source.stores[row_number]
-        one = row.stores[inside]
-        start, stop = one.first_token(document), one.first_token(document + 1)
-        place = row.place(inside, start)
-        if place is None or start == stop:
-            return []
-        return source.samples_with(row_number, place, place + stop - start)
+        row = source.stores[store[1]]
+        start, stop = row.first_token(document), row.first_token(document + 1)
+        return source.samples_with(store[1], start, stop) if start < stop else []
 
     def names(self, spans: Iterable[Span]) -> dict[tuple[StoreKey, int], str]:
         """Return file and row of each document, by store and number."""
@@ -209,19 +204,29 @@ class Places:
         if isinstance(part, TokenStore):
             yield from (f"{part.prefix} document {n}" for n in range(part.num_documents))
         elif self.config.training.dataset not in SUPERVISED:
-            pieces = part.pieces()
-            yield from (piece.where for piece in pieces if piece.ends_document)
+            yield from self._read_trained(part)
         else:
             assert isinstance(self.dataset, Dataset)
             [examples] = self.dataset.stores
-            _, notes = open_cached(Path(examples.prefix).parent)
-            if not notes["without_answer"]:
-                yield from (row.where for row in part.rows())
+            if not read_notes(Path(examples.prefix).parent)["without_answer"]:
+                yield from (row.where for row in rows_of(part))
                 return
             training, path = self.config.training, self.config.model.tokenizer_path
             encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
             encoded = label_all(part, encoder)
             yield from (example.where for example, row in encoded if is_answered(row))
+
+    def _read_trained(self, corpus: Corpus) -> Iterator[str]:
+        """Yield file and row of each document that is trained on. Held-out ones are encoded."""
+        fraction, text = self.config.validation.holdout_fraction, ""
+        for piece in corpus.pieces():
+            if fraction is not None:
+                text += piece.text
+            if piece.ends_document:
+                ids = np.array([] if fraction is None else self.tokenizer.encode(text), np.uint32)
+                if fraction is None or not goes_to_holdout(ids, fraction):
+                    yield piece.where
+                text = ""
 
 
 def _matches(name: str, document: str) -> bool:

@@ -20,7 +20,6 @@ from torchtitan.parallel.layout import check_device
 from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.check.disks import check_checkpoints, check_data
 from torchtitan.tools.check.machines import check_alike, check_memory
-from torchtitan.tools.check.overlap import check_overlap
 from torchtitan.tools.check.ranks import Checked, Ranks, find_ranks
 from torchtitan.tools.check.speed import check_axes, check_products
 
@@ -60,7 +59,6 @@ def _checks(ranks: Ranks, config: Config, *, mesh: Mesh, num_parameters: int) ->
     yield check_memory(ranks)
     yield check_checkpoints(ranks, config, num_parameters=num_parameters)
     yield check_data(ranks, config)
-    yield from check_overlap(ranks, config)
     yield check_products(ranks)
     yield from check_axes(ranks, mesh)
 

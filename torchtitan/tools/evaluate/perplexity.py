@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 from torchtitan.base.errors import DataError, UserError
-from torchtitan.data.cache import open_cached
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.padding import PadToBatch
+from torchtitan.data.prepare import read_notes
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ def measure(
 def _num_bytes(store: TokenStore, tokenizer: Tokenizer) -> int:
     """Return the size of a store's text: as recorded in the cache, or of the decoded tokens."""
     folder = Path(store.prefix).parent
-    if (folder / "about.json").is_file() and (known := open_cached(folder)[1].get("text_bytes")):
+    if (folder / "about.json").is_file() and (known := read_notes(folder).get("text_bytes")):
         return int(known)
     documents = (store.document(number).tolist() for number in range(store.num_documents))
     texts = (tokenizer.decode([i for i in ids if i != tokenizer.eos_id]) for ids in documents)
