@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 from bisect import bisect
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -36,7 +34,6 @@ from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
-    from torchtitan.data.corpus import Corpus
     from torchtitan.data.holdout import Holdout
     from torchtitan.data.loader import MapSamples, Samples
     from torchtitan.data.settings import TrainingConfig
@@ -127,31 +124,6 @@ class Dataset:
     def stores(self) -> list[TokenStore]:
         """Return the stores that are read completely."""
         return [store for source in self.sources for store in source.stores]
-
-
-class MaskedDataset(Dataset):
-    """Keeps the labels of a pseudo-random run in each sample and sets the rest to -100."""
-
-    def __getitem__(self, k: int) -> Samples:
-        sample = super().__getitem__(k)
-        labels = sample["labels"].clone()
-        first, last = labelled_run(k, seq_len=len(labels), seed=self._seed)
-        labels[:first] = IGNORED
-        labels[last:] = IGNORED
-        return {**sample, "labels": labels}
-
-
-def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
-    """Return start and end of the labels that sample k keeps: no label, all, or a run."""
-    draw = random.Random(f"labels/{seed}/{k}").random
-    kind = draw()
-    if kind < 1 / 8:
-        return 0, 0
-    if kind < 1 / 4:
-        return 0, seq_len
-    length = int(draw() * (seq_len + 1))
-    first = int(draw() * (seq_len - length + 1))
-    return first, first + length
 
 
 def has_document_lengths(training: TrainingConfig) -> bool:
@@ -341,8 +313,10 @@ def build_dataset(
                 raise holdout.too_small(needed=needed, got=got)
             rule = f"data must hold at least {needed}, got {got}; add data or lower seq_len"
             raise DataError.at("seq_len", rule)
-    masked = training.dataset == "synthetic_masked"
-    dataset = (MaskedDataset if masked else Dataset)(
+    kind: type[Dataset] = Dataset
+    if masked := training.dataset == "synthetic_masked":
+        kind = import_module("torchtitan.data.masked").MaskedDataset
+    dataset = kind(
         sources,
         weights=weights,
         seed=seed,
@@ -377,14 +351,15 @@ def _open_stores(
 ) -> list[list[TokenStore]]:
     """Return the stores of each source, tokenized first if necessary."""
     stores: list[list[TokenStore]] = []
+    from torchtitan.data.corpus import corpora
+    from torchtitan.data.prepare import cached_store
+
     for parts in corpora(training, held_out=held_out, once=once):
         stores.append([])
         for part in parts:
             if isinstance(part, TokenStore):
                 store = part if holdout is None else _side_of(part, holdout)
             else:
-                from torchtitan.data.prepare import cached_store
-
                 cache = training.dataset_cache
                 store = cached_store(
                     part, tokenizer=tokenizer, cache=cache, holdout=holdout, once=once
@@ -406,41 +381,3 @@ def _side_of(store: TokenStore, holdout: Holdout) -> TokenStore:
         )
         raise DataError.at("holdout_fraction", rule)
     return TokenStore(twin) if holdout.held_out else store
-
-
-def corpora(
-    training: TrainingConfig, *, held_out: bool, once: Once = alone
-) -> list[list[Corpus | TokenStore]]:
-    """Return the parts of each source. With weights, each entry of `dataset_path` is a source."""
-    if training.dataset == "python_stdlib":
-        from torchtitan.data.corpus import stdlib_corpus
-
-        return [[stdlib_corpus()]]
-    if training.dataset != "files":
-        from torchtitan.data.synthetic import synthetic_corpus
-
-        return [[synthetic_corpus(held_out=held_out)]]
-    from torchtitan.data.files import divide, find_all
-
-    assert training.paths, "a rule of the settings"
-    groups = find_all(training.paths, cache=training.dataset_cache, once=once)
-    if not training.weights:
-        groups = [[file for files in groups for file in files]]
-    counts = Counter(file for files in groups for file in files)
-    if repeated := [file for file, count in counts.items() if count > 1]:
-        logger.warning(
-            "dataset_path names %s more than once, as %s: their documents are repeated",
-            plural(len(repeated), "file"),
-            repeated[0],
-        )
-    sources: list[list[Corpus | TokenStore]] = []
-    text = training.dataset_text_key, training.dataset_text_template
-    for files in groups:
-        texts, stores = divide(files)
-        sources.append([])
-        if texts:  # a run on token stores loads no readers
-            from torchtitan.data.corpus import file_corpus
-
-            sources[-1].append(file_corpus(texts, *text))
-        sources[-1] += map(TokenStore, stores)
-    return sources

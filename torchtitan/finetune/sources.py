@@ -60,7 +60,7 @@ def rows_of(source: Corpus) -> Iterator[Row]:
 
 
 def _check(part: Corpus) -> None:
-    """Raise DataError for a file that does not hold rows, or whose start does not fit its suffix."""
+    """Raise DataError for a file without rows, or whose start does not fit its suffix."""
     for file in part.files:
         if suffix_of(file) not in READERS:
             raise DataError(

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.corpus import Corpus
-from torchtitan.data.dataset import Dataset, TextSource, build_samples, corpora
+from torchtitan.data.corpus import Corpus, corpora
+from torchtitan.data.dataset import Dataset, TextSource, build_samples
 from torchtitan.data.holdout import goes_to_holdout
 from torchtitan.data.loader import MapSamples, Samples, StreamSamples
 from torchtitan.data.prepare import read_notes
