@@ -59,7 +59,7 @@ def imported(folder: Path) -> set[str]:
 
 def test_what_needs_no_torch_imports_none() -> None:
     """A second of start for each process that prepares data, and for each look at a setting."""
-    names = ("data.fetch", "data.holdout", "tools.config", "tools.hang")
+    names = ("data.prepare", "data.holdout", "tools.config", "tools.hang")
     modules = ", ".join(f"torchtitan.{name}" for name in names)
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -15,7 +15,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.jobs import UNSAVED
 from tests.naming import naming
 from torchtitan.base.errors import DataError
-from torchtitan.data import fetch
+from torchtitan.data import files
 from torchtitan.data.files import find_files
 
 TEXTS = {"corpus/b.txt": "b", "corpus/a.txt": "a", "corpus/deep/c.txt": "c", "corpus/d.md": "d"}
@@ -126,15 +126,20 @@ def test_a_store_that_does_not_answer_is_not_empty(faulty: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mark", ["ETag", "etag", "last_modified", "LastModified", "md5Hash"])
-def test_every_spelling_of_a_version_counts(mark: str) -> None:
-    one, other = ({"bucket/a": {"size": 1, mark: value}} for value in ("x", "y"))
-    assert fetch._fingerprint("s3://b/a", one) != fetch._fingerprint("s3://b/a", other)
+def test_every_spelling_of_a_version_counts(mark: str, faulty: Any, tmp_path: Path) -> None:
+    folders = set()
+    for version in ("x", "y", "x"):
+        entries = {"bucket/corpus/a.txt": {"size": 1, "type": "file", mark: version}}
+        folders.add(
+            files._copy(faulty(), entries, cache=tmp_path, url="s3://b")[next(iter(entries))]
+        )
+    assert len(folders) == 2
 
 
 def test_no_copy_leaves_its_folder(faulty: Any, tmp_path: Path) -> None:
-    found = {"bucket/x/../../a.txt": {"size": 1}, "bucket/b.txt": {"size": 1}}
+    entries = {"bucket/x/../../a.txt": {"size": 1}, "bucket/b.txt": {"size": 1}}
     with pytest.raises(ValueError, match=r"\.\."):
-        fetch._copy(faulty(), found, root="bucket", folder=tmp_path / "in", url="")
+        files._copy(faulty(), entries, cache=tmp_path / "in", url="")
 
 
 def test_hidden_objects_are_left_out(faulty: Any, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ started safely beside CUDA and gloo, and would import the user's main module aga
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -29,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.base.files import Once, alone, user_path
 from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
+from torchtitan.data.files import locked
 from torchtitan.data.holdout import Holdout, goes_to_holdout, held_out_prefix
 from torchtitan.data.readers import find_mistakes, join_errors
 from torchtitan.data.store import StoreWriter, TokenStore, hash_files, open_writer
@@ -206,14 +206,6 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 def _content(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.name != ABOUT and file.is_file())
-
-
-@contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """Hold a lock that one process of this machine has at a time. It ends with its process."""
-    with file.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _tokenize(
