@@ -111,7 +111,7 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
 
         mistakes.of(lambda: check_balance(config.router, model=model))
     if checkpoint.exclude_from_loading:
-        from torchtitan.checkpoint.partial import check_excluded
+        from torchtitan.checkpoint.restore import check_excluded
 
         mistakes.of(lambda: check_excluded(checkpoint.exclude_from_loading, model=model))
     keys = [k for k in ("initial_load_in_hf", "last_save_in_hf") if getattr(checkpoint, k)]

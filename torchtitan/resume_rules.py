@@ -22,8 +22,7 @@ from torchtitan.base.files import read_text
 from torchtitan.base.imports import load_module
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.checkpoint.start import Comparison, stored_layout
-from torchtitan.checkpoint.steps import resolve_step
+from torchtitan.checkpoint.start import Comparison, resolve_step, stored_layout
 from torchtitan.config.load import build
 from torchtitan.config.schema import Path, literal, values_of
 from torchtitan.config.sources import Layer, Setting, flatten, parse

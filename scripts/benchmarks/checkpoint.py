@@ -42,9 +42,9 @@ from scripts.benchmarks.pairs import (
 )
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import FileRecord, hash_file, verify
-from torchtitan.checkpoint.load import read_tensors
 from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, build_group
 from torchtitan.checkpoint.objects import ObjectStore
+from torchtitan.checkpoint.reader import read_tensors
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, Progress, RunState
 from torchtitan.checkpoint.storage import find_steps

@@ -28,8 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.load import read_tensors
-from torchtitan.checkpoint.reader import read_metadata
+from torchtitan.checkpoint.reader import read_metadata, read_tensors
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import write
 

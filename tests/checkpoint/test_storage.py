@@ -21,7 +21,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import verify
-from torchtitan.checkpoint.load import read_tensors
+from torchtitan.checkpoint.reader import read_tensors
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import delete, find_steps, read_manifest, read_state, write
 

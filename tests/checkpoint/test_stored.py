@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.load import read_tensors
-from torchtitan.checkpoint.reader import LARGE, StoredPiece
+from torchtitan.checkpoint.reader import LARGE, StoredPiece, read_tensors
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import write
 

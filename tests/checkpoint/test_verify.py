@@ -28,9 +28,8 @@ from torchtitan.checkpoint.checksums import (
     verify,
     write_sealed_json,
 )
-from torchtitan.checkpoint.start import stored_layout
+from torchtitan.checkpoint.start import newest_valid_step, stored_layout
 from torchtitan.checkpoint.state import Component
-from torchtitan.checkpoint.steps import newest_valid_step
 from torchtitan.checkpoint.storage import find_steps, read_manifest, write
 
 FILES = [

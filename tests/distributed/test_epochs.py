@@ -168,36 +168,3 @@ def test_what_does_not_fit_the_steps_of_the_data_is_said(ranks: RankPool, tmp_pa
     shutil.rmtree(tmp_path / "other")
     same = [*job, "--lr_scheduler.total_steps=3", "--training.steps=1000"]
     assert ranks.run(jobs.refusal, same, world=1) == ["no error"]
-
-
-def test_a_rate_far_under_the_peak_is_warned_of_with_what_helps(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*write_text(tmp_path), "--training.num_epochs=20"]  # 30 steps
-    ranks.run(jobs.train, [*job, "--checkpoint.interval=27"], world=1)
-    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-30")
-
-    def warned(*options: str) -> list[str]:
-        [lines] = ranks.run(jobs.logged, [*job, *options], world=1)
-        return [line for line in lines if "decay_ratio" in line and "optimizer.lr is" in line]
-
-    assert warned() == []  # as it was planned
-    [warning] = warned(CONTINUE, "--optimizer.lr=5e-4")
-    assert naming("0.0005", "step 28", "5e-05").match(warning)
-    helps = re.findall(r"(decay_ratio) = ([0-9.]+)", warning)
-    new = [CONTINUE, "--optimizer.lr=5e-4", *(f"--lr_scheduler.{k}={v}" for k, v in helps)]
-    assert warned(*new) == []
-    [found] = ranks.run(jobs.train, [*job, *new], world=1)
-    assert rates(found)[27:] == pytest.approx([5e-4, 5e-4 * 2 / 3, 5e-4 / 3])
-
-
-def test_steps_behind_the_end_of_a_pinned_schedule_are_warned_of(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path), "--lr_scheduler.min_lr_factor=0.1"]
-    pinned = ["--lr_scheduler.total_steps=6", "--lr_scheduler.warmup_steps=0"]
-    ranks.run(jobs.train, [*job, *pinned, "--training.steps=6"], world=1)
-    [lines] = ranks.run(jobs.logged, [*job, *pinned, "--training.steps=9"], world=1)
-    [warning] = [line for line in lines if "optimizer.lr is" in line]
-    remedies = ("total_steps = 9", "lr_scheduler.decay_ratio = 0.333333")
-    assert naming("step 7", "8e-05", *remedies).match(warning)

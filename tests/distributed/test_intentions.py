@@ -198,30 +198,6 @@ def test_continue_takes_all_and_plans_the_rate_anew(
     assert set(rates[0]) == {0.008}
 
 
-def test_a_checkpoint_of_an_earlier_version_keeps_its_rates_or_says_so(
-    saved: Path, ranks: RankPool, tmp_path: Path
-) -> None:
-    """Decays ended at the last step before there was a setting for it."""
-    job = [*copy_of(saved, tmp_path), "--checkpoint.verify_on_load=false"]
-    step = tmp_path / "run" / "checkpoint" / "step-4"
-    manifest = json.loads((step / "manifest.json").read_text())
-    manifest.pop("checksum")
-    config = manifest["config"].replace('decay_end = "after_last_step"\n', "")
-    write_sealed_json(step / "manifest.json", {**manifest, "config": config})
-    schedule = step / "lr_scheduler" / "state.json"
-    state = json.loads(schedule.read_text())
-    for key in ("decay_end", "warmup_ratio"):
-        del state[key]
-    schedule.write_text(json.dumps(state))
-    [message] = ranks.run(jobs.refusal, job, world=1)
-    assert 'decay_end = "last_step"' in message
-    old = [*job, "--lr_scheduler.decay_end=last_step"]
-    assert ranks.run(jobs.refusal, old, world=1) == ["no error"]
-    [lines] = ranks.run(jobs.logged, [*job, CONTINUE], world=1)
-    # both are at the peak after a warmup of 5 steps
-    assert not [line for line in lines if line.startswith("Learning rate")]
-
-
 @pytest.mark.promise("partial-loading")
 def test_a_continued_run_is_recovered_by_its_own_command(
     saved: Path, ranks: RankPool, tmp_path: Path
@@ -397,7 +373,7 @@ def test_recover_from_elsewhere_holds_the_settings_too(
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ([CONTINUE], ['mode = "continue" needs a checkpoint', "checkpoint has none"]),
+        ([CONTINUE], ["checkpoint.mode", "continue", "checkpoint has none"]),
         (
             [FINETUNE, elsewhere(Path("nowhere"))],
             ["folder of a step, of checkpoints or of a run", "nowhere holds none"],

@@ -1,15 +1,20 @@
 """Load a checkpoint into a run.
 
 Every name is accounted for. A parameter that the checkpoint or the model lacks is an error unless a
-pattern of `exclude_from_loading` matches it, so that a renamed layer never keeps its random initial
-weights unnoticed. `partial.py` has the exceptions.
+pattern of `checkpoint.exclude_from_loading` matches it, so that a renamed layer never keeps its
+random initial weights unnoticed. A pattern is matched with names of parameters, e.g.
+`output.weight`, and with `optimizer.output.weight`, their optimizer state. The state of an excluded
+parameter is excluded too: it belongs to the weights that were dropped.
+
+In mode "continue" other parameters may be trained than before (`optimizer.frozen_params`, LoRA).
+A parameter that was frozen has no stored state and starts with a fresh one. The state of a
+parameter that is frozen now is not read.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.custom import is_import_path, is_trusted
-from torchtitan.base.errors import CheckpointError, DataError
+from torchtitan.base.errors import CheckpointError, DataError, Mistakes
+from torchtitan.base.patterns import matches
 from torchtitan.checkpoint.checksums import MANIFEST
-from torchtitan.checkpoint.load import read_tensors, stored_shapes
+from torchtitan.checkpoint.reader import read_tensors, stored_shapes
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import (
@@ -30,11 +36,34 @@ from torchtitan.checkpoint.state import (
     optimizer_tensors,
     rng_tensors,
 )
+from torchtitan.mesh.ranks import union
 from torchtitan.models.init import local_part
+from torchtitan.models.interface import HasParameters
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.settings import LRSchedulerConfig
 
 logger = logging.getLogger(__name__)
+KEY = "checkpoint.exclude_from_loading"
+OPTIMIZER = "optimizer."
+"""Prefix of a parameter's name: its optimizer state."""
+
+
+def check_excluded(entries: Collection[str], *, model: HasParameters) -> None:
+    """Check that each entry without a dot or wildcard is a component or a parameter of the model.
+
+    Raises:
+        ConfigError: Lists the other entries.
+    """
+    mistakes, parameters = Mistakes(), dict(model.named_parameters())
+    for entry in entries:
+        is_pattern = bool(set(entry.removeprefix(OPTIMIZER)) & set(".*?["))
+        if not (entry in COMPONENTS or entry in parameters or is_pattern):
+            mistakes.add(
+                KEY,
+                f"'{entry}' must be a component ({', '.join(COMPONENTS)}) or a pattern of "
+                f'parameters, as "output.*"',
+            )
+    mistakes.report()
 
 
 def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
@@ -48,11 +77,14 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     components = ("model",) if start.mode == "finetune" else COMPONENTS
     loaded = [name for name in components if name not in start.exclude]
     if isinstance(source, Checkpoint):
-        _check_components(source, loaded)
-    if start.exclude:
-        from torchtitan.checkpoint.partial import log_excluded
-
-        log_excluded(state, start, loaded=loaded, group=group)
+        stored = source.manifest["components"]
+        if missing := [name for name in loaded if name not in stored]:
+            raise CheckpointError(
+                f"{source.path} has only {', '.join(map(str, stored))}, and lacks "
+                f"{', '.join(missing)}; use a full checkpoint, or load only the weights: "
+                f"checkpoint.initial_load_path with initial_load_model_only = true"
+            )
+    log_excluded(state, start, loaded=loaded, group=group)
     if "model" in loaded:
         weights = model_tensors(state.model)
         size = sum(local_part(tensor).nbytes for tensor in weights.values()) / 2**30
@@ -66,28 +98,53 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
             _restore_position(state, source, start)
         if "train_state" in loaded:
             _restore_train_state(state, source)
-    _log_start(start, loaded=loaded, step=state.progress.step)
+    if start.mode == "recover":
+        logger.info("Resumed from %s", source.path)
+        return
+    verb = "Continued" if start.mode == "continue" else "Finetuning"
+    parts = ", ".join(name for name in loaded if name != "lr_scheduler")  # only compared
+    logger.info("%s at step %d from %s, loaded: %s", verb, state.progress.step, source.path, parts)
+    if start.differences:
+        logger.info("Settings that are new:\n  %s", "\n  ".join(start.differences))
 
 
-def _check_components(source: Checkpoint, loaded: Collection[str]) -> None:
-    stored = source.manifest["components"]
-    if missing := [name for name in loaded if name not in stored]:
-        raise CheckpointError(
-            f"{source.path} lacks {', '.join(missing)}, it has only "
-            f"{', '.join(map(str, stored)) or 'nothing'}; use a full checkpoint, or load only the "
-            f"weights: checkpoint.initial_load_path with initial_load_model_only = true"
-        )
+def log_excluded(
+    state: RunState, start: Start, *, loaded: Collection[str], group: dist.ProcessGroup | None
+) -> None:
+    """Log the parameters that each pattern excludes. Collective.
+
+    Raises:
+        CheckpointError: A pattern matches nothing.
+    """
+    patterns = [entry for entry in start.exclude if entry not in COMPONENTS]
+    if not patterns:
+        return
+    names = set(union(dict.fromkeys(model_tensors(state.model)), group=group))
+    if "model" in loaded:
+        names |= start.source.shapes().keys()
+    if "optimizer" in loaded:
+        states = stored_shapes(start.source.path, "optimizer", group=group).keys() - {STEP}
+        names |= {OPTIMIZER + _parameter(name) for name in states}
+    for pattern in patterns:
+        excluded = [name for name in sorted(names) if matches(name, [pattern])]
+        if not excluded:
+            raise CheckpointError(
+                f"{KEY}: '{pattern}' must match a parameter of the model or the checkpoint, or "
+                f"optimizer state that is loaded"
+            )
+        logger.info("Excluded by '%s': %s", pattern, _listed(excluded))
 
 
 def _restore_optimizer(state: RunState, source: Checkpoint, start: Start) -> None:
     wanted, may_skip = optimizer_tensors(state.model, state.optimizer), set[str]()
+    stored = set(stored_shapes(source.path, "optimizer", group=source.group))
     if start.mode == "continue":
-        from torchtitan.checkpoint.partial import skipped_optimizer_state
-
-        may_skip = skipped_optimizer_state(wanted, state=state, start=start, group=source.group)
+        may_skip = skipped_optimizer_state(
+            wanted, stored, state=state, exclude=start.exclude, group=source.group
+        )
         wanted = {name: tensor for name, tensor in wanted.items() if name not in may_skip}
     counts = list[Tensor]()
-    if STEP in stored_shapes(source.path, "optimizer", group=source.group):
+    if STEP in stored:  # the count of all parameters
         counts = [t for name, t in wanted.items() if name.endswith(f".{STEP}")]
         wanted = {n: t for n, t in wanted.items() if not n.endswith(f".{STEP}")}
         wanted[STEP] = torch.zeros(())
@@ -97,11 +154,57 @@ def _restore_optimizer(state: RunState, source: Checkpoint, start: Start) -> Non
         into=wanted,
         group=source.group,
         may_skip=may_skip.__contains__,
-        remedy="restore [optimizer], or start with fresh state: checkpoint.exclude_from_loading = "
-        '["optimizer.output.*"] for some parameters, or ["optimizer"]',
     )
     for count in counts:
         count.fill_(wanted[STEP])
+
+
+def skipped_optimizer_state(
+    wanted: Collection[str],
+    stored: Collection[str],
+    *,
+    state: RunState,
+    exclude: Collection[str],
+    group: dist.ProcessGroup | None,
+) -> set[str]:
+    """Return the names of optimizer state that a continued run does not read. Collective.
+
+    They are those of excluded parameters, of parameters that were frozen when the checkpoint was
+    saved, and of those that are frozen now. The last two are logged.
+
+    Args:
+        wanted: Names of the optimizer state on this rank.
+        stored: Names in the checkpoint.
+        state: The run.
+        exclude: Patterns of `checkpoint.exclude_from_loading`.
+        group: Ranks that load together.
+    """
+    parameters = dict(state.model.named_parameters())
+    is_trained = union({name: p.requires_grad for name, p in parameters.items()}, group=group)
+    held, stored = {*union(dict.fromkeys(wanted), group=group)}, {*stored} - {STEP}
+    before, now = set(map(_parameter, stored)), set(map(_parameter, held))
+    excluded = {
+        name
+        for name in before | now
+        if matches(name, exclude) or matches(OPTIMIZER + name, exclude)
+    }
+    # without any stored state, the optimizer was of a kind that has none
+    fresh = now - before if before else set[str]()
+    unread = {name for name in before - excluded if not is_trained.get(name, True)}
+    for parts, change in ((fresh, "start with fresh optimizer state"), (unread, "are frozen now")):
+        if parts:
+            logger.info("Other parameters are trained than before: %s %s", _listed(parts), change)
+    skipped = excluded | fresh | unread
+    return {name for name in held | stored if _parameter(name) in skipped}
+
+
+def _parameter(state_name: str) -> str:
+    """`output.weight.exp_avg` -> `output.weight`"""
+    return state_name.rpartition(".")[0]
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:8]) + (f" ... ({len(names)})" if len(names) > 8 else "")
 
 
 def _restore_position(state: RunState, source: Checkpoint, start: Start) -> None:
@@ -147,63 +250,31 @@ def set_rng(states: Mapping[str, Tensor]) -> None:
         setters[name.rpartition(".")[2]](state)
 
 
-def _log_start(start: Start, *, loaded: Collection[str], step: int) -> None:
-    if start.mode == "recover":
-        logger.info("Resumed from %s", start.source.path)
-        return
-    verb = "Continued" if start.mode == "continue" else "Finetuning"
-    parts = ", ".join(name for name in loaded if name != "lr_scheduler")  # only compared
-    logger.info("%s at step %d from %s, loaded: %s", verb, step, start.source.path, parts)
-    if start.differences:
-        logger.info("Settings that are new:\n  %s", "\n  ".join(start.differences))
-
-
 def report_rate(state: RunState, *, start: Start) -> None:
-    """Log the learning rate of the next step if it differs from the checkpoint's schedule.
-
-    Warn if it is below half of `optimizer.lr` and does not rise, unless that was planned.
-    """
-    if start.mode == "finetune":
+    """Log the learning rate of the next step if it differs from the checkpoint's schedule."""
+    if start.mode != "continue" or "lr_scheduler" in start.exclude:
         return
-    source, new, step = start.source, state.lr_settings, state.progress.step + 1
+    source, step = start.source, state.progress.step + 1
     assert isinstance(source, Checkpoint)
-    schedule = _rebuild(new)
-    last, total = new["training_steps"], new["total_steps"] or new["training_steps"]
-    rate, peak, is_as_planned = schedule(step), new["peak_lr"], False
-    if "lr_scheduler" not in start.exclude:
-        old = source.state("lr_scheduler", types={"training_steps": int})
-        decay = old.get("decay_type")
-        is_known = not is_import_path(decay) or is_trusted(decay)  # else code of another user
-        planned = rate
-        if start.mode == "continue" and is_known:
-            planned = _planned_rate(source.path, old, step=step)
-        if planned != rate:
-            logger.info("Learning rate at step %d: %g -> %g", step, planned, rate)
-        exceeds_plan = last > old["training_steps"] and (not new["total_steps"] or last > total)
-        is_as_planned = is_known and planned == rate and not exceeds_plan
-    if step <= last and rate < peak / 2 and schedule(step + 1) <= rate and not is_as_planned:
-        length = max(total, last)
-        pinned = f"lr_scheduler.total_steps = {length} and " if total < length else ""
-        logger.warning(
-            f"optimizer.lr is {peak:g}, but the schedule counts from step 1 and gives step {step} "
-            f"{rate:.3g}. To decay from optimizer.lr over steps {step} to {last}, write {pinned}"
-            f"lr_scheduler.decay_ratio = {(length - step + 1) / length:.6g}"
-        )
-
-
-def _planned_rate(source: Path, stored: Mapping[str, Any], *, step: int) -> float:
+    stored = source.state("lr_scheduler")
+    decay = stored.get("decay_type")
+    if is_import_path(decay) and not is_trusted(decay):  # code of another user
+        return
     try:
-        return _rebuild(stored)(step)
+        planned = _rebuild(stored)(step)
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{source}/lr_scheduler is not a schedule: {error}; skip it: "
-            f'checkpoint.exclude_from_loading = ["lr_scheduler"]'
+            f"{source.path}/lr_scheduler is not a schedule: {error}; skip it: "
+            f'{KEY} = ["lr_scheduler"]'
         ) from error
+    rate = _rebuild(state.lr_settings)(step)
+    if planned != rate:
+        logger.info("Learning rate at step %d: %g -> %g", step, planned, rate)
 
 
-def _rebuild(stored: Mapping[str, Any]) -> Schedule:
-    settings = {"decay_end": "last_step", **stored}  # versions without the setting did this
-    peak_lr, training_steps = settings.pop("peak_lr"), settings.pop("training_steps")
+def _rebuild(settings: Mapping[str, Any]) -> Schedule:
+    values = dict(settings)
+    peak_lr, training_steps = values.pop("peak_lr"), values.pop("training_steps")
     return build_schedule(
-        LRSchedulerConfig(**settings), peak_lr=peak_lr, training_steps=training_steps
+        LRSchedulerConfig(**values), peak_lr=peak_lr, training_steps=training_steps
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.patterns import matches
 from torchtitan.base.stored_json import StoredJSON
-from torchtitan.checkpoint.load import Shape, read_tensors, stored_shapes
+from torchtitan.checkpoint.reader import Shape, read_tensors, stored_shapes
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.state import COMPONENTS, EMBEDDING, OUTPUT
 from torchtitan.checkpoint.storage import STATE, read_manifest, read_state
@@ -123,12 +123,6 @@ class Checkpoint:
         )
 
 
-_ORDERS: Mapping[RopeOrder, str] = {
-    "interleaved": "interleaved order: channels (2i, 2i + 1) are rotated together",
-    "halves": "half-split order: channels (i, i + D/2) are rotated together",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class DCPFolder:
     """The weights in a DCP folder of another writer."""
@@ -145,33 +139,26 @@ class DCPFolder:
         return stored_shapes(self.path.parent, self.path.name, group=self.group)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill parameters in place."""
+        """Fill parameters in place. Entries that are no parameters of a model are not read."""
         stored, excludes = self.shapes(), self.filter.excludes
         wanted = self.filter.wanted(into, names=stored.keys)
         parameters = union(dict.fromkeys(into), group=self.group)
-        others = {
-            name
-            for name, shape in stored.items()
-            if name not in parameters
-            and not excludes(name)
-            and not (shape is not None and name.partition(".")[0] not in COMPONENTS[1:])
-        }
-        has_tied_copy = OUTPUT not in parameters and stored.get(OUTPUT) is not None
-        has_tied_copy = has_tied_copy and not excludes(OUTPUT)
-        skipped = {*others, *([OUTPUT] if has_tied_copy else [])}
+
+        def is_skipped(name: str) -> bool:
+            is_tied_head = name == OUTPUT and OUTPUT not in parameters
+            is_other = stored[name] is None or name.partition(".")[0] in COMPONENTS[1:]
+            return excludes(name) or is_tied_head or (is_other and name not in parameters)
+
         read_tensors(
             self.path.parent,
             self.path.name,
             into=wanted,
             group=self.group,
-            may_skip=lambda name: name in skipped or excludes(name),
+            may_skip=is_skipped,
             rope_head_dim=self.rope_head_dim,
         )
-        if has_tied_copy:
+        if OUTPUT not in parameters and stored.get(OUTPUT) and not excludes(OUTPUT):
             self._check_tied(wanted.get(EMBEDDING))
-        if others:
-            shown = ", ".join(sorted(others)[:8]) + (" ..." if len(others) > 8 else "")
-            logger.info("Skipped %d entries that are not parameters: %s", len(others), shown)
 
     def _check_tied(self, embedding: Tensor | None) -> None:
         """Check that the stored head equals the embedding to which this model ties it.
@@ -182,14 +169,12 @@ class DCPFolder:
         head = {} if embedding is None else {OUTPUT: embedding.clone()}
         read_tensors(self.path.parent, self.path.name, into=head, group=self.group)
         same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
-        found = on_every_rank(lambda: (embedding is not None, same), group=self.group)
-        if not (any(held for held, _ in found) and all(equal for _, equal in found)):
+        if not all(on_every_rank(lambda: same, group=self.group)):
             raise CheckpointError(
                 f"this model ties {OUTPUT} to {EMBEDDING}, and {self.path} holds different values; "
                 f"use a model.flavor without tied weights, or skip the head: "
                 f'checkpoint.exclude_from_loading = ["{OUTPUT}"]'
             )
-        logger.info("Skipped %s: it equals %s, to which this model ties it", OUTPUT, EMBEDDING)
 
 
 def row_order(
@@ -218,9 +203,7 @@ def row_order(
             f'"{stated}"; remove the setting'
         )
     if stated is not None or setting != "auto":
-        order = stated or cast(RopeOrder, setting)
-        logger.info("%s has wq and wk in %s", place, _ORDERS[order])
-        return order
+        return stated or cast(RopeOrder, setting)
     usual = spec.torchtitan_rope
     if usual != "interleaved" and not may_assume:
         raise CheckpointError(
@@ -230,11 +213,11 @@ def row_order(
         )
     logger.log(
         logging.INFO if usual == "interleaved" else logging.WARNING,
-        "%s does not state the row order of wq and wk. Assuming that torchtitan 0.2 wrote %s in "
-        "%s; otherwise set checkpoint.initial_load_rope",
+        "%s does not state the row order of wq and wk. Assuming %s, as torchtitan 0.2 writes %s; "
+        "otherwise set checkpoint.initial_load_rope",
         place,
+        usual,
         spec.name,
-        _ORDERS[usual],
     )
     return usual
 
@@ -244,8 +227,8 @@ def stated_order(folder: Path) -> RopeOrder | None:
     if not (folder / STATE).is_file():
         return None
     stated = read_state(folder.parent, folder.name).get("rope")
-    if stated is not None and (not isinstance(stated, str) or stated not in _ORDERS):
+    if stated not in (None, "interleaved", "halves"):
         raise CheckpointError(
-            f"{folder / STATE}: rope must be {' or '.join(_ORDERS)}, got {str(stated)[:60]!r}"
+            f"{folder / STATE}: rope must be interleaved or halves, got {str(stated)[:60]!r}"
         )
     return cast(RopeOrder | None, stated)

@@ -6,10 +6,9 @@ recover    resume the same run: load everything; settings that shape the trainin
 continue   keep weights, optimizer, step and data position, with other settings
 finetune   load only the weights and start at step 0
 
-A checkpoint in the run's own folder takes precedence over `initial_load_path`, and one that this
-very job saved is always recovered: running the command of a killed job again resumes it. In the
-own folder recover acts as continue if a finished run is asked only for more steps, or if
-`exclude_from_loading` is given.
+A checkpoint in the run's own folder takes precedence over `initial_load_path`, so that running the
+command of a killed job again resumes it. A step that the user names is used or is an error. Among
+several steps, a damaged one is skipped for the step before it.
 """
 
 from __future__ import annotations
@@ -17,34 +16,61 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.stored_json import StoredJSON
-from torchtitan.checkpoint.checksums import MANIFEST
+from torchtitan.base.urls import is_url
+from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
 from torchtitan.checkpoint.manager import CheckpointIO
+from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.source import Checkpoint, ParameterFilter, WeightSource
-from torchtitan.checkpoint.steps import newest_valid_step
-from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.source import (
+    Checkpoint,
+    DCPFolder,
+    ParameterFilter,
+    WeightSource,
+    row_order,
+    stated_order,
+)
+from torchtitan.checkpoint.storage import (
+    METADATA,
+    find_steps,
+    list_steps,
+    recover_commits,
+    step_of,
+)
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.ranks import on_first_rank
+from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
+INITIAL_PATH = "checkpoint.initial_load_path"
+FETCHED = "initial"
+"""Inside the folder of checkpoints: the step that a URL as initial_load_path names."""
 LoadMode = Literal["recover", "continue", "finetune"]
-SourceKind = Literal["own folder", "other folder", "weights"]
-"""A checkpoint in the run's folder, a checkpoint of this library elsewhere, or weights that another
-program saved."""
+SourceKind = Literal["same job", "own folder", "extended run", "other folder", "weights"]
 EFFECTIVE_MODE: Mapping[tuple[SourceKind, LoadMode], LoadMode] = {
+    # saved in the run's folder by a job with the same settings
+    ("same job", "recover"): "recover",
+    ("same job", "continue"): "recover",
+    ("same job", "finetune"): "recover",
+    # saved in the run's folder by a job with other settings
     ("own folder", "recover"): "recover",
     ("own folder", "continue"): "continue",
     ("own folder", "finetune"): "recover",
+    # the same, but this job only has more steps or new exclusions
+    ("extended run", "recover"): "continue",
+    ("extended run", "continue"): "continue",
+    ("extended run", "finetune"): "recover",
+    # a checkpoint of this library elsewhere
     ("other folder", "recover"): "recover",
     ("other folder", "continue"): "continue",
     ("other folder", "finetune"): "finetune",
+    # weights that another program saved
     ("weights", "finetune"): "finetune",
 }
 """Mode by the kind of the source and the requested mode. A pair that is missing is refused."""
@@ -78,22 +104,16 @@ class Comparison:
 
 Compare = Callable[[StoredJSON], Comparison]
 """Compares this job with a checkpoint's manifest."""
-CompareResults = Callable[[], tuple[str, ...]]
-"""Returns how this job differs from the one that wrote the run's folder, a line per setting."""
 OpenInitial = Callable[[LoadMode], WeightSource]
 """Opens `initial_load_path` for a requested mode."""
 
 
 def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
     """Return the layout of the ranks that saved a checkpoint."""
-    layout = manifest["layout"]
-    known = {axis.name for axis in fields(ParallelDims)}
-    if not known.issuperset(layout) or not all(
-        type(n) is int and 0 < n < 2**31 for n in layout.values()
-    ):
+    layout, known = manifest["layout"], {axis.name for axis in fields(ParallelDims)}
+    if not known.issuperset(layout) or not all(type(n) is int and n > 0 for n in layout.values()):
         raise CheckpointError(
-            f"{MANIFEST}: layout must have the degrees {', '.join(sorted(known))}, got {layout}; "
-            f"use another checkpoint"
+            f"{MANIFEST}: layout must have the degrees {', '.join(sorted(known))}, got {layout}"
         )
     return ParallelDims(**layout)
 
@@ -104,20 +124,17 @@ def find_start(
     run_folder: Path,
     io: CheckpointIO | None,
     compare: Compare,
-    compare_results: CompareResults,
+    compare_results: Callable[[], tuple[str, ...]],
     open_initial: OpenInitial,
 ) -> Start | None:
     """Return what the run starts from, or None for the initial weights. Collective.
-
-    A folder belongs to one training, which its checkpoints and its settings identify. A job whose
-    settings shape another training is refused before it writes there.
 
     Args:
         settings: The [checkpoint] section.
         run_folder: The folder of the run, which this job has locked.
         io: What ranks load through. None if nothing is saved or loaded.
         compare: Compares this job with a checkpoint's manifest.
-        compare_results: Compares this job with the settings in `run_folder`.
+        compare_results: Returns how this job differs from the one that wrote `run_folder`.
         open_initial: Opens `initial_load_path`.
 
     Raises:
@@ -132,14 +149,13 @@ def find_start(
         start = choose_start(
             settings, folder=folder, compare=compare, open_initial=open_initial, group=io.group
         )
-    everyone = dist.group.WORLD if io is None else io.group
     # one rank looks: a listing by each is slow on shared disks
     has_rows, has_steps = on_first_rank(
         lambda: (
             any(path.stat().st_size for path in run_folder.glob("metrics*.jsonl")),
             bool(find_steps(folder)),
         ),
-        group=everyone,
+        group=dist.group.WORLD if io is None else io.group,
     )
     is_resumed = settings.enable and start is not None and start.source.path.parent == folder
     if (has_rows or has_steps) and not is_resumed:
@@ -154,7 +170,7 @@ def choose_start(
     folder: Path,
     compare: Compare,
     open_initial: OpenInitial,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
 ) -> Start | None:
     """Return what the run starts from, or None for the initial weights.
 
@@ -168,105 +184,82 @@ def choose_start(
     Raises:
         CheckpointError: The checkpoint does not exist, or its mode forbids the differences.
     """
-
-    def compared(step: Path) -> Comparison:
-        return compare(Checkpoint(path=step, group=group).manifest)
-
     own = None
     if settings.enable:
-        own = newest_valid_step(
-            folder, verifies=settings.verify_on_load, group=group, recovers=True
-        )
+        verifies = settings.verify_on_load
+        own = newest_valid_step(folder, verifies=verifies, group=group, recovers=True)
     if own is not None:
-        comparison = compared(own)
-        if settings.load_step not in (-1, comparison.then.load_step):
-            raise CheckpointError(
-                f"checkpoint.load_step {settings.load_step} cannot be loaded: {own}, of this run, "
-                f"takes precedence; choose another --job.dump_folder"
-            )
-        if settings.initial_load_path is not None:
-            logger.info(
-                "checkpoint.initial_load_path is not read: %s, of this run, takes precedence", own
-            )
-        return _start_from_own(settings, own, comparison=comparison, group=group)
+        return start_from_own(settings, Checkpoint(path=own, group=group), compare=compare)
     if settings.initial_load_path is None:
-        if settings.mode == "continue":
+        key = "exclude_from_loading" if settings.exclude_from_loading else "mode"
+        if settings.mode == "continue" or settings.exclude_from_loading:
             raise CheckpointError(
-                f'checkpoint.mode = "continue" needs a checkpoint, and {folder} has none; set '
-                f'checkpoint.initial_load_path, or mode = "recover" to start from scratch'
-            )
-        if settings.exclude_from_loading:
-            raise CheckpointError(
-                f"checkpoint.exclude_from_loading needs a checkpoint, and {folder} has none; set "
-                f"checkpoint.initial_load_path, or remove it to start from scratch"
+                f"checkpoint.{key} = {getattr(settings, key)!r} needs a checkpoint, and {folder} "
+                f"has none; set {INITIAL_PATH}, or remove it to start from scratch"
             )
         return None
-    return _start_from_elsewhere(settings, compared=compared, open_initial=open_initial)
-
-
-def _start_from_elsewhere(
-    settings: CheckpointConfig, *, compared: Callable[[Path], Comparison], open_initial: OpenInitial
-) -> Start:
     if settings.mode == "continue" and settings.initial_load_model_only:
         raise CheckpointError(
-            'checkpoint.mode = "continue" takes optimizer and data position too, but '
-            "checkpoint.initial_load_model_only is true and this run has no checkpoint of its own; "
-            'set it false, or write mode = "finetune" to load only the weights'
+            'checkpoint.mode = "continue" takes optimizer and data position too, and needs '
+            'checkpoint.initial_load_model_only = false; or write mode = "finetune"'
         )
     requested: LoadMode = "finetune" if settings.initial_load_model_only else settings.mode
     source = open_initial(requested)
-    is_checkpoint = isinstance(source, Checkpoint)
-    mode = EFFECTIVE_MODE.get(("other folder" if is_checkpoint else "weights", requested))
+    kind: SourceKind = "other folder" if isinstance(source, Checkpoint) else "weights"
+    mode = EFFECTIVE_MODE.get((kind, requested))
     if mode is None:
         raise CheckpointError(
-            f"{source.path} has no {MANIFEST}: another program wrote it, and only its weights can "
-            f'be loaded; write checkpoint.initial_load_model_only = true, with mode "finetune" or '
-            f"without a mode"
+            f"{source.path} has no {MANIFEST}: only its weights can be loaded; write "
+            f'checkpoint.initial_load_model_only = true, with mode "finetune" or without a mode'
         )
     differences: tuple[str, ...] = ()
-    if mode != "finetune":
-        differences = compared(source.path).differences
+    if mode != "finetune" and isinstance(source, Checkpoint):
+        differences = compare(source.manifest).differences
     if mode == "recover":
         refuse_differences(source.path, differences)
     exclude = () if mode == "recover" else settings.exclude_from_loading
     return Start(source=source, mode=mode, exclude=exclude, differences=differences)
 
 
-def _start_from_own(
-    settings: CheckpointConfig, own: Path, *, comparison: Comparison, group: dist.ProcessGroup
-) -> Start:
+def start_from_own(settings: CheckpointConfig, own: Checkpoint, *, compare: Compare) -> Start:
+    """Return how to load a checkpoint in the run's own folder.
+
+    `exclude_from_loading` applies once: what it reset has been trained since, and a restart of the
+    same job, or of one with the same exclusions, loads it.
+    """
+    comparison, exclude = compare(own.manifest), settings.exclude_from_loading
     then = comparison.then
-    has_same_exclusions = then.exclude_from_loading == settings.exclude_from_loading
-    is_same_job = then.mode == settings.mode and has_same_exclusions and not comparison.differences
-    requested = settings.mode
-    if requested == "recover" and (comparison.is_longer or settings.exclude_from_loading):
-        requested = "continue"
-    mode = "recover" if is_same_job else EFFECTIVE_MODE["own folder", requested]
-    if settings.mode == "recover" and has_same_exclusions and not comparison.is_longer:
-        refuse_differences(own, comparison.differences)
-    exclude = settings.exclude_from_loading if requested == "continue" else ()
-    already_excluded = exclude if has_same_exclusions else ()
-    if mode == "recover":
-        refuse_differences(own, comparison.differences)
-        exclude = ()
-    elif already_excluded:
-        # what they reset has been trained since; resetting it again would lose that
-        logger.info(
-            "checkpoint.exclude_from_loading was applied before %s was saved, and is not again", own
-        )
-        exclude = ()
-    elif "train_state" in exclude:
+    if settings.load_step not in (-1, then.load_step):
         raise CheckpointError(
-            f'checkpoint.exclude_from_loading with "train_state" restarts at step 0, but {own} '
-            f"would stay the newest step; set checkpoint.initial_load_path to it and choose "
-            f"another job.dump_folder"
+            f"checkpoint.load_step {settings.load_step} cannot be loaded: {own.path}, of this run, "
+            f"takes precedence; choose another --job.dump_folder"
+        )
+    if settings.initial_load_path is not None:
+        logger.info("%s is not read: %s, of this run, takes precedence", INITIAL_PATH, own.path)
+    is_excluded = then.exclude_from_loading == exclude
+    kind: SourceKind = "own folder"
+    if then.mode == settings.mode and is_excluded and not comparison.differences:
+        kind = "same job"
+    elif comparison.is_longer or (exclude and not is_excluded):
+        kind = "extended run"
+    mode = EFFECTIVE_MODE[kind, settings.mode]
+    if mode == "recover":
+        refuse_differences(own.path, comparison.differences)
+        return Start(source=own, mode=mode, already_excluded=exclude if is_excluded else ())
+    if is_excluded:
+        exclude = ()
+    if "train_state" in exclude:
+        raise CheckpointError(
+            f'checkpoint.exclude_from_loading with "train_state" restarts at step 0, but '
+            f"{own.path} would stay the newest step; set {INITIAL_PATH} to it and choose another "
+            f"job.dump_folder"
         )
     return Start(
-        source=Checkpoint(path=own, group=group, filter=ParameterFilter(exclude=exclude)),
+        source=replace(own, filter=ParameterFilter(exclude=exclude)),
         mode=mode,
         exclude=exclude,
-        differences=comparison.differences if mode == "continue" else (),
-        already_excluded=already_excluded,
+        differences=comparison.differences,
+        already_excluded=settings.exclude_from_loading if is_excluded else (),
     )
 
 
@@ -282,16 +275,182 @@ def refuse_differences(
     """
     if not differences:
         return
+    ways = "it has no checkpoint: restore these settings"
     if has_checkpoint:
         ways = (
             "restore these settings to recover that run; or continue from its checkpoint with the "
             "new ones: --checkpoint.mode continue (or finetune with initial_load_path: only the "
             "weights)"
         )
-    else:
-        ways = "it has no checkpoint: restore these settings"
     raise CheckpointError(
         f"{place} was made by a job with other settings:\n  "
         + "\n  ".join(differences)
         + f"\n{ways}; or choose another --job.dump_folder to start a new run"
     )
+
+
+# -- the step that a path means ----------------------------------------------------------------
+
+
+def resolve_step(
+    path: Path,
+    *,
+    subfolder: str,
+    load_step: int = -1,
+    verifies: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[Path, bool]:
+    """Return the checkpoint that `path` means, and whether this library wrote it.
+
+    Args:
+        path: Folder of a step, of checkpoints (the newest valid one is used), of a run, or of a
+            DCP checkpoint of another writer.
+        subfolder: Folder of the checkpoints inside a run's folder.
+        load_step: Step to use. -1: the newest.
+        verifies: Whether to compare checksums.
+        group: Ranks that ask together. None: this process only.
+
+    Raises:
+        CheckpointError: No valid checkpoint exists, or the named step is damaged.
+    """
+    folders = (path, path / subfolder)
+    candidates = [path, path.parent] if path.name == "model" else [path]
+    if load_step != -1:
+        candidates = [folder / f"step-{load_step}" for folder in folders]
+
+    def look() -> tuple[Path, bool] | None:
+        for file, is_ours in ((MANIFEST, True), (METADATA, False)):
+            for step in candidates:
+                if (step / file).is_file():
+                    return step, is_ours
+        return None
+
+    match = on_first_rank(look, group=group)
+    if match is not None:
+        step, is_ours = match
+        if is_ours and verifies and (mistakes := verify(step, group=group)):
+            raise CheckpointError(
+                f"{step} is damaged: {summarize(mistakes)}; name another step, or skip the check: "
+                f"checkpoint.verify_on_load = false (--skip_verify of a command)"
+            )
+        return match
+    for folder in folders if load_step == -1 else ():
+        newest = newest_valid_step(folder, verifies=verifies, group=group)
+        if newest is not None:
+            return newest, True
+    step_name = "none" if load_step == -1 else f"no step of checkpoint.load_step {load_step} "
+    raise CheckpointError(
+        f"{INITIAL_PATH} must be the folder of a step, of checkpoints or of a run, and {path} "
+        f"holds {step_name}"
+    )
+
+
+def newest_valid_step(
+    folder: Path, *, verifies: bool, group: dist.ProcessGroup | None, recovers: bool = False
+) -> Path | None:
+    """Return the newest valid checkpoint, the same on every rank. None if `folder` is empty.
+
+    Each newer checkpoint that is damaged or incomplete is logged.
+
+    Args:
+        folder: Parent of the `step-N` folders.
+        verifies: Whether to compare checksums, or only to look for the manifest.
+        group: Ranks that ask together. None: this process only.
+        recovers: Whether to commit complete drafts first. Only for the run that owns the folder:
+            another run may be writing them.
+
+    Raises:
+        CheckpointError: No checkpoint is valid.
+    """
+
+    def look() -> list[tuple[int, bool]]:
+        if recovers:
+            recover_commits(folder)
+        return list_steps(folder)
+
+    steps = on_first_rank(look, group=group)
+    for step, has_manifest in reversed(steps):
+        path = folder / f"step-{step}"
+        mistakes = [] if has_manifest else [f"{MANIFEST} is missing"]
+        if verifies:
+            mistakes = verify(path, group=group)
+        if not mistakes:
+            return path
+        if group is None or dist.get_rank(group) == 0:
+            logger.warning("%s is damaged and is not used: %s", path, summarize(mistakes))
+    if steps:
+        raise CheckpointError(
+            f"none of {len(steps)} checkpoints in {folder} is valid, the newest is step "
+            f"{steps[-1][0]}; restore one from a copy, or move them away to start from scratch"
+        )
+    return None
+
+
+def find_initial(
+    settings: CheckpointConfig, *, folder: Path, group: dist.ProcessGroup
+) -> tuple[Path, CheckpointConfig]:
+    """Return the local path that `initial_load_path` names, and the settings to read it with.
+
+    The step that a URL names is downloaded into `folder`.
+    """
+    assert settings.initial_load_path is not None
+    if not is_url(settings.initial_load_path):
+        return Path(settings.initial_load_path), settings
+    from torchtitan.checkpoint.remote import RemoteCheckpoints
+
+    url, number = settings.initial_load_path.rstrip("/"), settings.load_step
+    if (step := step_of(PurePosixPath(url))) is not None:
+        url, number = url.rpartition("/")[0], step
+    remote = RemoteCheckpoints(
+        url, key=INITIAL_PATH, settings=settings, folder=folder / FETCHED, group=group
+    )
+    return remote.fetch(number), replace(settings, load_step=-1)
+
+
+def open_step(
+    path: Path,
+    *,
+    settings: CheckpointConfig,
+    spec: ModelSpec,
+    rope_head_dim: HeadDim,
+    filter: ParameterFilter,
+    group: dist.ProcessGroup,
+) -> WeightSource:
+    """Open a checkpoint of this library, or a DCP folder.
+
+    Args:
+        path: The folder, or the run that holds it.
+        settings: The section [checkpoint].
+        spec: Family of the model.
+        rope_head_dim: Returns the head width of a parameter that may be stored in the half-split
+            order, else None.
+        filter: Selects parameters.
+        group: All ranks.
+
+    Raises:
+        CheckpointError: It does not exist, is damaged, or its order of rows is unknown.
+    """
+    step, is_ours = resolve_step(
+        path,
+        subfolder=settings.local_folder,
+        load_step=settings.load_step,
+        verifies=settings.verify_on_load,
+        group=group,
+    )
+    if is_ours:
+        if settings.initial_load_rope != "auto":
+            raise CheckpointError(
+                f"checkpoint.initial_load_rope is for weights of other programs, and {step} is of "
+                f"this library; remove it"
+            )
+        return Checkpoint(path=step, filter=filter, group=group)
+    logger.info("%s has no checksums and no sizes: they are those of model.flavor", step)
+    order = row_order(
+        step,
+        stated=on_first_rank(lambda: stated_order(step), group=group),
+        setting=settings.initial_load_rope,
+        spec=spec,
+        may_assume=True,
+    )
+    head_dim: HeadDim = rope_head_dim if order != "interleaved" else lambda name: None
+    return DCPFolder(path=step, rope_head_dim=head_dim, filter=filter, group=group)

@@ -13,10 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.checkpoint.initial import INITIAL_PATH, find_initial, open_step
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.checkpoint.source import ParameterFilter, WeightSource
-from torchtitan.checkpoint.start import LoadMode
+from torchtitan.checkpoint.start import INITIAL_PATH, LoadMode, find_initial, open_step
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
 from torchtitan.hf.model import chosen_rotation, missing_folder, warn_beyond_positions

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.load import check_match as check_tensors
 from torchtitan.checkpoint.reader import PieceReader, fill
+from torchtitan.checkpoint.reader import check_match as check_tensors
 from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.data.sampler import Permutation
 from torchtitan.hf.names import Names, Slot

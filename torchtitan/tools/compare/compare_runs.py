@@ -20,8 +20,7 @@ from torch import Tensor
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.files import read_text
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.load import read_tensors
-from torchtitan.checkpoint.reader import read_metadata
+from torchtitan.checkpoint.reader import read_metadata, read_tensors
 from torchtitan.checkpoint.storage import METADATA, find_steps
 from torchtitan.config.sources import flatten, parse
 from torchtitan.job import CONFIG_FILE
