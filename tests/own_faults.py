@@ -56,6 +56,8 @@ class HangsHeldOut(Data):
 class ExitingSink:
     """Ends its process at the first row."""
 
+    def __init__(self, **_: object) -> None: ...
+
     def write(self, row: Mapping[str, object]) -> None:
         raise SystemExit(0)
 

@@ -129,7 +129,6 @@ def test_figures_of_a_validation_are_numbers_with_new_names() -> None:
         {"a": float("nan")},
         {"a": 10**400},
         3,
-        {"": 1},
     ):
         hooks = CallbackRunner([Answers(answer)], device=CPU)
         assert hooks.validation(1, row) == {}
@@ -176,7 +175,7 @@ WRONG = {
     "none": ("class C:\n def __init__(self, mine): pass", "on_start, on_step"),
     "misspelt": (
         "class C:\n def __init__(self, mine): pass\n def on_steps(self): pass",
-        "'on_step'",
+        "on_steps",
     ),
     "asks too much": ("class C:\n def __init__(self, mine, run): pass", "'run'"),
     "raises": ("class C:\n def __init__(self, mine): raise KeyError('x')", "KeyError: 'x'"),

@@ -108,8 +108,8 @@ def test_to_import_it_takes_no_time() -> None:
         (FILE, {"training": {"steps": None}}, [f"--training.steps={Config().training.steps}"]),
         (
             None,
-            {"model": {"name": "examples.parallel_block:SPEC", "branch_scale": 0.5}},
-            ["--model.name=examples.parallel_block:SPEC", "--model.branch_scale=0.5"],
+            {"model": {"name": "examples.parallel_block:SPEC", "options": {"branch_scale": 0.5}}},
+            ["--model.name=examples.parallel_block:SPEC", "--model.options.branch_scale=0.5"],
         ),
         (
             None,
@@ -150,7 +150,6 @@ def test_settings_are_those_of_the_command_line(
             {"training": {"mixed_precision_param": torch.bfloat16}},
             ["mixed_precision_param", "did you mean 'bfloat16'?"],
         ),
-        (None, {"model.name": "nowhere:SPEC"}, ["[model] name", "nowhere"]),
         (None, {"training.steps": 0, "optimizer": {"lr": -1, "lrr": 1}}, ["lr = -1", "'lrr'"]),
     ],
 )
@@ -332,7 +331,7 @@ def test_callbacks_follow_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("callback", "said"),
     [
-        (SimpleNamespace(on_stpe=print), ["on_stpe", "did you mean 'on_step'?"]),
+        (SimpleNamespace(on_stpe=print), ["on_stpe", "on_step"]),
         (print, ["on_start", "got none"]),
     ],
 )
@@ -409,7 +408,14 @@ def test_a_model_is_a_plain_module(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "lora"),
     [
-        ({"name": "examples.parallel_block:SPEC", "flavor": "tiny", "branch_scale": 0.5}, 0),
+        (
+            {
+                "name": "examples.parallel_block:SPEC",
+                "flavor": "tiny",
+                "options": {"branch_scale": 0.5},
+            },
+            0,
+        ),
         ({"name": "qwen3", "flavor": "tiny"}, 2),
     ],
 )
@@ -438,7 +444,7 @@ def test_tokenizers(trained: Path) -> None:
         (lambda folder: load_tokenizer(folder), ["the folder of a step"]),
         (lambda folder: load_tokenizer("bpe"), ["'bpe' does not exist"]),
         (lambda folder: generate(folder, ["a"]), ["the folder of a step"]),
-        (lambda folder: generate(folder, "a"), ["a list of texts", "[text]"]),
+        (lambda folder: generate(folder, "a"), ["a list of texts"]),
     ],
 )
 def test_a_folder_without_a_model_is_told(

@@ -19,7 +19,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.lora import apply_lora
 from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator, read_model
+from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import answer, complete
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
@@ -54,6 +55,9 @@ from torchtitan.models.families import MODELS, find_model
 from torchtitan.optim.loss import build_loss
 from torchtitan.resume_rules import find_run_step, read_settings
 from torchtitan.train import prepare_process, train_job
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "Config",
@@ -142,7 +146,6 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
             "train has run in this process with several ranks; train in another process"
         )
     trust(text for _, text in find_own(config))  # dataclasses.replace may have named others
-    callbacks = list(callbacks)
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
     with watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
@@ -170,10 +173,11 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
         if stopped is not None:
             logger.warning(stopped)
         progress = trainer.run.progress
+        validated = [v for row in rows if (v := row.get("validation_loss")) is not None]
         return Result(
             step=progress.step,
             loss=rows[-1]["loss"] if rows else None,
-            validation_loss=_last_of(rows, "validation_loss"),
+            validation_loss=validated[-1] if validated else None,
             tokens=progress.tokens_seen,
             folder=folder,
             reason=stopped,
@@ -200,11 +204,6 @@ def _checked(config: Config) -> Config:
     return config
 
 
-def _last_of(rows: list[Row], name: str) -> float | None:
-    found: list[Any] = [row[name] for row in rows if row.get(name) is not None]
-    return found[-1] if found else None
-
-
 def load_model(
     path: str | os.PathLike[str],
     *,
@@ -227,7 +226,7 @@ def load_model(
         UserError: The folder is damaged, holds no model, or names code that is not trusted.
     """
     with trusting_stored(trust_code):
-        found = find_pretrained(_folder(path))
+        found = find_pretrained(Path(path).expanduser())
     model = read_model(found, device=_device(device), dtype=_dtype_name(dtype))
     assert model.output is not None
     model.output.loss = build_loss(None)
@@ -303,9 +302,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Raises:
         UserError: There is none.
     """
-    name, folder = os.fspath(path), _folder(path)
-    is_run = folder.is_dir() and not any((folder / n).exists() for n in ("tokenizer.json", CONFIG))
-    if is_run:
+    name, folder = os.fspath(path), Path(path).expanduser()
+    if folder.is_dir() and not any((folder / n).exists() for n in ("tokenizer.json", CONFIG)):
         name = read_settings(find_run_step(folder, verify=False)).model.tokenizer_path
     return build_tokenizer(name)
 
@@ -320,9 +318,10 @@ def load_generator(
 ) -> Generator:
     """Return the model of `load_model` with its tokenizer, to generate from it more than once;
     with `chats` its chat template too, for `chat`."""
-    how: dict[str, Any] = {"device": _device(device), "dtype": _dtype_name(dtype), "chats": chats}
     with trusting_stored(trust_code):
-        return open_generator(_folder(path), **how)
+        return open_generator(
+            Path(path).expanduser(), device=_device(device), dtype=_dtype_name(dtype), chats=chats
+        )
 
 
 def open_generator(
@@ -369,43 +368,32 @@ def generate(
     prompts: Sequence[str],
     *,
     special: bool = False,
-    max_new_tokens: int = 200,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
+    **sampling: Unpack[Sampling],
 ) -> list[str]:
     """Return each prompt with its continuation, by the model of a folder or of `load_generator`.
 
-    A text ends at an end token, or after `max_new_tokens`. `temperature` 0 takes the likeliest
-    token; `top_k` draws from the likeliest k. Each prompt is drawn with `seed`, independently of
-    the other prompts.
-    `special`: the names of special tokens in a prompt mean these tokens, else they are plain text.
+    A text ends at an end token, or after `max_new_tokens` (200). Each prompt is drawn with the same
+    `seed`, independently of the other prompts.
+
+    Args:
+        source: A folder as in `load_model`, or the result of `load_generator`.
+        prompts: Texts.
+        special: Names of special tokens in a prompt mean these tokens, not plain text.
+        sampling: `max_new_tokens`, `seed`, `temperature` (0: the likeliest token), `top_k`.
 
     Raises:
-        UserError: The folder holds no model or no tokenizer, or an argument has no meaning.
+        UserError: The folder holds no model or no tokenizer, or an argument is invalid.
     """
     if isinstance(prompts, str):
-        raise ConfigError("prompts must be a list of texts, got one text; write [text]")
+        raise ConfigError("prompts must be a list of texts, got one text")
     generator = source if isinstance(source, Generator) else load_generator(source)
-    return complete(
-        generator,
-        prompts,
-        special=special,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-    )
+    return complete(generator, prompts, special=special, **sampling)
 
 
 def chat(
     source: str | os.PathLike[str] | Generator,
     messages: Sequence[Mapping[str, object]],
-    *,
-    max_new_tokens: int = 200,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
+    **sampling: Unpack[Sampling],
 ) -> str:
     """Return the next message of the assistant, by the model of a folder or of `load_generator`.
 
@@ -416,29 +404,15 @@ def chat(
         UserError: As `generate`, or the chat template is missing, or a message is invalid.
     """
     generator = source if isinstance(source, Generator) else load_generator(source, chats=True)
-    if isinstance(source, Generator) and source.template is None:
+    if generator.template is None:
         raise ConfigError("chat needs a chat template; load it: load_generator(path, chats=True)")
-    [text] = answer(
-        generator,
-        [messages],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-    )
-    return text
-
-
-def _folder(path: str | os.PathLike[str]) -> Path:
-    return Path(path).expanduser()
+    return answer(generator, [messages], **sampling)[0]
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    return (
-        local_device(read_rank_info(os.environ).local_rank)
-        if device is None
-        else torch.device(device)
-    )
+    if device is not None:
+        return torch.device(device)
+    return local_device(read_rank_info(os.environ).local_rank)
 
 
 def _dtype_name(dtype: torch.dtype | str | None) -> str | None:

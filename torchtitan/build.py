@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from torchtitan.base.custom import is_import_path
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device
 from torchtitan.base.errors import CheckpointError, ConfigError
@@ -46,15 +45,16 @@ from torchtitan.mesh.ranks import (
     set_timeout,
 )
 from torchtitan.metrics.ledger import Hardware, Ledger
-from torchtitan.metrics.meter import Meter, build_meter
-from torchtitan.metrics.sinks import Sink, build_sinks
+from torchtitan.metrics.meter import build_meter
+from torchtitan.metrics.settings import ProfilingConfig
+from torchtitan.metrics.sinks import build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.optim.schedule import Schedule, build_schedule
+from torchtitan.optim.schedule import build_schedule
 from torchtitan.optim.settings import SpikesConfig
-from torchtitan.parallel.context.shard import SequenceShard, build_shard
+from torchtitan.parallel.context.shard import build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout, check_device
 from torchtitan.parallel.parallelize import build_model_and_execution, materialize
@@ -109,22 +109,101 @@ def build_run(
     samples = cache(partial(build_training_samples, config, layout=layout, once=OncePerMachine()))
     lock_folder(folder, undo=undo)
     start = choose_start(config, layout=layout, samples=samples, io=io)
+
     device = local_device(launch.local_rank)
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     progress = Progress()
-    return build_parts(
-        config,
-        layout=layout,
-        mesh=mesh,
-        device=device,
-        loader=build_loader(config, samples=samples(), layout=layout, mesh=mesh, progress=progress),
+    loader = build_loader(config, samples=samples(), layout=layout, mesh=mesh, progress=progress)
+    model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
+    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
+    ledger = Ledger(folder) if launch.rank == 0 else None
+    balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
+    spikes = build_spikes(config.spikes, mesh=mesh, device=device, ledger=ledger)
+    validator = None
+    if config.validation.enable:
+        from torchtitan.validate import build_validator
+
+        validator = build_validator(
+            config.validation,
+            training=config.training,
+            tokenizer_path=config.model.tokenizer_path,
+            comm=config.comm,
+            before_saves=config.checkpoint.enable and config.checkpoint.keep_best > 0,
+            execution=execution,
+            shard=shard,
+            model=model,
+            mesh=mesh,
+            device=device,
+        )
+    state = RunState(
+        model=model,
+        optimizer=build_optimizer_of(config, model=model),
+        lr_settings=describe_lr(config),
+        loader=loader,
         progress=progress,
-        start=start,
-        io=io,
+        more={n: t for part in (balance, spikes) if part for n, t in part.state().items()},
+    )
+    if start is not None:
+        restore_state(state, start, io=io)
+    config = plan_end(config, layout=layout, loader=loader, step=progress.step)
+    state = replace(state, lr_settings=describe_lr(config))
+    if start is not None:
+        from torchtitan.checkpoint.restore import report_rate
+
+        report_rate(state, start=start)
+    execution.after_update()  # a checkpoint may have changed the weights
+    on_first_rank(partial(write_config, config), group=dist.group.WORLD)
+    checkpoints = build_checkpoints(
+        config, layout=layout, state=state, io=io, validator=validator, ledger=ledger
+    )
+    sinks = build_sinks(
+        config.metrics,
+        folder=folder,
+        rank=launch.rank,
+        resume_step=progress.step,
         color=color,
+        job_config=asdict(config),
+        description=config.job.description,
+    )
+    record_start(ledger, config, layout=layout, device=device, progress=progress, start=start)
+    training = config.training
+    return Run(
+        folder=folder,
+        device=device,
+        mesh=mesh,
+        model=model,
+        execution=execution,
+        sequence_shard=shard,
+        optimizer=state.optimizer,
+        balance=balance,
+        schedule=build_schedule(
+            config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
+        ),
+        spikes=spikes,
+        loader=loader,
+        progress=progress,
+        checkpoints=checkpoints,
+        validator=validator,
+        meter=build_meter(
+            flops_per_token=layout.counts.flops_per_token(training.seq_len),
+            dtype=getattr(torch, training.mixed_precision_param),
+            world_size=launch.world_size,
+            num_stages=layout.dims.pp,
+            straggler_ratio=config.metrics.straggler_ratio,
+            device=device,
+        ),
+        sinks=sinks,
+        recorders=build_recorders(
+            config.profiling, folder=folder, device=device, progress=progress
+        ),
         hooks=CallbackRunner(callbacks, device=device),
+        ledger=ledger,
+        training=training,
+        tokens_per_step=layout.samples_per_step(training) * training.seq_len,
+        log_freq=config.metrics.log_freq,
+        train_timeout_seconds=config.comm.train_timeout_seconds,
     )
 
 
@@ -156,69 +235,6 @@ def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str
         config.training, uses_float8=uses_float8, kind=device_type()
     )
     return replace(config, training=training), layout, precision
-
-
-def build_parts(
-    config: Config,
-    *,
-    layout: Layout,
-    mesh: Mesh,
-    device: torch.device,
-    loader: Loader,
-    progress: Progress,
-    start: Start | None,
-    io: CheckpointIO | None,
-    color: bool,
-    hooks: CallbackRunner,
-) -> Run:
-    """Build the model and all that trains, measures and saves it."""
-    ledger = Ledger(Path(config.job.dump_folder)) if dist.get_rank() == 0 else None
-    model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
-    balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
-    spikes = build_spikes(config.spikes, mesh=mesh, device=device, ledger=ledger)
-    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
-    validator = build_validator(config, model, execution, shard, mesh=mesh, device=device)
-    state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
-    if start is not None:
-        restore_state(state, start, io=io)
-    config = plan_end(config, layout=layout, loader=loader, step=progress.step)
-    state = replace(state, lr_settings=describe_lr(config))
-    if start is not None:
-        from torchtitan.checkpoint.restore import report_rate
-
-        report_rate(state, start=start)
-    on_first_rank(partial(write_config, config), group=dist.group.WORLD)
-    checkpoints = build_checkpoints(
-        config, layout=layout, state=state, io=io, validator=validator, ledger=ledger
-    )
-    execution.after_update()  # a checkpoint may have changed the weights
-    sinks, recorders = build_sinks_of(config, device=device, step=progress.step, color=color)
-    record_start(ledger, config, layout=layout, device=device, progress=progress, start=start)
-    return Run(
-        folder=Path(config.job.dump_folder),
-        device=device,
-        mesh=mesh,
-        model=model,
-        execution=execution,
-        sequence_shard=shard,
-        optimizer=state.optimizer,
-        balance=balance,
-        schedule=build_schedule_of(config),
-        spikes=spikes,
-        loader=loader,
-        progress=progress,
-        checkpoints=checkpoints,
-        validator=validator,
-        meter=build_meter_of(config, layout=layout, device=device),
-        sinks=sinks,
-        recorders=recorders,
-        hooks=hooks,
-        ledger=ledger,
-        training=config.training,
-        tokens_per_step=layout.samples_per_step(config.training) * config.training.seq_len,
-        log_freq=config.metrics.log_freq,
-        train_timeout_seconds=config.comm.train_timeout_seconds,
-    )
 
 
 # -- which checkpoint --------------------------------------------------------------------------
@@ -412,54 +428,6 @@ def plan_end(config: Config, *, layout: Layout, loader: Loader, step: int) -> Co
     return config
 
 
-def build_validator(
-    config: Config,
-    model: ModelParts,
-    execution: Execution,
-    shard: SequenceShard,
-    *,
-    mesh: Mesh,
-    device: torch.device,
-) -> Validator | None:
-    """Build what validates the run. None if it is off.
-
-    Raises:
-        DataError: Data are missing, empty, damaged, too short, or differ between ranks.
-    """
-    validation = config.validation
-    if not validation.enable:
-        return None
-    from torchtitan.validate import (
-        Validator,
-        build_held_out,
-        build_validation_loader,
-        validation_source,
-    )
-
-    source = validation_source(config.training, validation)
-    samples = build_held_out(
-        source,
-        holdout_fraction=validation.holdout_fraction,
-        tokenizer_path=config.model.tokenizer_path,
-        once=OncePerMachine(),
-    )
-    loader, data = build_validation_loader(samples, source, validation, mesh=mesh)
-    return Validator(
-        loader=loader,
-        execution=execution,
-        shard=shard,
-        model=model,
-        mesh=mesh,
-        device=device,
-        data=data,
-        freq=validation.freq,
-        before_saves=config.checkpoint.enable and config.checkpoint.keep_best > 0,
-        first_timeout_seconds=config.comm.init_timeout_seconds,
-        timeout_seconds=config.comm.train_timeout_seconds,
-        tells_perplexity=not is_import_path(config.training.loss),
-    )
-
-
 # -- model and optimizer -----------------------------------------------------------------------
 
 
@@ -537,34 +505,10 @@ def build_spikes(
     return SpikeDetector(settings, equal_ranks=mesh.dims.tp, device=device, on_spike=on_spike)
 
 
-def build_schedule_of(config: Config) -> Schedule:
-    """Build the learning rate as a function of the step."""
-    peak_lr, steps = config.optimizer.lr, config.training.steps
-    return build_schedule(config.lr_scheduler, peak_lr=peak_lr, training_steps=steps)
-
-
 def describe_lr(config: Config) -> dict[str, object]:
     """Return all that the learning rate is computed from."""
     schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
     return schedule | asdict(config.lr_scheduler)
-
-
-def build_state(
-    config: Config,
-    model: ModelParts,
-    *more: Balance | SpikeDetector | None,
-    loader: Loader,
-    progress: Progress,
-) -> RunState:
-    """Gather what a checkpoint saves. Builds the optimizer, whose state is a part of it."""
-    return RunState(
-        model=model,
-        optimizer=build_optimizer_of(config, model=model),
-        lr_settings=describe_lr(config),
-        loader=loader,
-        progress=progress,
-        more={name: tensor for part in more if part for name, tensor in part.state().items()},
-    )
 
 
 # -- what is saved and recorded ----------------------------------------------------------------
@@ -640,39 +584,18 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
     )
 
 
-def build_meter_of(config: Config, *, layout: Layout, device: torch.device) -> Meter:
-    """Build the meter of this rank."""
-    training, dims = config.training, layout.dims
-    return build_meter(
-        flops_per_token=layout.counts.flops_per_token(training.seq_len),
-        dtype=getattr(torch, training.mixed_precision_param),
-        world_size=dims.world_size,
-        num_stages=dims.pp,
-        straggler_ratio=config.metrics.straggler_ratio,
-        device=device,
+def build_recorders(
+    settings: ProfilingConfig, *, folder: Path, device: torch.device, progress: Progress
+) -> list[Recorder]:
+    """Build what records traces and memory snapshots of this rank."""
+    if not (settings.enable_profiling or settings.enable_memory_snapshot):
+        return []
+    from torchtitan.metrics import trace
+
+    rank = dist.get_rank()
+    return trace.build_recorders(
+        settings, folder=folder, rank=rank, device=device, step=progress.step
     )
-
-
-def build_sinks_of(
-    config: Config, *, device: torch.device, step: int, color: bool
-) -> tuple[list[Sink], list[Recorder]]:
-    """Build what receives the figures, and what records traces."""
-    folder, rank = Path(config.job.dump_folder), dist.get_rank()
-    settings, recorders = config.profiling, []
-    if settings.enable_profiling or settings.enable_memory_snapshot:
-        from torchtitan.metrics.trace import build_recorders
-
-        recorders = build_recorders(settings, folder=folder, rank=rank, device=device, step=step)
-    sinks = build_sinks(
-        config.metrics,
-        folder=folder,
-        rank=rank,
-        resume_step=step,
-        color=color,
-        job_config=asdict(config),
-        description=config.job.description,
-    )
-    return sinks, recorders
 
 
 def record_start(

@@ -13,9 +13,10 @@ from torchtitan.base.errors import Mistakes
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config
-from torchtitan.mesh.dims import ParallelDims, resolve_dims
+from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.families import find_model
 from torchtitan.models.interface import Counts, LanguageModel, TrainableParams, count
+from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec, check_contract
 from torchtitan.optim.loss import find_loss
 from torchtitan.optim.optimizer import find_trainable
@@ -33,47 +34,40 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     Raises:
         ConfigError: Lists everything that does not fit together.
     """
-    training, parallelism = config.training, config.parallelism
-    mistakes = Mistakes()
-    dims = mistakes.of(lambda: resolve_dims(parallelism, world_size=world_size))
-    found = mistakes.of(lambda: find_model(config.model))
-    scheduler = config.lr_scheduler
-    mistakes.of(lambda: find_decay(scheduler.decay_type, scheduler.decay_options))
-    mistakes.of(lambda: find_loss(training.loss, training.loss_options))
-    if found is None:
-        mistakes.report()
-    assert found is not None
-    spec, architecture = found
-    with convert_errors(config.model.name, key="model.name"):
-        model = spec.build_meta(architecture)
-        check_contract(model, spec=spec)
-    counts = count(model)
-    mistakes.of(lambda: check_model(config, spec=spec, model=model))
-    if dims is None:
-        mistakes.report()
-    assert dims is not None
-    reshard = mistakes.of(lambda: find_reshard(parallelism, dims=dims))
-    frees_weights = reshard is not None and not reshard.keeps_last
-    pipeline = mistakes.of(
-        lambda: _find_stages(
-            config,
-            dims=dims,
-            counts=counts,
-            num_layers=architecture.num_layers,
-            frees_weights=frees_weights,
-        )
-    )
-    accumulation = mistakes.of(
-        lambda: accumulation_steps(
-            training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
-        )
-    )
-    found_trained = mistakes.of(lambda: _find_trained(config, model=model))
+    training, scheduler, mistakes = config.training, config.lr_scheduler, Mistakes()
+    dims = reshard = pipeline = None
+    with mistakes:
+        dims = resolve_dims(config.parallelism, world_size=world_size)
+    with mistakes:
+        find_decay(scheduler.decay_type, scheduler.decay_options)
+    with mistakes:
+        find_loss(training.loss, training.loss_options)
+    with mistakes:
+        spec, architecture = find_model(config.model)
+        with convert_errors(config.model.name, key="model.name"):
+            model = spec.build_meta(architecture)
+            check_contract(model, spec=spec)
+        counts = count(model)
+        with mistakes:
+            check_model(config, spec=spec, model=model)
+        with mistakes:
+            trained, adapt = _find_trained(config, model=model)
+        if dims is not None:
+            with mistakes:
+                reshard = find_reshard(config.parallelism, dims=dims)
+            with mistakes:
+                frees_weights = reshard is not None and not reshard.keeps_last
+                pipeline = _find_stages(
+                    config, architecture, counts=counts, frees_weights=frees_weights
+                )
+    if dims is not None:
+        with mistakes:
+            accumulation = accumulation_steps(
+                training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
+            )
     mistakes.report()
+    assert dims is not None
     assert reshard is not None
-    assert accumulation is not None
-    assert found_trained is not None
-    trained, adapt = found_trained
     return Layout(
         spec=spec,
         architecture=architecture,
@@ -95,8 +89,8 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
         ConfigError: Lists what it cannot.
     """
     checkpoint, mistakes = config.checkpoint, Mistakes()
-    mistakes.of(
-        lambda: check_parallel(
+    with mistakes:
+        check_parallel(
             model,
             spec=spec,
             parallelism=config.parallelism,
@@ -105,34 +99,36 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
             float8=config.quantize.linear.float8 if config.model.converters else None,
             attn_mask_type=config.training.attn_mask_type,
         )
-    )
     if config.router != RouterConfig():
         from torchtitan.optim.balance import check_balance
 
-        mistakes.of(lambda: check_balance(config.router, model=model))
+        with mistakes:
+            check_balance(config.router, model=model)
     if checkpoint.exclude_from_loading:
         from torchtitan.checkpoint.restore import check_excluded
 
-        mistakes.of(lambda: check_excluded(checkpoint.exclude_from_loading, model=model))
+        with mistakes:
+            check_excluded(checkpoint.exclude_from_loading, model=model)
     keys = [k for k in ("initial_load_in_hf", "last_save_in_hf") if getattr(checkpoint, k)]
     if keys:
         from torchtitan.hf.model import check_names_and_sizes
 
-        mistakes.of(lambda: check_names_and_sizes(model, spec=spec, keys=keys))
+        with mistakes:
+            check_names_and_sizes(model, spec=spec, keys=keys)
     mistakes.report()
 
 
 def _find_stages(
-    config: Config, *, dims: ParallelDims, counts: Counts, num_layers: int, frees_weights: bool
+    config: Config, architecture: DecoderConfig, *, counts: Counts, frees_weights: bool
 ) -> PipelineLayout | None:
     """Plan the stages of the pipeline, if there is one."""
-    if dims.pp == 1:
+    if config.parallelism.pipeline_parallel_degree == 1:
         return None
     from torchtitan.parallel.pipeline.layout import plan_pipeline
 
     return plan_pipeline(
         config.parallelism,
-        num_layers=num_layers,
+        num_layers=architecture.num_layers,
         counts=counts,
         training=config.training,
         frees_weights=frees_weights,

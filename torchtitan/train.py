@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import logging
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
@@ -69,12 +69,7 @@ logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when th
 
 
 def train(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
-    """Run the job of the command line on this rank.
-
-    Args:
-        argv: Command line without the program.
-        stop: Requests to stop.
-        undo: Receives callbacks that restore the process and release the folder's lock.
+    """Run the job of the command line on this rank. Arguments as in `train_job`.
 
     Raises:
         UserError: The user must fix something, or the run was stopped.
@@ -102,7 +97,7 @@ def train_job(
         config: The settings.
         launch: Rank and world size.
         stop: Requests to stop.
-        undo: As in `train`.
+        undo: Receives callbacks that restore the process and release the folder's lock.
         wording: Context that adds to a mistake where its setting was given.
         callbacks: Callbacks beside those of the settings.
 
@@ -128,20 +123,39 @@ def train_job(
     sync_before_training(stop)
     if done < steps:
         why = f": {config.compile.backend} compiles blocks" if config.compile.enable else ""
-        logger.info(
-            "Starting at step %d of %d; the first step is the slowest%s", done + 1, steps, why
-        )
+        logger.info("Starting at step %d of %d; the first is the slowest%s", done + 1, steps, why)
     log, limit = folder / "logs" / f"rank_{launch.rank}.log", config.comm.train_timeout_seconds
     with bar:
         with dump_stacks_on_stall(log, limit_seconds=limit, on_step=bar.advance) as on_step:
-            reason = train_steps(trainer, on_step=on_step)
+            try:
+                reason = trainer.train(on_step=on_step)
+            except (NonFiniteError, StoppedError) as error:
+                try:
+                    trainer.close()  # all ranks are here, so a save in flight can complete
+                except CheckpointError as failed:
+                    raise type(error)(f"{error}\nThe save in flight failed: {failed}") from failed
+                raise
         with bar.status("saving"):
             if reason is None and trainer.last_row is None and run.checkpoints is not None:
                 run.checkpoints.export_missing()
             trainer.close()
-    if reason is None and (trainer.last_row is None or launch.rank == min(shown)):
-        log_end(trainer, config=config, seconds=time.monotonic() - began)
-    return trainer, reason and describe_stop(trainer, config=config, reason=reason)
+    if reason is not None:
+        where = f"stopped after step {run.progress.step} of {steps} by {reason}"
+        if config.checkpoint.enable:
+            return trainer, f"{where}; checkpoint saved, run the same command to resume"
+        return trainer, f"{where}; no checkpoint saved, because checkpoint.enable is off"
+    if trainer.last_row is None and steps > 0:
+        logger.info(
+            "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
+            "continue it with --checkpoint.mode continue --training.%s N",
+            folder,
+            run.progress.step,
+            steps,
+            "num_epochs" if run.loader.exhausted else "steps",
+        )
+    elif launch.rank == min(shown) and steps > 0:
+        log_summary(summarize(trainer, config=config, seconds=time.monotonic() - began))
+    return trainer, None
 
 
 def prepare_process(undo: ExitStack) -> RankInfo:
@@ -151,7 +165,6 @@ def prepare_process(undo: ExitStack) -> RankInfo:
         ConfigError: The launcher's environment or LOG_RANK is invalid.
     """
     launch = read_rank_info(os.environ)
-    shown_ranks(os.environ.get("LOG_RANK") or "0", world_size=launch.world_size)
     undo.enter_context(keep_process_settings())
     undo.enter_context(keep_logging())
     # reading the settings, which name the folder, may log already
@@ -164,47 +177,6 @@ def log_to(folder: Path | None, *, launch: RankInfo, color: bool) -> frozenset[i
     spec, world_size = os.environ.get("LOG_RANK"), launch.world_size
     init_logging(rank=launch.rank, world_size=world_size, log_rank=spec, folder=folder, color=color)
     return shown_ranks(spec or "0", world_size=world_size)
-
-
-def train_steps(trainer: Trainer, *, on_step: Callable[[int], None]) -> str | None:
-    """Train; return why the run was stopped, or None.
-
-    Raises:
-        NonFiniteError, StoppedError: As `Trainer.train`; adds the error of a save in flight.
-    """
-    try:
-        return trainer.train(on_step=on_step)
-    except (NonFiniteError, StoppedError) as error:
-        try:
-            trainer.close()  # all ranks are here, so a save in flight can complete
-        except CheckpointError as failed:
-            raise type(error)(f"{error}\nThe save in flight failed: {failed}") from failed
-        raise
-
-
-def describe_stop(trainer: Trainer, *, config: Config, reason: str) -> str:
-    """Describe why and where a run was stopped, and how to resume it."""
-    step, steps = trainer.run.progress.step, trainer.run.training.steps
-    where = f"stopped after step {step} of {steps} by {reason}"
-    if config.checkpoint.enable:
-        return f"{where}; checkpoint saved, run the same command to resume"
-    return f"{where}; no checkpoint saved, because checkpoint.enable is off"
-
-
-def log_end(trainer: Trainer, *, config: Config, seconds: float) -> None:
-    """Log the summary of a finished run, or that there was nothing to train."""
-    step, steps = trainer.run.progress.step, trainer.run.training.steps
-    if trainer.last_row is not None:
-        log_summary(summarize(trainer, config=config, seconds=seconds))
-    elif steps > 0:
-        logger.info(
-            "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
-            "continue it with --checkpoint.mode continue --training.%s N",
-            config.job.dump_folder,
-            step,
-            steps,
-            "num_epochs" if trainer.run.loader.exhausted else "steps",
-        )
 
 
 def summarize(trainer: Trainer, *, config: Config, seconds: float) -> dict[str, str]:

@@ -25,16 +25,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import DataError, NonFiniteError
-from torchtitan.base.files import Once, alone
 from torchtitan.base.log import plural
 from torchtitan.data.dataset import build_samples
-from torchtitan.data.loader import Loader, MapSamples
+from torchtitan.data.loader import Loader
 from torchtitan.data.padding import PadToBatch
 from torchtitan.data.settings import TrainingConfig, ValidationConfig
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.mesh.dims import Mesh
-from torchtitan.mesh.ranks import check_data_alike, gather, set_timeout, tighten_timeout
+from torchtitan.mesh.ranks import (
+    OncePerMachine,
+    check_data_alike,
+    gather,
+    set_timeout,
+    tighten_timeout,
+)
+from torchtitan.mesh.settings import CommConfig
 from torchtitan.metrics.rows import Row
 from torchtitan.models.interface import ModelParts
 from torchtitan.optim.loss import count_valid
@@ -71,69 +78,86 @@ def validation_source(training: TrainingConfig, validation: ValidationConfig) ->
     )
 
 
-def build_held_out(
-    source: TrainingConfig,
+def build_validator(
+    validation: ValidationConfig,
     *,
-    holdout_fraction: float | None,
+    training: TrainingConfig,
     tokenizer_path: str,
-    once: Once = alone,
-) -> MapSamples:
-    """Build the validation samples. Arguments as in `build_samples`.
+    comm: CommConfig,
+    before_saves: bool,
+    execution: Execution,
+    shard: SequenceShard,
+    model: ModelParts,
+    mesh: Mesh,
+    device: torch.device,
+) -> Validator:
+    """Build what validates a run, and log how much it reads.
+
+    Args:
+        validation: The section [validation].
+        training: The section [training], whose keys hold where [validation] has none.
+        tokenizer_path: As model.tokenizer_path.
+        comm: Timeouts.
+        before_saves: Validate before each save too.
+        execution: Runs the model.
+        shard: Takes this rank's part of each sequence.
+        model: This rank's parts of the model.
+        mesh: All ranks.
+        device: This rank's device.
 
     Raises:
-        DataError: Data are missing, empty, damaged or too short.
+        DataError: Data are missing, empty, damaged, too short, or differ between ranks.
     """
-    return build_samples(
+    source, holdout = validation_source(training, validation), validation.holdout_fraction
+    samples = build_samples(
         source,
         tokenizer=build_tokenizer(tokenizer_path),
         tokenizer_path=tokenizer_path,
         seed=SEED,
-        holdout_fraction=holdout_fraction,
+        holdout_fraction=holdout,
         held_out=True,
-        keys_of_validation=KEYS if holdout_fraction is None else ("holdout_fraction", "seq_len"),
-        once=once,
+        keys_of_validation=KEYS if holdout is None else ("holdout_fraction", "seq_len"),
+        once=OncePerMachine(),
     )
-
-
-def build_validation_loader(
-    samples: MapSamples, source: TrainingConfig, validation: ValidationConfig, *, mesh: Mesh
-) -> tuple[Loader, str]:
-    """Build the validation loader and return it with a fingerprint of its data.
-
-    If the fingerprints of two runs differ, their losses cannot be compared: the samples, their
-    number, or the treatment of documents differ.
-
-    Raises:
-        DataError: Ranks have different data.
-    """
     check_data_alike(samples.fingerprint)
     batches = PadToBatch(
         samples,
         batch=source.local_batch_size * mesh.dims.dp,
         num_batches=None if validation.steps == -1 else validation.steps,
     )
-    freq = validation.freq
     logger.info(
         f"Validation on {plural(batches.num_drawn, 'sample')} of "
         f"{plural(source.seq_len, 'token')} in {plural(batches.num_batches, 'batch')}, after step "
-        f"1, every {plural(freq, 'step') if freq > 1 else 'step'}, and after the last step"
+        f"1, every {plural(validation.freq, 'step')}, and after the last step"
     )
-    loader = Loader(
-        batches,
-        local_batch_size=source.local_batch_size,
-        accumulation=1,
-        dp_rank=mesh.dp_rank,
-        dp_degree=mesh.dims.dp,
-        settings=validation.dataloader,
-    )
+    # losses of runs with other fingerprints cannot be compared
     parts = [
         batches.fingerprint,
         batches.num_drawn,
-        # earlier versions' names, because fingerprints in their checkpoints are compared
-        "within" if source.attn_mask_type == "block_causal" else "across",
-        "restart" if source.reset_positions else "continue",
+        source.attn_mask_type,
+        source.reset_positions,
     ]
-    return loader, hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return Validator(
+        loader=Loader(
+            batches,
+            local_batch_size=source.local_batch_size,
+            accumulation=1,
+            dp_rank=mesh.dp_rank,
+            dp_degree=mesh.dims.dp,
+            settings=validation.dataloader,
+        ),
+        execution=execution,
+        shard=shard,
+        model=model,
+        mesh=mesh,
+        device=device,
+        data=hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16],
+        freq=validation.freq,
+        before_saves=before_saves,
+        first_timeout_seconds=comm.init_timeout_seconds,
+        timeout_seconds=comm.train_timeout_seconds,
+        reports_perplexity=not is_import_path(training.loss),
+    )
 
 
 def perplexity_of(loss: float) -> float:
@@ -156,7 +180,7 @@ class Validator:
         before_saves: Validate before each save too.
         first_timeout_seconds: Timeout of the first validation of a start, which may compile.
         timeout_seconds: Timeout of later validations.
-        tells_perplexity: Whether the loss is cross-entropy.
+        reports_perplexity: Whether the loss is cross-entropy.
     """
 
     def __init__(
@@ -173,14 +197,14 @@ class Validator:
         before_saves: bool,
         first_timeout_seconds: int,
         timeout_seconds: int,
-        tells_perplexity: bool = True,
+        reports_perplexity: bool = True,
     ) -> None:
         self.data = data
         self._loader, self._execution, self._shard = loader, execution, shard
         self._model, self._mesh, self._device = model, mesh, device
         self._freq, self._before_saves = freq, before_saves
         self._first_timeout, self._timeout = first_timeout_seconds, timeout_seconds
-        self._has_run, self._tells_perplexity = False, tells_perplexity
+        self._has_run, self._reports_perplexity = False, reports_perplexity
 
     def is_due(self, step: int, *, last: bool, saves: bool) -> bool:
         """Return whether to validate after a step that is the `last` one or is saved."""
@@ -217,7 +241,7 @@ class Validator:
                 f"an earlier checkpoint with checkpoint.mode = 'continue' and a lower optimizer.lr"
             )
         row: Row = {"validation_loss": loss}
-        if self._tells_perplexity:
+        if self._reports_perplexity:
             row["validation_perplexity"] = perplexity_of(loss)
         return row | {"validation_time_s": time.perf_counter() - started}
 

@@ -11,7 +11,7 @@ SPIKES = (10, 15)
 class Spiky:
     """The bytes 1 to 9 over and over; random bytes in the steps that spike."""
 
-    def __init__(self, seq_len: int) -> None:
+    def __init__(self, *, seq_len: int, **_: object) -> None:
         self._length = seq_len + 1
 
     def __getitem__(self, k: int) -> list[int]:

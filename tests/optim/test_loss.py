@@ -318,7 +318,7 @@ def one_sum(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", ["some due", "none due"])
 def test_a_loss_of_the_users_own(case: str, num_chunks: int, recompute: bool) -> None:
     x, weight, labels = inputs(case)
-    losses = find_loss(f"{__name__}:smoothed")
+    losses = find_loss(f"{__name__}:smoothed", {})
     built = build_loss(None, num_chunks=num_chunks, recompute=recompute, token_losses=losses)
     ends = [tensor.clone().requires_grad_() for tensor in (x, weight)]
     summed = built(*ends, labels)
@@ -367,7 +367,7 @@ class OfASection:
 )
 def test_a_loss_that_is_none(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        find_loss(f"{__name__}:{name}")
+        find_loss(f"{__name__}:{name}", {})
     assert "training.loss" in error.value.mistakes[0].keys  # type: ignore[union-attr]
     assert said in str(error.value)
 

@@ -165,7 +165,7 @@ def test_a_decay_of_the_users_own(end: str) -> None:
 @pytest.mark.parametrize(("name", "value"), [("cubik", "'cubic'"), ("NUMBER", 3)])
 def test_a_decay_that_is_none(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=naming("[lr_scheduler] decay_type", value)):
-        find_decay(f"{__name__}:{name}")
+        find_decay(f"{__name__}:{name}", {})
 
 
 def dips(progress: float) -> float:
@@ -178,7 +178,7 @@ def vanishes(progress: float) -> float:
 
 @pytest.mark.parametrize(("name", "at"), [("dips", 1 / 3), ("vanishes", 0.5)])
 def test_a_decay_stays_a_number_from_0_on(name: str, at: float) -> None:
-    decay = find_decay(f"{__name__}:{name}")
+    decay = find_decay(f"{__name__}:{name}", {})
     assert decay(0.25) == 0.75
     with pytest.raises(ConfigError, match=naming("[lr_scheduler] decay_type", name, at)):
         decay(at)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -71,27 +71,35 @@ class ConfigError(UserError):
 
 
 class Mistakes:
-    """Collects the mistakes of independent checks, to report them together."""
+    """Collects ConfigErrors of independent checks, to report them together.
+
+    mistakes = Mistakes()
+    with mistakes:
+        check_one()
+    with mistakes:
+        check_another()
+    mistakes.report()
+    """
 
     def __init__(self) -> None:
-        self._found: list[str | Violation] = []
+        self._collected: list[str | Violation] = []
 
-    def of(self, check: Callable[[], T]) -> T | None:
-        """Return the result of `check`, or None if it raises ConfigError."""
-        try:
-            return check()
-        except ConfigError as error:
-            self._found += error.mistakes
-            return None
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self._collected += error.mistakes
+        return True
 
     def add(self, key: str, rule: str) -> None:
         """Add a violated rule about a setting."""
-        self._found.append(Violation((key,), rule))
+        self._collected.append(Violation((key,), rule))
 
     def report(self) -> None:
         """Raise ConfigError if there are mistakes."""
-        if self._found:
-            raise ConfigError(self._found)
+        if self._collected:
+            raise ConfigError(self._collected)
 
 
 def did_you_mean(given: str, names: Collection[str]) -> str:

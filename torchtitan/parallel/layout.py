@@ -82,39 +82,38 @@ def check_parallel(
     Raises:
         ConfigError: Lists what it cannot.
     """
-    mistakes, cp = Mistakes(), parallelism.context_parallel_degree
+    mistakes = Mistakes()
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     if compilation.enable:
         from torchtitan.parallel.compile import check_backend, check_recomputation
 
-        mistakes.of(lambda: check_backend(compilation, is_installed=False))
-        mistakes.of(
-            lambda: check_recomputation(model, recomputation, cp=cp, attn_mask_type=attn_mask_type)
-        )
-    if parallelism.tensor_parallel_degree > 1:
+        with mistakes:
+            check_backend(compilation, is_installed=False)
+        with mistakes:
+            check_recomputation(model, recomputation, cp=cp, attn_mask_type=attn_mask_type)
+    if tp > 1:
         from torchtitan.parallel.tensor import check_tensor_parallel
 
-        mistakes.of(
-            lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
-        )
+        with mistakes:
+            check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
     if parallelism.expert_parallel_degree > 1:
         from torchtitan.parallel.expert import check_expert_parallel
 
-        mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
+        with mistakes:
+            check_expert_parallel(model, parallelism=parallelism)
     if cp > 1:
         from torchtitan.parallel.context.attention import check_attention
 
-        mistakes.of(lambda: check_attention(model, parallelism=parallelism))
+        with mistakes:
+            check_attention(model, parallelism=parallelism)
     if float8 is not None:
         from torchtitan.parallel.float8 import check_layers
 
-        tp = parallelism.tensor_parallel_degree
-        mistakes.of(lambda: check_layers(model, settings=float8, spec=spec, tp=tp))
+        with mistakes:
+            check_layers(model, settings=float8, spec=spec, tp=tp)
     if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
-        mistakes.add(
-            "parallelism.pipeline_parallel_degree",
-            f"must be 1 for {spec.name}, got {pp}: it does not run in stages (its ModelSpec has "
-            f"stages = False)",
-        )
+        rule = f"must be 1 for {spec.name}, got {pp}: its ModelSpec has stages = False"
+        mistakes.add("parallelism.pipeline_parallel_degree", rule)
     mistakes.report()
 
 
@@ -156,9 +155,11 @@ def check_device(
     if compilation.enable:
         from torchtitan.parallel.compile import check_compile
 
-        mistakes.of(lambda: check_compile(compilation, device_type=device_type))
+        with mistakes:
+            check_compile(compilation, device_type=device_type)
     if float8 is not None:
         from torchtitan.parallel.float8 import check_float8
 
-        mistakes.of(lambda: check_float8(float8, device_type=device_type))
+        with mistakes:
+            check_float8(float8, device_type=device_type)
     mistakes.report()

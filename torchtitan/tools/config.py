@@ -44,10 +44,11 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(HELP)
     try:
         mistakes = Mistakes()
-        world_size = mistakes.of(lambda: _read_world_size(given))
-        job = mistakes.of(lambda: load_job(words))
+        with mistakes:
+            world_size = _read_world_size(given)
+        with mistakes:
+            job = load_job(words)
         mistakes.report()
-        assert job is not None
         with job.wording():
             config, layout = check_job(job.config, world_size=world_size)
     except UserError as error:

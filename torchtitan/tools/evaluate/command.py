@@ -54,7 +54,9 @@ def check(args: argparse.Namespace) -> Files:
         ConfigError: Lists all options that are invalid or in conflict.
     """
     mistakes = Mistakes()
-    files = mistakes.of(lambda: parse_domains(args.perplexity, key="--perplexity"))
+    files: Files = {}
+    with mistakes:
+        files = parse_domains(args.perplexity, key="--perplexity")
     if not args.perplexity and not args.tasks:
         mistakes.add("--perplexity", "or --tasks must be given")
     for needed, keys in (("tasks", OF_TASKS), ("perplexity", OF_PERPLEXITY)):
@@ -77,7 +79,7 @@ def check(args: argparse.Namespace) -> Files:
             "pip install -e '.[eval]'",
         )
     mistakes.report()
-    return files or {}
+    return files
 
 
 def parse_domains(texts: Sequence[str], *, key: str) -> Files:
