@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -146,10 +145,6 @@ def with_buffer(model: Any) -> None:
     model.register_buffer("mask", torch.empty(2))
 
 
-def without_output(model: Any) -> None:
-    del model.output
-
-
 def with_two_names(model: Any) -> None:
     model.output.weight = model.tok_embeddings.weight
 
@@ -166,10 +161,6 @@ def with_a_tied_head(model: Any) -> None:
     model.output = TiedOutput()
 
 
-def with_tokens_alone(model: Any) -> None:
-    model.forward = lambda tokens: tokens
-
-
 def without_a_rule(model: Any) -> None:
     model.initial = lambda name: None
 
@@ -177,13 +168,11 @@ def without_a_rule(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (with_buffer, ["no buffers", "mask"]),
-        (without_output, ["must have output"]),
-        (with_two_names, ["one name", "tok_embeddings.weight and output.weight"]),
-        (with_a_layer_less, ["numbered 0 to 1", "got 0"]),
-        (with_a_tied_head, ["weight of its own", "tie_embeddings = False"]),
-        (with_tokens_alone, ["forward must take tokens, positions, documents and labels"]),
-        (without_a_rule, ["initial('tok_embeddings.weight')", "None"]),
+        (with_buffer, ["mask"]),
+        (with_two_names, ["tok_embeddings.weight", "output.weight"]),
+        (with_a_layer_less, ["layers", "'0'"]),
+        (with_a_tied_head, ["tie_embeddings"]),
+        (without_a_rule, ["tok_embeddings.weight"]),
     ],
 )
 def test_what_breaks_the_contract_is_named(
@@ -195,19 +184,6 @@ def test_what_breaks_the_contract_is_named(
     with pytest.raises(AssertionError) as error:
         check_contract(model, spec=family.SPEC)
     assert all(part in str(error.value) for part in parts), error.value
-
-
-def test_a_plain_module_is_told_what_it_must_be() -> None:
-    with pytest.raises(AssertionError, match=r"torchtitan\.models\.interface\.LanguageModel"):
-        check_contract(nn.Linear(2, 2), spec=LLAMA3)
-
-
-@pytest.mark.parametrize("theirs", ["model.norm.weight", "model.layers.*.mlp.bias", "a.#.b.#.c"])
-def test_a_tensor_of_hugging_face_is_one_parameter(theirs: str) -> None:
-    names = {**LLAMA3.hf.names, "output.weight": theirs}
-    spec = replace(LLAMA3, hf=replace(LLAMA3.hf, names=names))
-    with pytest.raises(AssertionError, match=re.escape(repr(theirs))):
-        check_contract(LLAMA3.build_meta(LLAMA3.flavors["tiny"]), spec=spec)
 
 
 def test_attention_of_its_own_goes_with_no_context_parallelism(family: Any) -> None:
