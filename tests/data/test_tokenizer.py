@@ -23,8 +23,14 @@ from torchtitan.data import prepare
 from torchtitan.data.corpus import file_corpus
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.text import cut_point, split_text
-from torchtitan.data.tiktoken_tokenizer import LLAMA3_PATTERN, MAX_CHARS
-from torchtitan.data.tokenizer import BUILT_IN, ByteTokenizer, build_tokenizer, check_vocabulary
+from torchtitan.data.tokenizer import (
+    BUILT_IN,
+    LLAMA3_PATTERN,
+    MAX_CHARS,
+    ByteTokenizer,
+    build_tokenizer,
+    check_vocabulary,
+)
 
 SAMPLES = [
     "",
@@ -346,12 +352,6 @@ def test_hugging_face_damaged(hf_folder: Path, damage: Callable[[Path], object])
     damage(hf_folder)
     with pytest.raises(DataError, match=str(hf_folder / "tokenizer")):
         build_tokenizer(str(hf_folder)).encode("a")
-
-
-def test_hugging_face_without_the_library(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=naming(hf_folder / "tokenizer.json", ".[hf]")):
-        build_tokenizer(str(hf_folder))
 
 
 def test_tokenising_needs_no_torch() -> None:

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from tests.finetune.chats import CHAT, CHATML, read_examples, write_lines, write_tokenizer
 from tests.naming import naming
 from torchtitan.base.errors import DataError
-from torchtitan.data.text import encode_with_special
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.finetune import sources
 from torchtitan.finetune.chat import Conversation, find_template
@@ -104,9 +103,6 @@ def test_where_tokens_end() -> None:
         whole = tokenizer.encode_special([text])[0]
         assert whole.ends[-1] == len(text)
         assert tokenizer.decode(whole.ids) == text
-    special = {"<a>": 1, "<a>b": 2}
-    found = encode_with_special("<a><a>b", special=special, encode=lambda _: [], num_bytes=int)
-    assert list(found.ids) == [1, 2]
 
 
 @pytest.mark.promise("tokenizers")

@@ -14,8 +14,7 @@ from tests.data.helpers import dataset_of, write_texts
 from tests.naming import naming
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import TokenStore
-from torchtitan.data.tiktoken_tokenizer import read_ranks
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.tokenizer import build_tokenizer, read_ranks
 from torchtitan.tools import prepare as prepare_data
 from torchtitan.tools import tokenizer as train_tokenizer
 

@@ -31,12 +31,12 @@ from torchtitan.base.files import Once, alone
 from torchtitan.base.log import plural
 from torchtitan.data.sampler import Draw, Inverse, Mixture, Permutation
 from torchtitan.data.settings import SUPERVISED
-from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
     from torchtitan.data.holdout import Holdout
     from torchtitan.data.loader import MapSamples, Samples
     from torchtitan.data.settings import TrainingConfig
+    from torchtitan.data.store import TokenStore
     from torchtitan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -353,6 +353,7 @@ def _open_stores(
     stores: list[list[TokenStore]] = []
     from torchtitan.data.corpus import corpora
     from torchtitan.data.prepare import cached_store
+    from torchtitan.data.store import TokenStore
 
     for parts in corpora(training, held_out=held_out, once=once):
         stores.append([])
@@ -371,6 +372,7 @@ def _open_stores(
 def _side_of(store: TokenStore, holdout: Holdout) -> TokenStore:
     """Return one side of a store of the user, which `torchtitan prepare` has divided."""
     from torchtitan.data.holdout import held_out_prefix
+    from torchtitan.data.store import TokenStore
 
     twin = held_out_prefix(store.prefix, holdout.fraction)
     if not Path(f"{twin}.idx").exists():

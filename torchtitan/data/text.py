@@ -7,19 +7,16 @@ as the full text, so readers and tokenizers cut with the functions here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Collection, Iterator
+from pathlib import PurePath
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.files import check_is_file
 
 LFS_POINTER = b"version https://git-lfs.github.com"
-BEGIN_OF_TEXT = "<|begin_of_text|>"
-END_OF_TEXT = "<|end_of_text|>"
 Ids = npt.NDArray[np.uint32]
 
 
@@ -30,13 +27,6 @@ class Piece(NamedTuple):
     ends_document: bool
     where: str
     """The file or row that holds the text."""
-
-
-class Encoded(NamedTuple):
-    """Ids of a text, and the position after the last character that each covers, even in part."""
-
-    ids: Sequence[int]
-    ends: Sequence[int]
 
 
 def cut_point(text: str, *, limit: int) -> int:
@@ -73,36 +63,6 @@ def any_of(names: Collection[str]) -> str:
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
 
 
-def encode_with_special(
-    text: str,
-    *,
-    special: Mapping[str, int],
-    encode: Callable[[str], list[int]],
-    num_bytes: Callable[[int], int],
-) -> Encoded:
-    """Return the ids of `text`, with names of special tokens encoded as their ids.
-
-    Args:
-        text: Text to encode.
-        special: Ids of the special tokens by name.
-        encode: Returns the ids of the text between them.
-        num_bytes: Returns the number of UTF-8 bytes of an id.
-    """
-    ids: list[int] = []
-    sizes: list[int] = []
-    for piece in re.split(f"({any_of(special)})", text):
-        if piece in special:
-            ids.append(special[piece])
-            sizes.append(len(piece.encode()))
-        else:
-            ids += (plain := encode(piece))
-            sizes += map(num_bytes, plain)
-    data = np.frombuffer(text.encode(), np.uint8)
-    # number of characters up to each byte: the first byte of a character is not 0b10xxxxxx
-    characters = np.cumsum((data & 0xC0) != 0x80)
-    return Encoded(ids, characters[np.cumsum(sizes, dtype=np.int64) - 1].tolist())
-
-
 def check_characters(text: str, *, where: str) -> None:
     """Raise DataError for text with half of a surrogate pair, which JSON can hold."""
     try:
@@ -120,14 +80,3 @@ def check_fetched(file: PurePath, head: bytes) -> None:
         raise DataError(
             f"{file} is a pointer of Git LFS, not the file itself; fetch it: git lfs pull"
         )
-
-
-def read_file(file: Path) -> bytes:
-    """Return the content of a tokenizer's file; raise DataError if it cannot be read."""
-    try:
-        check_is_file(file)
-        data = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read tokenizer file {file}: {error.strerror}") from error
-    check_fetched(file, data)
-    return data

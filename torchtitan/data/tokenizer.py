@@ -1,78 +1,102 @@
-"""Text to token ids and back: one protocol and three implementations.
+"""Text to token ids and back.
 
 A tokenizer maps text to ids and back, names the id that ends a document, and has a fingerprint of
-everything that decides the ids, which tokenized data and checkpoints store. It knows nothing of
-batches, padding or chats. Special tokens written in a text are plain text: a document that contains
-`<|end_of_text|>` does not end there. Only `encode_special`, for the output of chat templates, reads
-them as tokens.
+everything that decides the ids, which tokenized data and checkpoints store. Special tokens written
+in a text are plain text: a document that contains `<|end_of_text|>` does not end there. Only
+`encode_special`, for the output of chat templates, reads them as tokens.
 
-`ByteTokenizer` needs no file and suits tests. `tiktoken_tokenizer.py` reads tiktoken files, such as
-Llama 3's `tokenizer.model` and the built-in `bpe_2048` (made by `torchtitan tokenizer`, for
-small models). `hf_tokenizer.py` reads `tokenizer.json`. Both are imported when such a tokenizer is
-built; neither needs the network, nor runs code of the model's author.
+Three kinds are read: `byte`, tiktoken files (Llama 3's `tokenizer.model`, the built-in `bpe_2048`)
+and Hugging Face's `tokenizer.json`. None needs the network, or runs code of the model's author.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
-from collections.abc import Mapping, Sequence
-from functools import cache
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.base.files import user_path
-from torchtitan.data.text import (
-    BEGIN_OF_TEXT,
-    END_OF_TEXT,
-    Encoded,
-    Ids,
-    encode_with_special,
-)
+from torchtitan.base.files import check_is_file, user_path
+from torchtitan.data.text import Ids, any_of, check_fetched, split_text
 
 BUILT_IN = {"bpe_2048": Path(__file__).parent / "assets" / "bpe_2048.tiktoken"}
+BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
+KNOWN_END_TOKENS = (END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# the split pattern of Llama 3 (contractions, words, up to 3 digits, punctuation, white space)
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_RANKS = 128_000
+MAX_CHARS = 1 << 16
+"""Characters that tiktoken gets at once: its regular expressions overflow their stack on a run of
+about 700,000 spaces."""
 
 
-class Tokenizer(Protocol):
-    """The interface that data and generation use."""
+class Encoded(NamedTuple):
+    """Ids of a text, and the position after the last character that each covers, even in part."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Return one more than the largest id."""
+    ids: Sequence[int]
+    ends: Sequence[int]
 
-    @property
-    def eos_id(self) -> int:
-        """Return the id that follows each document."""
 
-    @property
-    def fingerprint(self) -> str:
-        """Return a SHA-256 of everything that decides the ids of a text."""
+class Tokenizer:
+    """The interface that data and generation use, implemented for ids that stand for bytes."""
 
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Return the ids of the special tokens by name."""
+    vocab_size: int
+    """One more than the largest id."""
+    eos_id: int
+    """The id that follows each document."""
+    fingerprint: str
+    """SHA-256 of everything that decides the ids of a text."""
+    special_tokens: Mapping[str, int]
+    """Ids of the special tokens by name."""
+    begin_ids: Sequence[int] = ()
+    """Ids that inference puts before a text, often none or a begin token."""
+    encodes_pieces: bool = True
+    """Whether the pieces of `split_text` get the ids of the full text."""
 
-    @property
-    def begin_ids(self) -> Sequence[int]:
-        """Return the ids that inference puts before a text, often none or a begin token."""
+    def token_bytes(self, i: int) -> bytes:
+        """Return the bytes of an id; 0xff, which no text contains, for an unknown one."""
+        raise NotImplementedError
 
-    @property
-    def encodes_pieces(self) -> bool:
-        """Return whether the pieces of `split_text` get the ids of the full text."""
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text, without begin and end tokens, as other threads run."""
+        raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without begin and end tokens."""
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
 
     def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
         """Return the ids of each text, with names of special tokens encoded as their ids."""
+        return [self._encode_special(text) for text in texts]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text. Other threads can run meanwhile if the package allows it."""
+    def _encode_special(self, text: str) -> Encoded:
+        ids: list[int] = []
+        for piece in re.split(f"({any_of(self.special_tokens)})", text):
+            ids += (
+                [self.special_tokens[piece]] if piece in self.special_tokens else self.encode(piece)
+            )
+        data = np.frombuffer(text.encode(), np.uint8)
+        # number of characters up to each byte: the first byte of a character is not 0b10xxxxxx
+        characters = np.cumsum((data & 0xC0) != 0x80)
+        sizes = [len(self.token_bytes(i)) for i in ids]
+        return Encoded(ids, characters[np.cumsum(sizes, dtype=np.int64) - 1].tolist())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`. Cut characters become U+FFFD; unknown ids raise no error."""
+        """Return the text of `ids`. Cut characters and unknown ids become U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
 
 def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenizer:
@@ -99,19 +123,12 @@ def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenize
         if not file.exists():
             rule = f"the folder {path!r} has no tokenizer.json; name one, or a tiktoken file"
             raise DataError.at(key, rule)
-    if file.suffix != ".json":
-        from torchtitan.data.tiktoken_tokenizer import TiktokenTokenizer
-
-        return TiktokenTokenizer(file)
-    from torchtitan.data.hf_tokenizer import HuggingFaceTokenizer
-
-    return HuggingFaceTokenizer(file)
+    return HuggingFaceTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
 
 
 @cache
-def build_cached(path: str) -> Tokenizer:
-    """Return the tokenizer of a path, built once per process, as a large vocabulary takes long."""
-    return build_tokenizer(path)
+def _build_once(path: str) -> Tokenizer:
+    return build_tokenizer(path)  # reading a large vocabulary takes long
 
 
 def find_tokenizer(path: str) -> Tokenizer | None:
@@ -131,35 +148,229 @@ def check_vocabulary(tokenizer: Tokenizer, *, model_vocab_size: int) -> None:
         raise ConfigError.at(("model.tokenizer_path", "model.vocab_size"), rule)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Each UTF-8 byte is its own id; 256 starts and 257 ends a text."""
 
     vocab_size = 258
     eos_id = 257
-    begin_ids: Sequence[int] = ()
-    encodes_pieces = True
     special_tokens: Mapping[str, int] = {BEGIN_OF_TEXT: 256, END_OF_TEXT: 257}
     fingerprint = hashlib.sha256(b"utf-8 bytes, begin 256, end 257").hexdigest()
+    _names: Mapping[int, bytes] = {256: BEGIN_OF_TEXT.encode(), 257: END_OF_TEXT.encode()}
 
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of `text`."""
-        return list(text.encode())
-
-    def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return the bytes of each text, and 256 and 257 for the special tokens."""
-        return [
-            encode_with_special(
-                text, special=self.special_tokens, encode=self.encode, num_bytes=lambda _: 1
-            )
-            for text in texts
-        ]
+    def token_bytes(self, i: int) -> bytes:
+        """Return the byte of an id, or the name of a special token."""
+        return bytes([i]) if 0 <= i < 256 else self._names.get(i, b"\xff")
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
+
+class TiktokenTokenizer(Tokenizer):
+    """A byte-pair tokenizer read from a tiktoken file: one `base64(token) rank` per line.
+
+    The file holds only byte strings in order of merging; the split pattern and the special tokens
+    are conventions. Every file is read with Llama 3's pattern. A file of exactly 128,000 ranks is
+    Llama 3's and gets its 256 special tokens; any other file gets a begin and an end token after
+    its ranks. tiktoken encodes five times as fast as `tokenizers`.
+    """
+
+    def __init__(self, file: Path) -> None:
+        import tiktoken
+
+        ranks = read_ranks(file)
+        is_llama3 = len(ranks) == LLAMA3_RANKS
+        names = _llama3_special_tokens() if is_llama3 else [BEGIN_OF_TEXT, END_OF_TEXT]
+        self._file = file
+        self.special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
+        self.vocab_size = len(ranks) + len(self.special_tokens)
+        self.eos_id = self.special_tokens[END_OF_TEXT]
+        self.begin_ids = [self.special_tokens[BEGIN_OF_TEXT]] if is_llama3 else []
+        parts = [list(map(bytes.hex, ranks)), LLAMA3_PATTERN, names, MAX_CHARS]
+        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        self._encoding = tiktoken.Encoding(
+            file.name,
+            pat_str=LLAMA3_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=self.special_tokens,
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _build_once, (str(self._file),)
+
+    def token_bytes(self, i: int) -> bytes:
+        """Return the bytes of an id."""
+        known = 0 <= i < self.vocab_size
+        return self._encoding.decode_single_token_bytes(i) if known else b"\xff"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text. tiktoken releases the interpreter lock meanwhile."""
+        # not encode_to_numpy, which is faster: before tiktoken 0.11 it read special tokens in text
+        encode, empty = self._encoding.encode_ordinary, [np.empty(0, np.uint32)]
+        return [
+            np.concatenate(
+                empty + [np.array(encode(p), np.uint32) for p in split_text(text, limit=MAX_CHARS)]
+            )
+            for text in texts
+        ]
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Return the ranks of a tiktoken file by token; raise DataError that names a wrong line."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(filter(None, _read_file(file).splitlines()), start=1):
+        try:
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+            is_valid = int(rank) == len(ranks) and token and token not in ranks
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            raise DataError(
+                f"line {number} of tokenizer file {file} must be a new token in base64 and the "
+                f"rank {len(ranks)}, got {line[:60]!r} (of a SentencePiece model use its "
+                f"tokenizer.json)"
+            )
+        ranks[token] = len(ranks)
+    if not {bytes([byte]) for byte in range(256)} <= ranks.keys():
+        raise DataError(f"tokenizer file {file} must hold all 256 single bytes")
+    return ranks
+
+
+def _llama3_special_tokens() -> list[str]:
+    """Return the names of Llama 3's ids 128,000 to 128,255."""
+    reserved = [f"<|reserved_special_token_{i}|>" for i in range(251)]
+    headers = ["<|start_header_id|>", "<|end_header_id|>"]
+    names = [BEGIN_OF_TEXT, END_OF_TEXT, *reserved[:4], *headers]
+    return [*names, reserved[4], "<|eot_id|>", *reserved[5:]]
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer read from a `tokenizer.json` by the package `tokenizers`.
+
+    The end token comes from the `tokenizer_config.json` beside it. Without one, the names that
+    known models use are tried. Some damaged files make the package panic, which raises DataError
+    too. Nothing limits the time that the file's regular expressions take.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._content = file, _read_file(file)
+        self._config = read_tokenizer_config(file.with_name("tokenizer_config.json"))
+        self._tokenizer = self._load(reads_special=False)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: i for i, token in added if token.special}
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
+        names = [special_token(self._config, "eos_token"), *KNOWN_END_TOKENS]
+        ends = [vocabulary[name] for name in names if name in vocabulary]
+        if not ends:
+            raise DataError(
+                f"cannot find which token of {file} ends a document: it has none of "
+                f"{', '.join(KNOWN_END_TOKENS)}; name one of its tokens as eos_token in a "
+                f"tokenizer_config.json beside it"
+            )
+        self.eos_id = ends[0]
+        decides = self._content + f"{self.eos_id}{self._beside}".encode()
+        self.fingerprint = hashlib.sha256(decides).hexdigest()
+        pieces = ("one", " two\n", "three")
+        self.begin_ids, self.encodes_pieces = [], False
+        with suppress(DataError):  # words that it does not know, and no token for unknown ones
+            plain, whole = self.encode(pieces[0]), self._tokenizer.encode(pieces[0]).ids
+            self.begin_ids = whole[: whole.index(plain[0])] if plain else []  # post-processor's
+            # some put a space before every text that they are given, so also before every piece
+            parts = [i for piece in pieces for i in self.encode(piece)]
+            self.encodes_pieces = self.encode("".join(pieces)) == parts
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _build_once, (str(self._file),)
+
+    def _load(self, *, reads_special: bool) -> Any:
+        import tokenizers
+
+        with _panic_as_data_error(f"{self._file} must be a valid tokenizer.json"):
+            tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
+            # truncation and padding stored in the file would lose text or add tokens
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            tokenizer.encode_special_tokens = not reads_special
+        # older folders state tokens beside tokenizer.json, as transformers reads them
+        stated, self._beside = self._config.get("added_tokens_decoder"), ""
+        for i, token in sorted(stated.items(), key=_number) if isinstance(stated, dict) else []:
+            text = token.get("content") if isinstance(token, dict) else None
+            if not isinstance(text, str) or tokenizer.token_to_id(text) is not None:
+                continue
+            flags = {flag: token[flag] for flag in TOKEN_FLAGS if isinstance(token.get(flag), bool)}
+            self._beside += f"{i} {text} {flags}"
+            tokenizer.add_tokens([tokenizers.AddedToken(text, **flags)])
+        return tokenizer
+
+    @cached_property
+    def _special_tokenizer(self) -> Any:
+        # a second one, because switching the first fails while another thread encodes
+        return self._load(reads_special=True)
+
+    def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the ids of each text, with names of special tokens encoded as their ids."""
+        tokenizer = self._special_tokenizer
+        with _panic_as_data_error(f"the tokenizer {self._file} fails on a text"):
+            encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        # only the ends: byte-level tokenizers start a token after its leading space
+        return [Encoded(each.ids, [end for _, end in each.offsets]) for each in encodings]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text, encoded by the threads of `tokenizers`."""
+        with _panic_as_data_error(f"the tokenizer {self._file} fails on a text"):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD."""
-        special = {i: name.encode() for name, i in self.special_tokens.items()}
-        parts = (bytes([i]) if 0 <= i < 256 else special.get(i, b"\xff") for i in ids)
-        return b"".join(parts).decode(errors="replace")
+        """Return the text of `ids`. Cut characters become U+FFFD, unknown ids are skipped."""
+        known = [i for i in ids if self._tokenizer.id_to_token(i) is not None]
+        with _panic_as_data_error(f"the tokenizer {self._file} fails on ids"):
+            text: str = self._tokenizer.decode(known, skip_special_tokens=False)
+        return text
+
+
+@contextmanager
+def _panic_as_data_error(rule: str) -> Iterator[None]:
+    """Raise the errors of `tokenizers` as DataError. A panic in Rust is a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        # another BaseException is a signal's, or the end of the process
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{rule}: {error}") from error
+
+
+def _number(item: tuple[str, object]) -> int:
+    return int(item[0]) if item[0].isdecimal() and len(item[0]) < 10 else -1
+
+
+def read_tokenizer_config(file: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer_config.json, empty if it does not exist."""
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(_read_file(file))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} must be JSON: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def special_token(config: Mapping[str, Any], role: str) -> str | None:
+    """Return the token that a tokenizer_config.json has for a role such as `eos_token`."""
+    token = config.get(role)
+    # the token, or a description that holds it
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _read_file(file: Path) -> bytes:
+    try:
+        check_is_file(file)
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read tokenizer file {file}: {error.strerror}") from error
+    check_fetched(file, data)
+    return data

@@ -32,9 +32,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torchtitan.base.errors import DataError
 from torchtitan.base.files import user_path
 from torchtitan.base.log import plural
-from torchtitan.data.hf_tokenizer import read_tokenizer_config, special_token
-from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, any_of
-from torchtitan.data.tokenizer import BUILT_IN, Tokenizer
+from torchtitan.data.text import any_of
+from torchtitan.data.tokenizer import (
+    BEGIN_OF_TEXT,
+    BUILT_IN,
+    END_OF_TEXT,
+    Tokenizer,
+    read_tokenizer_config,
+    special_token,
+)
 
 Message = Mapping[str, Any]
 # Unicode noncharacters: no text contains them

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchdata
 
 import torchtitan
 from torchtitan.base.errors import CheckpointError, DataError
@@ -210,7 +209,6 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torchtitan": torchtitan.__version__,
         "torch": torch.__version__,
-        "torchdata": torchdata.__version__,
     }
     if torch.version.cuda:
         versions["CUDA"] = torch.version.cuda

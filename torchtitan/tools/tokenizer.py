@@ -4,7 +4,7 @@
 
 Without files it trains on the Python standard library, as for the built-in `bpe_2048`. Two ids of
 the vocabulary are the BOS and EOS tokens that `TiktokenTokenizer` adds to each file. The package
-`tokenizers` (the `hf` extra) does the training, with the split pattern of Llama 3.
+`tokenizers` does the training, with the split pattern of Llama 3.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.base.errors import DataError
 from torchtitan.base.urls import local_path
 from torchtitan.data.corpus import stdlib_corpus
-from torchtitan.data.tiktoken_tokenizer import LLAMA3_PATTERN
+from torchtitan.data.tokenizer import LLAMA3_PATTERN
 from torchtitan.tools.prepare import find_corpus
 from torchtitan.tools.verbs import build_parser, report_errors
 
@@ -30,13 +29,8 @@ NUM_SPECIAL = 2
 
 def train(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
     """Return a byte-level tokenizer of `vocab_size` ids minus the special tokens."""
-    try:
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise DataError(
-            "training a tokenizer needs the package 'tokenizers'; install it, in the repository, "
-            "with: pip install -e '.[hf]'"
-        ) from error
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

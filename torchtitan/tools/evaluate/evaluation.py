@@ -20,8 +20,8 @@ from torchtitan import __version__
 from torchtitan.api import open_generator
 from torchtitan.base.errors import ConfigError, Mistakes
 from torchtitan.checkpoint.storage import read_manifest
-from torchtitan.data.hf_tokenizer import read_tokenizer_config, special_token
 from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.tokenizer import read_tokenizer_config, special_token
 from torchtitan.generate.generator import Generator, join_tensor_parallel
 from torchtitan.hf.config import read_config
 from torchtitan.hf.names import CONFIG
