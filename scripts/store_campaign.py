@@ -37,7 +37,6 @@ from scripts import s3_server
 from scripts.campaign import (
     ENDLESS,
     RESUMED,
-    SAVED,
     STEP,
     CampaignError,
     Run,
@@ -52,7 +51,8 @@ from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
 
 KEEP, RANKS = 3, 2
 FAULTS = ("one rank", "all ranks", "all ranks and the disk", "the relay", "the server")
-UPLOADED = re.compile(r"Uploaded \S*step-(\d+)")
+WROTE = re.compile(r"Wrote \S*step-(\d+)")
+UPLOADED = re.compile(r"Saved s3:\S*step-(\d+)")
 MOST_SECONDS_AWAY = 2.0
 BYTES_PER_SECOND = 1.5e6
 OPTIONS = (
@@ -95,7 +95,7 @@ class StoredRun(Run):
     def is_uploading(self) -> bool:
         """Whether a saved step is not yet logged as uploaded."""
         log = self.log
-        return max(steps_in(SAVED, log), default=-1) > max(steps_in(UPLOADED, log), default=-1)
+        return max(steps_in(WROTE, log), default=-1) > max(steps_in(UPLOADED, log), default=-1)
 
     @property
     def metrics(self) -> Path:
@@ -118,7 +118,7 @@ class StoredRun(Run):
         resumed = steps_in(RESUMED, log)
         if STEP.search(log) and newest and (not resumed or resumed[0] < newest):
             raise CampaignError(f"step {newest} existed, the start resumed from {resumed}")
-        self.saved |= set(steps_in(SAVED, log))
+        self.saved |= set(steps_in(WROTE, log))
         self.uploaded |= set(steps_in(UPLOADED, log))
 
     def check(self) -> int:
@@ -147,9 +147,12 @@ def fetch(store: Store, into: Path) -> list[int]:
     names = [each["Key"] for page in pages for each in page.get("Contents", ())]
     steps = [name.split("/")[1] for name in names if name.endswith(f"/{MANIFEST}")]
     for name in names:
-        if name.split("/")[1] in steps:
-            (into / name).parent.mkdir(parents=True, exist_ok=True)
-            store.client.download_file(BUCKET, name, str(into / name))
+        run, step, *inner = name.split("/")
+        if step in steps:
+            # the manifest, or a file of an attempt, which has the name of the file in the step
+            file = into.joinpath(run, step, *(inner[1:] or inner))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            store.client.download_file(BUCKET, name, str(file))
     return sorted(int(step.removeprefix("step-")) for step in steps)
 
 

@@ -23,7 +23,7 @@ import torchtitan
 from torchtitan.base import custom
 from torchtitan.base.errors import UserError
 from torchtitan.base.stored_json import read_json
-from torchtitan.checkpoint.checksums import MANIFEST, write_sealed_json
+from torchtitan.checkpoint.checksums import MANIFEST, seal, write_bytes
 from torchtitan.config.schema import keys, value_at
 from torchtitan.config.sources import to_toml
 from torchtitan.job import CONFIG_FILE, Config
@@ -176,7 +176,7 @@ def store(run: Path, settings: Mapping[str, object], **facts: object) -> None:
         manifest = read_json(step / MANIFEST)
         manifest["config"] = changed(manifest["config"])
         del manifest["checksum"]
-        write_sealed_json(step / MANIFEST, manifest)
+        write_bytes(step / MANIFEST, seal(manifest))
         hashes[manifest["step"]] = hash_manifest(step)
     rows = [json.loads(line) for line in (run / LEDGER).read_text().splitlines()]
     for row in rows:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tests.distributed.jobs import read_rows, write_job
 from torchtitan.base.errors import CheckpointError, ConfigError, NonFiniteError
-from torchtitan.checkpoint.checksums import write_sealed_json
+from torchtitan.checkpoint.checksums import seal, write_bytes
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.train import main, train
 
@@ -161,7 +161,7 @@ def harm_json(file: Path, change: dict[str, Any]) -> None:
 def reseal(step: Path, change: dict[str, Any]) -> None:
     manifest = json.loads((step / "manifest.json").read_text())
     del manifest["checksum"]
-    write_sealed_json(step / "manifest.json", {**manifest, **change})
+    write_bytes(step / "manifest.json", seal({**manifest, **change}))
 
 
 def make_folder(file: Path) -> None:

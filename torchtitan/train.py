@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import signal
 import sys
 
@@ -136,8 +137,6 @@ def train_job(
                     raise type(error)(f"{error}\nThe save in flight failed: {failed}") from failed
                 raise
         with bar.status("saving"):
-            if reason is None and trainer.last_row is None and run.checkpoints is not None:
-                run.checkpoints.export_missing()
             trainer.close()
     if reason is not None:
         where = f"stopped after step {run.progress.step} of {steps} by {reason}"
@@ -147,11 +146,13 @@ def train_job(
     if trainer.last_row is None and steps > 0:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
-            "continue it with --checkpoint.mode continue --training.%s N",
+            "continue it with --checkpoint.mode continue --training.%s N; to write its weights: "
+            "torchtitan convert to-hf %s OUT",
             folder,
             run.progress.step,
             steps,
             "num_epochs" if run.loader.exhausted else "steps",
+            shlex.quote(str(folder)),
         )
     elif launch.rank == min(shown) and steps > 0:
         log_summary(summarize(trainer, config=config, seconds=time.monotonic() - began))

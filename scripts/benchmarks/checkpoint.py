@@ -43,8 +43,8 @@ from scripts.benchmarks.pairs import (
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import FileRecord, hash_file, verify
 from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, build_group
-from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.reader import read_tensors
+from torchtitan.checkpoint.remote import Store
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
@@ -191,21 +191,21 @@ def _compare_uploads(folder: Path, args: argparse.Namespace) -> list[Comparison]
 
 def _transfer(folder: Path, client: Any, *, size: int, num_pairs: int) -> list[Comparison]:
     bucket = s3_server.BUCKET
-    store = ObjectStore(f"s3://{bucket}/run", key="--s3", patience_seconds=60)
+    store = Store(f"s3://{bucket}/run", key="--s3", timeout_seconds=60)
     file, ours, theirs = folder / "file", folder / "ours", folder / "theirs"
     file.write_bytes(torch.randint(256, (size,), dtype=torch.uint8).numpy().tobytes())
     record = FileRecord(size, hash_file(file))
 
     def put() -> Spent:
         store.remove(["ours"])
-        return timed(lambda: store.put(file, "ours", record=record))
+        return timed(lambda: store.put(file, "ours"))
 
     def upload() -> Spent:
         return timed(lambda: client.upload_file(str(file), bucket, "run/theirs"))
 
     def fetch() -> Spent:
         ours.unlink(missing_ok=True)
-        return timed(lambda: store.fetch("ours", ours, record=record))
+        return timed(lambda: store.get("ours", ours, record=record))
 
     def download() -> Spent:
         return timed(lambda: client.download_file(bucket, "run/theirs", str(theirs)))

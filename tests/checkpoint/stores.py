@@ -69,6 +69,10 @@ class FaultyStore(MemoryFileSystem):
             raise FileNotFoundError(path)
         del self.store[path]
 
+    def find(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        type(self).before("list", path)
+        return super().find(path, *args, **kwargs)
+
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         type(self).before("list", path)
         found: list[Any] = super().ls(path, detail=detail, **kwargs)

@@ -7,7 +7,6 @@ The oracle is a run of the same job that saves to a folder: every state must be 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,8 +21,8 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.checkpoint import objects
-from torchtitan.checkpoint.remote import RemoteCheckpoints
+from torchtitan.base.stored_json import StoredJSON
+from torchtitan.checkpoint.remote import RemoteCheckpoints, Store, read_commit
 from torchtitan.checkpoint.remote import find_steps as find_stored
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import find_steps
@@ -87,8 +86,15 @@ def runs(ranks: RankPool, tmp_path: Path) -> Runs:
     return Runs(ranks, tmp_path)
 
 
-def open_store(url: str) -> objects.ObjectStore:
-    return objects.ObjectStore(url, key="checkpoint.folder", patience_seconds=5)
+def open_store(url: str) -> Store:
+    return Store(url, key="checkpoint.folder", timeout_seconds=5)
+
+
+def inside(store: Store, step: str) -> str:
+    """Return the folder of the attempt that was committed."""
+    manifest = read_commit(store, step)
+    assert manifest is not None
+    return f"{step}/{manifest['attempt']}"
 
 
 @pytest.mark.promise("kill-upload")
@@ -100,12 +106,10 @@ def test_a_run_resumes_from_the_store_alone(
     """Two ranks; the last step's weights are exported to the store too."""
     mode = f"async_mode={mode}"
     _, lines = runs.run(mode, "keep_latest_k=2", steps=3, world=2, own_disks=own_disks)
-    assert [line for line in lines if line.startswith("Uploaded")][-1].startswith(
-        f"Uploaded {runs.url}/step-3: "
-    )
+    assert [line for line in lines if line.startswith("Saved")][-1] == f"Saved {runs.url}/step-3"
     store = runs.store
     assert find_stored(store) == [2, 3]
-    assert not store.list_sizes("step-1")
+    assert not store.list("step-1")
     folders = [tmp_path / name for name in (["run-0", "run-1"] if own_disks else ["run"])]
     for folder in folders:
         assert find_steps(folder / "checkpoint") == [3]
@@ -140,12 +144,11 @@ def test_an_upload_that_did_not_end_is_ended(runs: Runs, undisturbed: dict[int, 
     on_two: dict[str, Any] = {"world": 2, "own_disks": True}
     runs.run(steps=2, **on_two)
     store = runs.store
-    store.remove(["step-2/manifest.json", "step-2/model/__0_0.distcp"])
+    store.remove(["step-2/manifest.json", f"{inside(store, 'step-2')}/model/__0_0.distcp"])
     assert find_stored(store) == [1]
     states, lines = runs.run(steps=3, **on_two)
     assert any(f"{runs.url}/step-2" in line for line in lines)
-    [line] = [line for line in lines if line.startswith(f"Uploaded {runs.url}/step-2")]
-    assert ": 1 of " in line
+    assert len({name.split("/")[1] for name in store.list("step-2")}) == 2  # manifest, attempt
     assert find_stored(store) == [1, 2, 3]
     assert states == undisturbed[2][2:3]
 
@@ -159,7 +162,7 @@ def test_an_upload_that_nobody_can_end_is_removed(
     shutil.rmtree(tmp_path / "run")
     states, lines = runs.run("interval=3", steps=3)
     assert any(line.startswith(f"Fetching {runs.url}/step-1") for line in lines)
-    assert store.list_sizes("step-2") == {}
+    assert store.list("step-2") == {}
     assert find_stored(store) == [1, 3]
     assert states == undisturbed[1][1:3]
 
@@ -168,16 +171,28 @@ def test_an_upload_that_nobody_can_end_is_removed(
 def test_a_damaged_step_is_passed_over_and_set_aside(runs: Runs, tmp_path: Path) -> None:
     runs.run(steps=2)
     store = runs.store
-    content = store.read("step-2/model/__0_0.distcp")
+    file = f"{inside(store, 'step-2')}/model/__0_0.distcp"
+    content = store.read(file)
     assert content is not None
-    store.write("step-2/model/__0_0.distcp", content[:-1] + b"x")
+    store.write(file, content[:-1] + b"x")
     shutil.rmtree(tmp_path / "run")
     _, lines = runs.run("interval=3", steps=3)
     assert any("step-2" in line and "damaged" in line for line in lines)
     assert find_stored(store) == [1, 3]
-    assert store.size("step-2/manifest.json.aside")
+    assert store.read("step-2/manifest.json.aside")
     runs.run("interval=3", steps=3)
     assert find_stored(store) == [1, 3]
+
+
+@pytest.mark.promise("kill-upload", "resume-elsewhere")
+def test_disks_of_their_own_resume_in_another_layout(runs: Runs, tmp_path: Path) -> None:
+    runs.run(steps=2, world=2, own_disks=True)
+    for rank in range(2):
+        shutil.rmtree(tmp_path / f"run-{rank}")
+    states, lines = runs.run(steps=3, world=4, own_disks=True)
+    assert any(line.startswith("Resumed from") and "step-2" in line for line in lines)
+    assert len(states) == 1
+    assert find_stored(runs.store) == [1, 2, 3]
 
 
 def test_a_run_starts_from_another_in_a_store(
@@ -267,7 +282,7 @@ def test_ranks_that_do_not_share_a_place_are_refused(
 def commit_as_files_come(folder: Path) -> list[list[int]]:
     """Commit a step without its file, with a part of it, and with all of it; return the steps that
     the store then has."""
-    manifest = json.dumps({"files": {"a": {"size": 3, "xxh3_128": "0" * 32}}}).encode()
+    manifest = StoredJSON(folder, {"files": {"a": {"size": 3, "xxh3_128": "0" * 32}}})
     found = []
     with stores.faulty_store():
         store, how = open_store(ALONE), {"settings": CheckpointConfig(), "key": "folder"}
@@ -275,12 +290,12 @@ def commit_as_files_come(folder: Path) -> list[list[int]]:
         remote.pull_newest()
         for content in (None, b"ab", b"abc"):
             if content is not None:
-                store.write("step-1/a", content)
+                store.write("step-1/b0/a", content)
             if content == b"abc":
-                remote._commit("step-1", manifest)
+                remote._commit("step-1", manifest, "b0")
             else:
                 with pytest.raises(CheckpointError, match=naming("step-1", "a")):
-                    remote._commit("step-1", manifest)
+                    remote._commit("step-1", manifest, "b0")
             found.append(find_stored(store))
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.checkpoint.checksums import write_sealed_json
+from torchtitan.checkpoint.checksums import seal, write_bytes
 from torchtitan.checkpoint.retention import Retention, describe_score, rank_steps
 from torchtitan.checkpoint.storage import read_manifest
 
@@ -19,7 +19,7 @@ ABOUT = {"components": [], "layout": {}, "config": ""}
 def write(folder: Path, step: int, **more: Any) -> None:
     path = folder / f"step-{step}"
     path.mkdir(parents=True)
-    write_sealed_json(path / "manifest.json", {"step": step, **ABOUT, **more})
+    write_bytes(path / "manifest.json", seal({"step": step, **ABOUT, **more}))
 
 
 def test_the_lowest_loss_comes_first_on_these_data_alone(

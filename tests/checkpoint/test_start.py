@@ -9,7 +9,7 @@ import torch
 
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.checksums import write_sealed_json
+from torchtitan.checkpoint.checksums import seal, write_bytes
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import Checkpoint, ParameterFilter
 from torchtitan.checkpoint.start import Comparison, resolve_step, start_from_own
@@ -20,7 +20,7 @@ def test_an_exclusion_that_was_applied_lets_no_other_settings_pass(tmp_path: Pat
     settings = CheckpointConfig(
         enable=True, initial_load_path="base", exclude_from_loading=("output.*",)
     )
-    write_sealed_json(tmp_path / "manifest.json", {"step": 1})
+    write_bytes(tmp_path / "manifest.json", seal({"step": 1}))
     own = Checkpoint(path=tmp_path, group=None)
 
     def start(*differences: str) -> str:

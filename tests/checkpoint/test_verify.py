@@ -24,9 +24,10 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import (
     FileRecord,
     hash_file,
+    seal,
     share_files,
     verify,
-    write_sealed_json,
+    write_bytes,
 )
 from torchtitan.checkpoint.start import newest_valid_step, stored_layout
 from torchtitan.checkpoint.state import Component
@@ -245,7 +246,7 @@ def resealed(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None
     content = json.loads(manifest.read_text())
     del content["checksum"]
     change(content)
-    write_sealed_json(manifest, content)
+    write_bytes(manifest, seal(content))
 
 
 ENTRY = {"size": 5, "xxh3_128": "0" * 32}

@@ -68,15 +68,6 @@ def begin(job: list[str]) -> tuple[dict[str, Tensor], int, int]:
     return weights, Counted.num_bytes, sum(t.nbytes for t in local)
 
 
-def start_again(job: list[str]) -> int:
-    """Start a finished job; return its step."""
-    run = jobs.start(job)
-    assert run.checkpoints is not None
-    run.checkpoints.export_missing()
-    run.checkpoints.close()
-    return run.progress.step
-
-
 def export_together(step: Path, target: Path) -> None:
     names = Names(llama3.HF, llama3.FLAVORS["tiny"])
     settings = HFExport(names=names, max_file_bytes=20_000)
@@ -114,14 +105,11 @@ def write_part(folder: Path, state: dict[str, Tensor]) -> None:
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
-def train_and_export(job: list[str]) -> str:
-    """Train, and export also without a step; return the hash of the state."""
+def train(job: list[str]) -> str:
+    """Train; return the hash of the state."""
     run = jobs.start(job)
     trainer = Trainer(run)
     trainer.train()
-    assert run.checkpoints is not None
-    if trainer.last_row is None:
-        run.checkpoints.export_missing()
     trainer.close()
     return jobs.hash_state(run)
 

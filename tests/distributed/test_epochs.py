@@ -14,7 +14,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import TINY, UNSAVED
 from tests.naming import naming
-from torchtitan.checkpoint.checksums import write_sealed_json
+from torchtitan.checkpoint.checksums import seal, write_bytes
 from torchtitan.checkpoint.storage import read_state
 
 pytestmark = pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_own_schedule(
     manifest = json.loads((checkpoints / "step-1" / "manifest.json").read_text())
     manifest.pop("checksum")
     config = manifest["config"].replace("\nsteps = 3\n", "\nsteps = 1000\n")
-    write_sealed_json(checkpoints / "step-1" / "manifest.json", {**manifest, "config": config})
+    write_bytes(checkpoints / "step-1" / "manifest.json", seal({**manifest, "config": config}))
     schedule = {**read_state(checkpoints / "step-1", "lr_scheduler"), "training_steps": 1000}
     (checkpoints / "step-1" / "lr_scheduler" / "state.json").write_text(json.dumps(schedule))
     [message] = ranks.run(jobs.refusal, job, world=1)

@@ -18,7 +18,6 @@ from tests.hf.test_deepseek import float8_folder
 from tests.hf.test_folders import imported
 from tests.models.reference import LATENT, new_decoder, random_decoder, reference_of
 from tests.naming import naming
-from torchtitan.checkpoint.checksums import verify
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
@@ -177,42 +176,15 @@ def test_the_last_weights_go_to_transformers(
     assert {key: config[key] for key in kept} == {key: said[key] for key in kept}
 
 
-def test_an_export_that_is_not_there_is_made_by_the_next_start(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """It failed, or is asked for only now; also where the last step lies in another folder."""
-    job = [*jobs.write_job(tmp_path), "--training.steps=1"]
+def test_a_run_starts_from_the_export_beside_a_step(ranks: RankPool, tmp_path: Path) -> None:
+    """torchtitan writes it in the step's place."""
+    job = [*jobs.write_job(tmp_path), "--training.steps=1", "--checkpoint.last_save_in_hf"]
     final = ranks.run(jobs.train, job, world=2)[0].final
     folder = tmp_path / "run" / "checkpoint"
-    weights = [*job, "--checkpoint.last_save_model_only"]
-    assert ranks.run(hf_jobs.start_again, job, world=2) == [1, 1]
-    assert not (folder / "export").exists()
-    ranks.run(hf_jobs.start_again, weights, world=2)
-    assert verify(folder / "export" / "step-1", group=None) == []
-    whole = [*job, "--checkpoint.last_save_in_hf"]
-    ranks.run(hf_jobs.start_again, whole, world=2)
-    elsewhere = [
-        *[a for a in whole if "dump_folder" not in a],
-        f"--job.dump_folder={tmp_path / 'other'}",
-        f"--checkpoint.initial_load_path={tmp_path / 'run'}",
-        "--checkpoint.initial_load_model_only=false",
-    ]
-    assert ranks.run(hf_jobs.start_again, elsewhere, world=1) == [1]
-    model = Decoder(llama3.FLAVORS["tiny"])
-    model.load_state_dict(final)
-    expected = dict(reference_of(model).named_parameters())
-    for place in (folder, tmp_path / "other" / "checkpoint"):
-        found = LlamaForCausalLM.from_pretrained(place / "export" / "step-1")
-        assert all(torch.equal(p, expected[name]) for name, p in found.named_parameters())
-    # torchtitan writes it in the step's place
     job = [*jobs.write_job(tmp_path, name="tuned"), "--training.steps=0"]
     job += [f"--checkpoint.initial_load_path={folder}/step-1", "--checkpoint.initial_load_in_hf"]
     [tuned] = ranks.run(jobs.train, job, world=1)
     assert all(torch.equal(tuned.final[name], final[name]) for name in final)
-    weight = folder / "export" / "step-1" / "model.safetensors"
-    made = weight.stat().st_mtime_ns
-    ranks.run(hf_jobs.start_again, whole, world=1)
-    assert weight.stat().st_mtime_ns == made  # not again
 
 
 def test_ranks_share_the_files_of_an_export(ranks: RankPool, tmp_path: Path) -> None:

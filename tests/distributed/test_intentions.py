@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
-from torchtitan.checkpoint.checksums import write_sealed_json
+from torchtitan.checkpoint.checksums import seal, write_bytes
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.checkpoint.storage import find_steps, read_manifest
 from torchtitan.trainer import Run, Trainer
@@ -451,7 +451,7 @@ def test_values_of_another_kind_are_refused_by_name(
     path = tmp_path / "run" / "checkpoint" / "step-4" / file
     content = {**json.loads(path.read_text()), key: value}
     content.pop("checksum", None)
-    write_sealed_json(path, content)
+    write_bytes(path, seal(content))
     [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.verify_on_load=false"], world=1)
     assert naming(path.name, key, value).match(message)
 

@@ -9,7 +9,7 @@ import pytest
 
 from scripts.campaign import CampaignError
 from scripts.crash_campaign import KilledRun, disturb
-from torchtitan.checkpoint.checksums import write_sealed_json
+from torchtitan.checkpoint.checksums import seal, write_bytes
 
 
 @pytest.mark.promise("kill-save")
@@ -34,7 +34,7 @@ def write_start(run: KilledRun, log: str, *steps: int) -> None:
         file.write(log)
     for step in steps:
         (run.checkpoints / f"step-{step}").mkdir(parents=True)
-        write_sealed_json(run.checkpoints / f"step-{step}" / "manifest.json", {"files": {}})
+        write_bytes(run.checkpoints / f"step-{step}" / "manifest.json", seal({"files": {}}))
 
 
 @pytest.mark.promise("kill-save")

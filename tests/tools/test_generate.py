@@ -21,7 +21,7 @@ from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
 from tests.naming import naming
 from torchtitan.api import open_generator
-from torchtitan.checkpoint.checksums import write_sealed_json
+from torchtitan.checkpoint.checksums import seal, write_bytes
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.generate.sampling import generate
 from torchtitan.generate.text import answer
@@ -259,7 +259,7 @@ def damaged(trained: tuple[Path, jobs.Result], tmp_path: Path) -> Path:
         shutil.copytree(trained[0] / "checkpoint" / "step-3", tmp_path / f"step-{step}")
     about = json.loads((tmp_path / "step-4" / "manifest.json").read_text())
     del about["checksum"]
-    write_sealed_json(tmp_path / "step-4" / "manifest.json", about | {"step": 4})
+    write_bytes(tmp_path / "step-4" / "manifest.json", seal(about | {"step": 4}))
     file = next((tmp_path / "step-4" / "model").glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

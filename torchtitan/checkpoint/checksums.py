@@ -113,23 +113,26 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
-    """Write a JSON object; return the record of the file."""
+def write_bytes(path: Path, content: bytes) -> FileRecord:
+    """Write and sync a file; return its record."""
     with HashingFile(path) as file:
-        file.write(json.dumps(content, indent=1).encode())
+        file.write(content)
     return file.record
 
 
-def write_sealed_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object whose last line is the digest of the lines before it."""
+def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
+    """Write a JSON object; return the record of the file."""
+    return write_bytes(path, json.dumps(content, indent=1).encode())
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Return a JSON object whose last line is the digest of the lines before it."""
     lines = json.dumps(content, indent=1).encode().removesuffix(b"\n}") + b",\n"
-    seal = xxhash.xxh3_128(lines).hexdigest()
-    with HashingFile(path) as file:
-        file.write(lines + f' "checksum": "{seal}"\n}}\n'.encode())
+    return lines + f' "checksum": "{xxhash.xxh3_128(lines).hexdigest()}"\n}}\n'.encode()
 
 
 def is_sealed(content: bytes) -> bool:
-    """Return whether `content` is a complete and unchanged file of `write_sealed_json`."""
+    """Return whether `content` is a complete and unchanged result of `seal`."""
     match = _SEALED.fullmatch(content)
     return match is not None and xxhash.xxh3_128(match[1]).hexdigest() == match[2].decode()
 

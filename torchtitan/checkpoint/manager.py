@@ -29,13 +29,10 @@ from torch import Tensor
 from torchtitan.base.errors import ConfigError, StalledError
 from torchtitan.base.urls import is_url
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.checksums import MANIFEST
-from torchtitan.checkpoint.disks import find_disks, on_each_disk
 from torchtitan.checkpoint.retention import Retention, describe_score
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, RunState
 from torchtitan.mesh.faults import is_timeout
-from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.models.init import local_part
 
 if TYPE_CHECKING:
@@ -89,7 +86,7 @@ def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -
     if not settings.enable:
         return CheckpointIO(group, folder)
     if not is_url(settings.folder):
-        if find_disks(run_folder, group=group, timeout_seconds=timeout) is not None:
+        if storage.find_disks(run_folder, group=group, timeout_seconds=timeout) is not None:
             raise ConfigError.at(
                 ("job.dump_folder", "checkpoint.folder"),
                 f"must be one folder for all ranks, and some do not see what others write to "
@@ -212,33 +209,6 @@ class CheckpointManager:
         # a daemon does not keep the process alive while it waits for a rank that hangs
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
-    def export_missing(self) -> None:
-        """Write the final export of a run that has no step left to train, unless it exists.
-
-        The earlier export failed or was not requested. A run at step 0 saves its initial weights.
-        """
-        settings, step = self._settings, self._state.progress.step
-        exports = self._export is not None or settings.last_save_model_only
-        if step > 0 and not exports:
-            return
-        saved = self.folder / f"step-{step}" / MANIFEST
-        exported = self.folder / EXPORT / f"step-{step}"
-
-        def is_exported() -> bool:
-            # a checkpoint has a manifest, a Hugging Face folder has none
-            has_manifest = (exported / MANIFEST).is_file()
-            has_files = exported.is_dir() and any(exported.iterdir())
-            return has_files and has_manifest == (self._export is None)
-
-        if exports and on_first_rank(is_exported, group=self._group):
-            return
-        components = self._state.components()
-        if not on_first_rank(saved.is_file, group=self._group):  # loaded from another folder
-            self._start(partial(self._save, step, components, None), partial(self._send, step))
-            self.wait()
-        self._start(partial(self._write_export, step, components))
-        self.wait()
-
     def _write_export(self, step: int, components: Mapping[str, Component]) -> None:
         name = f"step-{step}"
         if self._export is not None:
@@ -267,22 +237,23 @@ class CheckpointManager:
         if validation_loss is not None and self._validation_data is not None:
             manifest |= describe_score(validation_loss, data=self._validation_data)
         storage.write(target, components, manifest=manifest, group=self._group, disk=self._disk)
-        logger.info("Saved %s", target)
+        verb = "Saved" if self._remote is None else "Wrote"  # saved when it is in the store
+        logger.info("%s %s", verb, target)
 
     def _save(
         self, step: int, components: Mapping[str, Component], validation_loss: float | None
     ) -> None:
         self._write(self.folder, step, components, validation_loss)
-        on_each_disk(lambda: self._after_commit(step), group=self._group, disk=self._disk)
+        storage.on_each_disk(lambda: self._after_commit(step), group=self._group, disk=self._disk)
 
     def _after_commit(self, saved: int) -> None:
-        if self._ledger is not None:
-            self._ledger.checkpoint(self.folder / f"step-{saved}", step=saved)
         if self._is_first_save:
             # later steps are damaged, or this run would have started from them; if they become
             # readable again, none may take precedence over a step of this run
             storage.set_aside_after(self.folder, self._first_step, but=saved)
             self._is_first_save = False
+        if self._remote is None:
+            self._record(saved)
 
         def manifest_of(step: int) -> Mapping[str, Any]:
             return storage.read_manifest(self.folder / f"step-{step}")
@@ -294,7 +265,12 @@ class CheckpointManager:
     def _send(self, step: int) -> None:
         if self._remote is not None:
             self._remote.push(f"step-{step}")
+            self._record(step)
             self._remote.prune(step, self._retention)
+
+    def _record(self, step: int) -> None:
+        if self._ledger is not None:
+            self._ledger.checkpoint(self.folder / f"step-{step}", step=step)
 
     def has_failed(self) -> bool:
         """Return whether the save in flight has failed, as far as this rank knows."""

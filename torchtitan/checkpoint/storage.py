@@ -20,8 +20,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path, PurePath
@@ -40,10 +42,10 @@ from torchtitan.checkpoint.checksums import (
     FileRecord,
     HashingFileSystem,
     is_sealed,
+    seal,
+    write_bytes,
     write_json,
-    write_sealed_json,
 )
-from torchtitan.checkpoint.disks import on_each_disk
 from torchtitan.checkpoint.state import Component
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank, reasons
 
@@ -185,7 +187,7 @@ def complete(
             records[f"{name}/{STATE}"] = write_json(draft / name / STATE, component.state)
     files = {name: {"size": r.size, "xxh3_128": r.digest} for name, r in sorted(records.items())}
     about = {"components": list(components), "torch": torch.__version__, **manifest, "files": files}
-    write_sealed_json(draft / MANIFEST, about)
+    write_bytes(draft / MANIFEST, seal(about))
     commit(target)
 
 
@@ -297,3 +299,61 @@ def read_manifest(checkpoint: Path) -> StoredJSON:
             f"{manifest['step']}; rename it to step-{manifest['step']}, or move it away"
         )
     return manifest
+
+
+# -- ranks and disks -----------------------------------------------------------------------------
+
+
+def find_disks(
+    folder: Path, *, group: dist.ProcessGroup, timeout_seconds: int
+) -> dist.ProcessGroup | None:
+    """Return the group of ranks that share `folder` with this one; None if all do. Collective.
+
+    Host names do not tell: containers share a host, hosts share a disk. So each rank creates a
+    file, and ranks that see the same files share a disk.
+    """
+    token = on_first_rank(lambda: secrets.token_hex(8), group=group)
+
+    def mark_of(rank: int) -> Path:
+        return folder / f".rank-{rank}-{token}"
+
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def leave_mark() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark_of(rank).touch()
+
+    on_every_rank(leave_mark, group=group)
+    seen = on_every_rank(
+        lambda: tuple(other for other in range(num_ranks) if mark_of(other).exists()), group=group
+    )
+    on_every_rank(mark_of(rank).unlink, group=group)
+    disks = sorted(set(seen))
+    if len(disks) == 1:
+        return None
+    # every rank must create every group
+    groups = {
+        ranks: dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        for ranks in disks
+    }
+    own: dist.ProcessGroup = groups[seen[rank]]
+    return own
+
+
+def on_each_disk(
+    action: Callable[[], None], *, group: dist.ProcessGroup | None, disk: dist.ProcessGroup | None
+) -> None:
+    """Run `action` on the first rank of each disk. Collective over `group`.
+
+    Args:
+        action: Function without arguments.
+        group: All ranks. None: this process only.
+        disk: Ranks that share this rank's disk. None: all of `group`.
+
+    Raises:
+        CheckpointError: The action failed on any disk; raised on every rank.
+    """
+    if disk is None:
+        on_first_rank(action, group=group)
+    else:
+        on_every_rank(lambda: on_first_rank(action, group=disk), group=group)

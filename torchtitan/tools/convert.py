@@ -30,7 +30,7 @@ from torchtitan.config.schema import literal, values_of
 from torchtitan.models.settings import ModelSection
 from torchtitan.tools.verbs import DTYPES, build_parser, report_errors
 
-PATIENCE_SECONDS = 600
+TIMEOUT_SECONDS = 600
 
 
 @report_errors
@@ -129,16 +129,15 @@ def to_hf(
 
 def _to_url(checkpoint: Path, url: str, **options: Any) -> str:
     """Write the folder to the local disk and upload it; `options`: as for `to_hf`."""
-    from torchtitan.checkpoint.objects import ObjectStore
-    from torchtitan.checkpoint.remote import WHOLE_EXPORT
+    from torchtitan.checkpoint.remote import WHOLE_EXPORT, Store
 
     if not is_plain_url(url):
         raise ConfigError(
             "OUT must be the URL of a folder without credentials or options; give these to the "
             "store's client, in its environment variables or its own files"
         )
-    store = ObjectStore(url, key="OUT", patience_seconds=PATIENCE_SECONDS)
-    if any(store.size(name) is not None for name in WHOLE_EXPORT):
+    store = Store(url, key="OUT", timeout_seconds=TIMEOUT_SECONDS)
+    if any(store.read(name) is not None for name in WHOLE_EXPORT):
         raise _exists(url)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "folder"
