@@ -417,7 +417,7 @@ def plan_end(config: Config, *, layout: Layout, loader: Loader, step: int) -> Co
     logger.info(
         "%s, %d samples in all, %d per step: the run ends with step %d",
         plural(training.num_epochs, "epoch"),
-        SkippedSamples(training.skip_samples).place(samples.num_samples),
+        SkippedSamples(training.skip_samples).offset_of(samples.num_samples),
         global_batch,
         training.steps,
     )

@@ -21,8 +21,8 @@ def test_places_and_numbers_are_those_of_a_list() -> None:
         left_out = {k for first, last in ranges for k in range(first, last + 1)}
         kept = [k for k in range(80) if k not in left_out]
         skipped = SkippedSamples(ranges)
-        assert [skipped.number(place) for place in range(len(kept))] == kept
-        assert [skipped.place(k) for k in range(80)] == [
+        assert [skipped.number_at(place) for place in range(len(kept))] == kept
+        assert [skipped.offset_of(k) for k in range(80)] == [
             sum(i < k for i in kept) for k in range(80)
         ]
         assert {k for k in range(80) if skipped.holds(k)} == left_out

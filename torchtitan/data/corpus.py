@@ -43,10 +43,10 @@ class Corpus:
     name: str
     """Name in messages."""
     read: Callable[..., Iterator[Any]]
-    """Yields the pieces of a file's documents; without files, those of all documents."""
+    """Yields the documents of a file in pieces; without files, all documents."""
     files: tuple[Path, ...] = ()
     key: list[str] = field(default_factory=list)
-    """What decides the text besides the files."""
+    """Values that decide the text besides the files."""
 
     @property
     def num_bytes(self) -> int:

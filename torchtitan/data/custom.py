@@ -2,13 +2,11 @@
 
 `__len__` and `__getitem__(i)`   samples by number, shuffled and repeated here, for any ranks
 `__getitem__(k)` only            the k-th sample of the run, without an end, in its own order
-`__iter__`, `state_dict()`, `load_state_dict(state)`   a stream
+`__iter__`, `state_dict()`, `load_state_dict(state)`   a stream, which starts again at its end
 
 In all forms the k-th sample of a run is the same on any number of ranks, and a run resumes at the
 next sample. Each rank reads every sample of a stream and keeps its own, so the state after the last
-sample of a step is the same for all ranks. (A stream divided among ranks has one state per rank and
-resumes only on the same number of ranks.) A stream that ends starts again. `check_resume` checks,
-in a test, that a stream resumes.
+sample of a step is the same for all ranks.
 
 A sample is `seq_len + 1` token ids, or a mapping with `tokens` and `labels` of `seq_len` ids each,
 labels -100 where no loss is due; and, if documents are separated, `document_lengths`.
@@ -21,14 +19,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
 
 from torchtitan.base.custom import describe_error
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.base.imports import check_methods, instantiate
+from torchtitan.base.imports import instantiate
 from torchtitan.data.dataset import IGNORED, ORDER, Dataset, has_document_lengths
 from torchtitan.data.loader import MapSamples, Samples
 from torchtitan.data.settings import TrainingConfig
@@ -37,32 +35,8 @@ from torchtitan.data.tokenizer import Tokenizer
 KEY = "dataset"
 
 
-class IndexedData(Protocol):
-    """Samples by number."""
-
-    def __getitem__(self, i: int) -> Any:
-        """Return a sample, always the same for a number."""
-
-
-class StreamedData(Protocol):
-    """Samples in order."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Start, or continue from the state that was loaded."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the last iterator, as JSON."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iterator continue at a position."""
-
-
 def build_custom(
-    training: TrainingConfig,
-    *,
-    tokenizer: Tokenizer,
-    seed: int,
-    held_out: bool,
+    training: TrainingConfig, *, tokenizer: Tokenizer, seed: int, held_out: bool
 ) -> MapSamples:
     """Build the data that `training.dataset` names.
 
@@ -76,13 +50,22 @@ def build_custom(
         DataError: The data do not exist, have another form, or are empty.
     """
     path = training.dataset
-    kwargs = {
-        "tokenizer": tokenizer,
-        "seq_len": training.seq_len,
-        "seed": seed,
-        "held_out": held_out,
-    }
-    data = _make(path, kwargs | training.dataset_options)
+    kwargs: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": training.seq_len, "seed": seed}
+    kwargs |= {"held_out": held_out, **training.dataset_options}
+    try:
+        data = instantiate(path, key=KEY, kwargs=kwargs)
+    except ConfigError as error:
+        [mistake] = error.mistakes
+        if isinstance(mistake, str) or mistake.keys != (KEY,):
+            raise  # of its options
+        raise DataError(mistake) from error
+    has_length = hasattr(data, "__len__")
+    has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+    # torch's IterableDataset has __getitem__ too
+    is_stream = not has_length and has_state and hasattr(data, "__iter__")
+    if not is_stream and not hasattr(data, "__getitem__"):
+        rule = f"'{path}' must have __getitem__(i), or __iter__(), state_dict() and load_state_dict"
+        raise DataError.at(KEY, rule)
     reader = SampleReader(path, training, vocab_size=tokenizer.vocab_size)
     parts = [path, getattr(data, "fingerprint", ""), "held out" * held_out]
     fingerprint = {
@@ -92,52 +75,25 @@ def build_custom(
         "seed": str(seed),
         "order": ORDER,
     }
-    if not _is_stream(data) and hasattr(data, "__len__"):
+    if has_length:
         if len(data) == 0:
             raise DataError.at(KEY, f"'{path}' must hold samples, got none")
         fingerprint["samples"] = str(len(data))
         source = IndexedSamples(data, reader, num_samples=len(data), fingerprint=fingerprint)
         return Dataset([source], seed=seed, fingerprint=fingerprint, num_epochs=training.num_epochs)
-    if held_out:
-        rule = f"must have a length to validate on, and '{path}' has none; add __len__"
-        raise DataError.at(KEY, rule)
-    if training.num_epochs is not None:
-        rule = f"needs data with a length, and '{path}' has none; remove it, or add __len__"
-        raise DataError.at(("num_epochs", KEY), rule)
-    if not _is_stream(data):
+    if held_out or training.num_epochs is not None:
+        keys = (KEY,) if held_out else ("num_epochs", KEY)
+        raise DataError.at(keys, f"needs data with __len__, and '{path}' has none")
+    if not is_stream:
         return IndexedSamples(data, reader, num_samples=None, fingerprint=fingerprint)
     if training.dataloader.num_workers:
         rule = f"must be 0 for a stream such as '{path}', because each worker would read all of it"
-        rule += "; write 0, or give it __getitem__"
         raise DataError.at(("dataloader.num_workers", KEY), rule)
     return CustomStream(data, reader, fingerprint)
 
 
-def _make(path: str, kwargs: Mapping[str, object]) -> Any:
-    try:
-        data = instantiate(path, key=KEY, kwargs=kwargs)
-        check_methods(data, StreamedData if _is_stream(data) else IndexedData, path=path, key=KEY)
-        return data
-    except ConfigError as error:
-        [mistake] = error.mistakes
-        if isinstance(mistake, str) or mistake.keys != (KEY,):
-            raise  # the data name another setting
-        raise DataError(mistake) from error
-
-
-def _is_stream(data: object) -> bool:
-    """Return whether data are meant as a stream: torch's IterableDataset has __getitem__ too."""
-    if hasattr(data, "__len__"):
-        return False
-    has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-    return (has_state and hasattr(data, "__iter__")) or not hasattr(data, "__getitem__")
-
-
-def check_resume(make_stream: Callable[[], StreamedData], *, num_samples: int = 8) -> None:
-    """Check in a test that a custom stream resumes at its next sample.
-
-    The stream is stopped and resumed after each of its first samples, and compared with an
-    uninterrupted stream.
+def check_resume(make_stream: Callable[[], Any], *, num_samples: int = 8) -> None:
+    """Check in a test that a custom stream resumes at its next sample after each of the first ones.
 
     Args:
         make_stream: Returns a new stream at its first sample.
@@ -146,38 +102,33 @@ def check_resume(make_stream: Callable[[], StreamedData], *, num_samples: int = 
     Raises:
         DataError: The stream repeats or skips a sample, or JSON changes its state.
     """
-    expected = [_tokens(raw) for raw in islice(make_stream(), num_samples)]
+
+    def tokens_of(raw: Any) -> torch.Tensor:
+        return _ids(raw["tokens"] if isinstance(raw, Mapping) else raw)
+
+    expected = [tokens_of(raw) for raw in islice(make_stream(), num_samples)]
     stream = make_stream()
-    samples = iter(stream)
     for number, tokens in enumerate(expected):
         if number:
             state = _as_json(stream.state_dict(), name="the stream")
             stream = make_stream()
             stream.load_state_dict(state)
-            samples = iter(stream)
-        if not torch.equal(_tokens(next(samples)), tokens):
+        if not torch.equal(tokens_of(next(iter(stream))), tokens):
             raise DataError(
                 f"a stream must resume at its next sample, and does not after {number}; count "
                 f"before each yield, so that the state names the next sample"
             )
 
 
-def _tokens(raw: Any) -> torch.Tensor:
-    return _ids(raw["tokens"] if isinstance(raw, Mapping) else raw)
-
-
 def _as_json(state: dict[str, Any], *, name: str) -> dict[str, Any]:
     """Return a state after a round trip through JSON; raise DataError if that changes it."""
     try:
-        found: dict[str, Any] = json.loads(json.dumps(state))
+        copy: dict[str, Any] = json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
         raise DataError(f"the state of {name} must be JSON: {error}") from error
-    if found != state:
-        raise DataError(
-            f"the state of {name} must come back from JSON as it is, got {state!r:.80}, which "
-            f"comes back as {found!r:.80}"
-        )
-    return found
+    if copy != state:
+        raise DataError(f"JSON must not change the state of {name}: {state!r:.80}, {copy!r:.80}")
+    return copy
 
 
 class SampleReader:
@@ -307,15 +258,12 @@ class CustomStream:
             if raw is None:  # at the end of a pass, also right after `load_state`
                 self._iterator, self._loaded = iter(self._data), None
                 raw = next(self._iterator, None)
-            stands_still = self._loaded is not None and self._state() == self._loaded
+            is_unchanged = self._loaded is not None and self._state() == self._loaded
             self._loaded = None
-        if raw is None:
-            raise DataError(f"'{self._reader.path}' must yield samples, got none")
-        if stands_still:
+        if raw is None or is_unchanged:
+            rule = "its state must change when samples are drawn" if is_unchanged else "no sample"
             raise DataError(
-                f"the state of '{self._reader.path}' must change when samples are drawn, and after "
-                f"sample {self._next} is still the loaded one; check_resume in "
-                f"torchtitan.data.custom finds where it fails"
+                f"'{self._reader.path}' at sample {self._next}: {rule}; see check_resume"
             )
         self._next += 1
         return raw

@@ -105,15 +105,15 @@ class Dataset:
         """Return k, given the result of `place_of(k)`."""
         index = self._order(Inverse, source, epoch)[i]
         before = epoch * self.sources[source].num_samples
-        return self._mixture.place(Draw(source, before + index))
+        return self._mixture.number_of(Draw(source, before + index))
 
     def epoch_of(self, source: int, k: int) -> int:
         """Return the epoch of a source after the first k samples."""
         return self._mixture.count(source, first=k) // self.sources[source].num_samples
 
-    def _order(self, kind: type[Permutation], source: int, epoch: int) -> Permutation:
+    def _order(self, order: type[Permutation], source: int, epoch: int) -> Permutation:
         n = self.sources[source].num_samples
-        return kind(n, seed=self._seed, epoch=epoch, source=source)
+        return order(n, seed=self._seed, epoch=epoch, source=source)
 
     @property
     def num_tokens(self) -> int:
@@ -200,7 +200,7 @@ DATASETS: Mapping[str, str] = {  # imported when used: a run on text loads no Ji
     **dict.fromkeys(SUPERVISED, "torchtitan.finetune.data:build_examples"),
     "custom": "torchtitan.data.custom:build_custom",
 }
-"""Functions that build samples, by `training.dataset`; `build_dataset` builds the others."""
+"""Functions that build samples, by `training.dataset`; `build_dataset` builds text."""
 
 
 def _builder(dataset: str) -> Callable[..., MapSamples]:
@@ -244,8 +244,9 @@ def build_samples(
     if is_import_path(training.dataset):
         build = _builder("custom")
     elif training.dataset in DATASETS:
-        how = {"tokenizer_path": tokenizer_path, "holdout": holdout, "once": once}
-        build = partial(_builder(training.dataset), **how)
+        build = partial(
+            _builder(training.dataset), tokenizer_path=tokenizer_path, holdout=holdout, once=once
+        )
     try:
         return build(training, tokenizer=tokenizer, seed=seed, held_out=held_out)
     except DataError as error:
@@ -313,10 +314,10 @@ def build_dataset(
                 raise holdout.too_small(needed=needed, got=got)
             rule = f"data must hold at least {needed}, got {got}; add data or lower seq_len"
             raise DataError.at("seq_len", rule)
-    kind: type[Dataset] = Dataset
+    cls: type[Dataset] = Dataset
     if masked := training.dataset == "synthetic_masked":
-        kind = import_module("torchtitan.data.masked").MaskedDataset
-    dataset = kind(
+        cls = import_module("torchtitan.data.masked").MaskedDataset
+    dataset = cls(
         sources,
         weights=weights,
         seed=seed,

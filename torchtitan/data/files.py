@@ -6,7 +6,7 @@ store, or the folder of a dataset saved by the library `datasets`.
 Objects that a URL names are copied to this machine, since samples are drawn by number and a resumed
 run must read the same ones. Their folder in the cache is named by a hash of the objects' names,
 sizes and versions: changed objects get another folder, and those copied before an interrupted start
-are not copied again. One process per machine copies while the others wait.
+are not copied again. One process per machine copies while other processes wait.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def find_all(entries: Sequence[str], *, cache: str, once: Once = alone) -> list[
         files: dict[int, list[str]] = {}
         for group in (order[:num_local], order[num_local:]):
             groups = for_each(group, lambda i: find_files(entries[i], cache=cache))
-            files |= {i: [*map(str, each)] for i, each in zip(group, groups, strict=True)}
+            files |= {i: [*map(str, paths)] for i, paths in zip(group, groups, strict=True)}
         return [files[i] for i in range(len(entries))]
 
     return [[*map(Path, files)] for files in once(find)]

@@ -13,8 +13,7 @@ shuffled too. The samples of a stream are in the order of its files. (The shuffl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchtitan.base.errors import ConfigError
@@ -24,52 +23,51 @@ from torchtitan.data.tokenizer import Tokenizer
 OPTIONS = "training.dataset_options"
 
 
-@dataclass(frozen=True)
-class HubConfig:
-    """A dataset of text on the Hugging Face Hub, or files in a format of `datasets`."""
-
-    name: str = ""
-    """owner/name on the Hub, or a format of `datasets` such as json, with data_files."""
-    subset: str | None = None
-    """Subset of the dataset, if it has several."""
-    split: str = "train"
-    """Split of the dataset."""
-    revision: str | None = None
-    """Commit on the Hub, which ensures that a resumed run reads the same text."""
-    data_files: tuple[str, ...] = ()
-    """Files of the dataset or of this machine; all if not given."""
-    text_key: str = "text"
-    """Column that holds the text."""
-
-
 class HubText:
     """Documents in order, each followed by an end token, cut into samples.
 
     Args:
         tokenizer: Encodes the text.
         seq_len: Tokens per sample.
-        seed: Unused: the order is that of the files.
+        seed: Unused: documents have the order of the files.
         held_out: Unused: a stream cannot be validated on.
-        options: Fields of `HubConfig`.
+        name: owner/name on the Hub, or a format of `datasets` such as json, with data_files.
+        subset: Subset of the dataset, if it has several.
+        split: Split of the dataset.
+        revision: Commit on the Hub, which ensures that a resumed run reads the same text.
+        data_files: Files of the dataset or of this machine; all if not given.
+        text_key: Column that holds the text.
     """
 
     def __init__(
-        self, *, tokenizer: Tokenizer, seq_len: int, seed: int, held_out: bool, **options: Any
+        self,
+        *,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        seed: int,
+        held_out: bool,
+        name: str = "",
+        subset: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+        data_files: Sequence[str] = (),
+        text_key: str = "text",
     ) -> None:
-        hub = HubConfig(**options)
-        if not hub.name:
+        if not name:
             raise ConfigError.at(OPTIONS, "must name a dataset, as owner/name")
-        self._tokenizer, self._seq_len, self._hub = tokenizer, seq_len, hub
-        self._text_of = TextTemplate(hub.text_key, None, setting=f"{OPTIONS}.text_key")
+        self._tokenizer, self._seq_len, self._name = tokenizer, seq_len, name
+        files = list(data_files) or None
+        self._source = {"split": split, "revision": revision, "data_files": files}
+        self._subset = subset
+        self._text_of = TextTemplate(text_key, None, setting=f"{OPTIONS}.text_key")
         self._documents, self._left = self._open(), list[int]()
-        self._place: dict[str, Any] | None = None
+        self._position: dict[str, Any] | None = None
         """State of the documents that were opened, None at the start of a pass."""
         self._has_read = False
         """Whether any of them was read. Before that, `datasets` returns a state at the start."""
-        self.fingerprint = f"{hub!r}, without empty texts"
+        self.fingerprint = f"{name}, {subset}, {self._source}, {text_key}, without empty texts"
 
     def _open(self) -> Any:
-        hub = self._hub
         try:
             from datasets import __version__, load_dataset
         except ImportError as error:
@@ -80,22 +78,11 @@ class HubText:
             rule = "must not be read with datasets 5.0.0, whose streams repeat text when they are "
             raise ConfigError.at(OPTIONS, rule + "resumed twice; install another release")
         try:
-            return load_dataset(
-                hub.name,
-                hub.subset,
-                split=hub.split,
-                revision=hub.revision,
-                data_files=list(hub.data_files) or None,
-                streaming=True,
-            )
+            return load_dataset(self._name, self._subset, streaming=True, **self._source)
         except Exception as error:  # of the network, the Hub or a name, without a common class
-            message = str(error).strip().splitlines()[:1]
-            rule = (
-                f"must name a dataset that can be streamed, got {hub.name!r}: "
-                f"{type(error).__name__}: {''.join(message)}; check name, subset, split, "
-                f"data_files and the network"
-            )
-            raise ConfigError.at(OPTIONS, rule) from error
+            message = "".join(str(error).strip().splitlines()[:1])
+            rule = f"must name a dataset that can be streamed, got {self._name!r}, {self._source}"
+            raise ConfigError.at(OPTIONS, f"{rule}: {type(error).__name__}: {message}") from error
 
     def __iter__(self) -> Iterator[list[int]]:
         documents = iter(self._documents)
@@ -107,21 +94,21 @@ class HubText:
             document = next(documents, None)
             if document is None:
                 # the remaining tokens start the next pass
-                self._documents, self._place, self._has_read = self._open(), None, False
+                self._documents, self._position, self._has_read = self._open(), None, False
                 return
             self._has_read = True
             # as files are read: an empty text is no document
-            if text := self._text_of(Row(document, f"each document of {self._hub.name}")):
+            if text := self._text_of(Row(document, f"each document of {self._name}")):
                 self._left += [*self._tokenizer.encode(text), self._tokenizer.eos_id]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream, and the tokens after the last sample."""
-        place = self._documents.state_dict() if self._has_read else self._place
-        return {"documents": place, "left": self._left}
+        position = self._documents.state_dict() if self._has_read else self._position
+        return {"documents": position, "left": self._left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a stored state."""
         self._documents, self._left = self._open(), [*state["left"]]
-        self._place, self._has_read = state["documents"], False
-        if self._place is not None:
-            self._documents.load_state_dict(self._place)
+        self._position, self._has_read = state["documents"], False
+        if self._position is not None:
+            self._documents.load_state_dict(self._position)

@@ -4,7 +4,7 @@ A step at position P consumes samples P to P + G - 1 of the global order, where 
 batch. They are cut into blocks of local_batch_size; rank r's a-th microbatch is block a * dp_degree
 + r. So a step trains on the same samples for any number of ranks, workers or accumulation steps,
 and the position is the state: a run resumes at the next sample in any layout. Only streams add a
-state of their own. Skipped samples (`SkippedSamples`) are passed over; the others keep their order.
+state of their own. Skipped samples (`SkippedSamples`) are passed over; the order stays the same.
 
 torch's DataLoader runs the workers and reads ahead.
 """
@@ -103,7 +103,7 @@ def plan_steps(
     if samples.num_samples is None:
         return training
     skipped = SkippedSamples(training.skip_samples)
-    num_left = skipped.place(samples.num_samples) - skipped.place(position)
+    num_left = skipped.offset_of(samples.num_samples) - skipped.offset_of(position)
     last = step + max(0, num_left) // global_batch
     return replace(training, steps=last if training.steps == -1 else min(last, training.steps))
 
@@ -128,18 +128,18 @@ class Blocks:
     @property
     def end_of_step(self) -> int:
         """Number after the last sample of the next step."""
-        place = self.skipped.place(self.position)
-        return self.skipped.number(place + self.global_batch - 1) + 1
+        offset = self.skipped.offset_of(self.position)
+        return self.skipped.number_at(offset + self.global_batch - 1) + 1
 
     def __iter__(self) -> Iterator[list[int]]:
-        stop = None if self.num_samples is None else self.skipped.place(self.num_samples)
-        for start in count(self.skipped.place(self.position), self.global_batch):
+        stop = None if self.num_samples is None else self.skipped.offset_of(self.num_samples)
+        for start in count(self.skipped.offset_of(self.position), self.global_batch):
             # all ranks end on the same step
             if stop is not None and start + self.global_batch > stop:
                 return
             for a in range(self.accumulation):
                 first = start + (a * self.dp_degree + self.dp_rank) * self.block
-                yield [self.skipped.number(place) for place in range(first, first + self.block)]
+                yield [self.skipped.number_at(i) for i in range(first, first + self.block)]
 
 
 class Loader:
@@ -240,7 +240,7 @@ class Loader:
         """Continue at a stored position.
 
         Raises:
-            DataError: The data differ from those of the stored state.
+            DataError: The data differ from the stored fingerprint.
         """
         stored, current = state["fingerprint"], self.dataset.fingerprint
         differing = [key for key in {**stored, **current} if stored.get(key) != current.get(key)]

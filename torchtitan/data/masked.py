@@ -23,10 +23,10 @@ class MaskedDataset(Dataset):
 def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
     """Return start and end of the labels that sample k keeps: no label, all, or a run."""
     draw = random.Random(f"labels/{seed}/{k}").random
-    kind = draw()
-    if kind < 1 / 8:
+    choice = draw()
+    if choice < 1 / 8:
         return 0, 0
-    if kind < 1 / 4:
+    if choice < 1 / 4:
         return 0, seq_len
     length = int(draw() * (seq_len + 1))
     first = int(draw() * (seq_len - length + 1))

@@ -1,8 +1,8 @@
 """Documents to tokens to a store: once, in parallel, kept in a cache.
 
-Finished stores are kept in `dataset_cache`, each in a folder named by a hash of what decides it:
-the files, the tokenizer, and the fraction of documents that are held out. One process per machine
-writes the store under a lock while the others wait. Finished stores are never deleted: the cache
+Finished stores are kept in `dataset_cache`, each in a folder named by a hash of its files,
+the tokenizer, and the fraction of documents that are held out. One process per machine writes the
+store under a lock while other processes wait. Finished stores are never deleted: the cache
 may be emptied by hand while no run uses it.
 
 A corpus is tokenized in parts, each a store that is joined to the final one at the end. Finished
@@ -53,8 +53,8 @@ FORMAT = 3
 ABOUT = "about.json"
 BATCH_CHARS = 1 << 19
 PIECE_CHARS, DOCUMENT_CHARS = 1 << 20, 1 << 22
-"""Longest text that is encoded at once, and longest document of a tokenizer that needs it whole.
-Encoding takes up to 130 times that in bytes."""
+"""Longest text that is encoded at once, and longest document for a tokenizer that needs full
+documents. Encoding takes up to 130 times the text's memory."""
 LOG_EVERY_SECONDS = 30.0
 # small enough that all processes end at about the same time, large enough that a part costs little
 MAX_PART_BYTES, NUM_PARTS = 1 << 25, 64
@@ -211,7 +211,7 @@ def _content(folder: Path) -> list[Path]:
 def _tokenize(
     folder: Path, corpus: Corpus, tokenizer: Tokenizer, fraction: float | None, num_processes: int
 ) -> dict[str, Any]:
-    """Write the store `tokens`, and that of the documents held out, to a folder; return counts."""
+    """Write the store `tokens`, and the store of held-out documents, to a folder; return counts."""
     parts = [*_divide(corpus, num_processes)]
     folders = [folder / f"part-{_hash(part.identity())}" for part in parts]
     unfinished = [
@@ -229,7 +229,7 @@ def _tokenize(
     except DataError as error:
         raise join_errors([error, *find_mistakes(corpus.files, corpus.read)]) from error
     notes = [json.loads((target / ABOUT).read_text()) for target in folders]
-    total = {key: sum(each[key] for each in notes) for key in notes[0]}
+    total = {key: sum(counts[key] for counts in notes) for key in notes[0]}
     for name, num_documents in (
         ("tokens", total["num_documents"] - total["num_held_out"]),
         (held_out_prefix("tokens", fraction or 0), total["num_held_out"]),

@@ -184,8 +184,8 @@ def type_name(value: object) -> str:
     """Return the name of a value's JSON type, and the value if it is short."""
     names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
     names |= {list: "an array", dict: "an object", type(None): "null"}
-    shown = "" if value is None or isinstance(value, list | dict) else f", {value!r:.40}"
-    return f"{names.get(type(value), type(value).__name__)}{shown}"
+    text = "" if value is None or isinstance(value, list | dict) else f", {value!r:.40}"
+    return f"{names.get(type(value), type(value).__name__)}{text}"
 
 
 def suffix_of(file: Path) -> str:

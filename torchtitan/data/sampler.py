@@ -13,7 +13,7 @@ The pairs number a little over n; a value of n or more is sent through again unt
 
 `SkippedSamples` excludes samples from the global order, as set by `training.skip_samples`. Numbers
 stay the same: sample 500 is the same sample with and without skipped samples. The remaining samples
-are counted by places: place 0 is the first number that is not skipped.
+are counted by offsets: offset 0 is the first number that is not skipped.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Mixture:
             k -= index
         raise AssertionError("the last source takes every sample that is left")
 
-    def place(self, draw: Draw) -> int:
-        """Return which sample of the mixture a draw is: `mixture[mixture.place(d)] == d`."""
+    def number_of(self, draw: Draw) -> int:
+        """Return which sample of the mixture a draw is: `mixture[mixture.number_of(d)] == d`."""
         return self.exhausted_after(draw.source, num_samples=draw.index + 1) - 1
 
     def count(self, source: int, *, first: int) -> int:
@@ -145,11 +145,11 @@ class SkippedSamples:
         self._before = [0, *accumulate(sizes)]
         self._begins = [a - n for a, n in zip(self._firsts, self._before, strict=False)]
 
-    def number(self, place: int) -> int:
-        """Return the number of the sample at a place."""
-        return place + self._before[bisect_right(self._begins, place)]
+    def number_at(self, offset: int) -> int:
+        """Return the number of the sample that follows `offset` samples that are not skipped."""
+        return offset + self._before[bisect_right(self._begins, offset)]
 
-    def place(self, number: int) -> int:
+    def offset_of(self, number: int) -> int:
         """Return how many samples before a number are not skipped."""
         i = bisect_left(self._ends, number)
         inside = max(0, number - self._firsts[i]) if i < len(self._firsts) else 0

@@ -221,12 +221,12 @@ class TrainingConfig:
         if is_url(self.dataset_cache):
             url = hide_credentials(self.dataset_cache)
             yield Violation(("dataset_cache",), f"must be a folder, got the URL {url!r}")
-        ends = [number for one in self.skip_samples for number in one]
+        ends = [number for pair in self.skip_samples for number in pair]
         # a range may hold one number; each range starts after the previous one
         if any(a > b or (i % 2 and a == b) for i, (a, b) in enumerate(pairwise(ends))):
             rule = (
                 f"must hold ranges of a first and a last number, in order and apart, got "
-                f"{[list(one) for one in self.skip_samples]}; correct it"
+                f"{[list(pair) for pair in self.skip_samples]}; correct it"
             )
             yield Violation(("skip_samples",), rule)
         yield from self._template_violations()

@@ -50,7 +50,7 @@ class Encoded(NamedTuple):
 
 
 class Tokenizer:
-    """The interface that data and generation use, implemented for ids that stand for bytes."""
+    """The interface that data and generation use, implemented for tokens that are bytes."""
 
     vocab_size: int
     """One more than the largest id."""
@@ -70,7 +70,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text, without begin and end tokens, as other threads run."""
+        """Return the ids of each text, without special tokens. Other threads may run."""
         raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
@@ -200,8 +200,10 @@ class TiktokenTokenizer(Tokenizer):
 
     def token_bytes(self, i: int) -> bytes:
         """Return the bytes of an id."""
-        known = 0 <= i < self.vocab_size
-        return self._encoding.decode_single_token_bytes(i) if known else b"\xff"
+        if not 0 <= i < self.vocab_size:
+            return b"\xff"
+        token: bytes = self._encoding.decode_single_token_bytes(i)
+        return token
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text. tiktoken releases the interpreter lock meanwhile."""
@@ -315,7 +317,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with _panic_as_data_error(f"the tokenizer {self._file} fails on a text"):
             encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
         # only the ends: byte-level tokenizers start a token after its leading space
-        return [Encoded(each.ids, [end for _, end in each.offsets]) for each in encodings]
+        return [Encoded(e.ids, [end for _, end in e.offsets]) for e in encodings]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, encoded by the threads of `tokenizers`."""
@@ -325,9 +327,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`. Cut characters become U+FFFD, unknown ids are skipped."""
-        known = [i for i in ids if self._tokenizer.id_to_token(i) is not None]
+        valid = [i for i in ids if self._tokenizer.id_to_token(i) is not None]
         with _panic_as_data_error(f"the tokenizer {self._file} fails on ids"):
-            text: str = self._tokenizer.decode(known, skip_special_tokens=False)
+            text: str = self._tokenizer.decode(valid, skip_special_tokens=False)
         return text
 
 

@@ -14,6 +14,9 @@ def _sample(i: int) -> list[int]:
 class Indexed:
     """Samples by number."""
 
+    def __init__(self, **options: object) -> None:
+        pass
+
     def __len__(self) -> int:
         return SIZE
 
@@ -24,6 +27,9 @@ class Indexed:
 class Endless:
     """Samples without an end."""
 
+    def __init__(self, **options: object) -> None:
+        pass
+
     def __getitem__(self, k: int) -> list[int]:
         return _sample(k)
 
@@ -31,7 +37,7 @@ class Endless:
 class Stream:
     """Samples one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: object) -> None:
         self._next = 0
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -182,4 +182,4 @@ def test_the_order_backwards() -> None:
         order, back = (kind(n, seed=3, epoch=2, source=1) for kind in (Permutation, Inverse))
         assert [back[order[i]] for i in range(n)] == list(range(n))
     mixture = Mixture([0.7, 0.2, 0.1])
-    assert [mixture.place(mixture[k]) for k in range(300)] == list(range(300))
+    assert [mixture.number_of(mixture[k]) for k in range(300)] == list(range(300))

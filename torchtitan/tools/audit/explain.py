@@ -161,7 +161,7 @@ def _reads(places: Places, stretch: Stretch, store: StoreKey, document: int) -> 
     assert isinstance(places.dataset, Dataset)
     last_step, total = stretch.last_step, places.dataset.num_samples
     if total is not None:  # the data end with the last full batch
-        left = stretch.skipped.place(total) - stretch.start
+        left = stretch.skipped.offset_of(total) - stretch.start
         last_step = min(last_step, stretch.first_step + left // stretch.batch - 1)
         if last_step < stretch.first_step:
             return

@@ -61,18 +61,18 @@ class Stretch:
     def samples(self, step: int) -> list[int]:
         """Return the numbers of the samples of a step, in order."""
         start = self.start + (step - self.first_step) * self.batch
-        return [self.skipped.number(place) for place in range(start, start + self.batch)]
+        return [self.skipped.number_at(i) for i in range(start, start + self.batch)]
 
     def step_of(self, sample: int) -> int | None:
         """Return the step of a sample, or None if it is in no step of this stretch."""
         if self.skipped.holds(sample):
             return None
-        step = self.first_step + (self.skipped.place(sample) - self.start) // self.batch
+        step = self.first_step + (self.skipped.offset_of(sample) - self.start) // self.batch
         return step if self.first_step <= step <= self.last_step else None
 
     def reader_of(self, sample: int) -> dict[str, int | list[int]]:
         """Return the data-parallel rank and microbatch of a sample, and the ranks that share it."""
-        dims, place = self.dims, (self.skipped.place(sample) - self.start) % self.batch
+        dims, place = self.dims, (self.skipped.offset_of(sample) - self.start) % self.batch
         microbatch, dp_rank = divmod(place // self.config.training.local_batch_size, dims.dp)
         inner = dims.cp * dims.tp
         firsts = [(stage * dims.dp + dp_rank) * inner for stage in range(dims.pp)]
@@ -148,10 +148,10 @@ def _until(checkpoint: Path, *, after: int, position: int) -> tuple[Stretch, int
         raise CheckpointError(f"{manifest.path} has step {step}; restore it or move it away")
     config = Job.stored(manifest["config"], file=manifest.path, dp=dims.dp).config
     skipped = SkippedSamples(config.training.skip_samples)
-    start = skipped.place(state["position"]) - (step - after) * samples_per_step(config, dims)
+    start = skipped.offset_of(state["position"]) - (step - after) * samples_per_step(config, dims)
     doubt = ""
     # 0: the data were started again, by exclude_from_loading
-    if start not in (skipped.place(position), 0):
+    if start not in (skipped.offset_of(position), 0):
         doubt = (
             f"between steps {after} and {step} the batch changed, or the run came from another "
             f"folder, and the checkpoint of that step is deleted: earlier steps had other samples"
@@ -189,7 +189,7 @@ def _after(
     return Stretch(
         first_step=step + 1,
         last_step=config.training.steps,
-        start=SkippedSamples(config.training.skip_samples).place(position),
+        start=SkippedSamples(config.training.skip_samples).offset_of(position),
         dims=resolve_dims(config.parallelism, world_size=world_size),
         config=config,
         origin=f"{CONFIG_FILE}, counted from step {step}",
