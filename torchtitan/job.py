@@ -18,7 +18,7 @@ from annotated_types import Ge, Lt
 
 from torchtitan.base.custom import is_import_path, trust
 from torchtitan.base.errors import CheckpointError, Violation
-from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
+from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config.load import Loaded, load
 from torchtitan.config.schema import (
     LocalPath,
@@ -290,7 +290,7 @@ def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
     """
     config, given = loaded.config, dict(loaded.given)
     path = config.checkpoint.initial_load_path
-    if path is None or not config.checkpoint.initial_load_in_hf or path.endswith(WEIGHT_FILES):
+    if path is None or not config.checkpoint.initial_load_in_hf:
         return loaded
     flavor = given.get(("model", "flavor"))
     is_named = flavor is not None and flavor.value is not None

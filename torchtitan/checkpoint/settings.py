@@ -21,8 +21,6 @@ from torchtitan.config.schema import (
     path_or_url,
 )
 
-WEIGHT_FILES = (".pt", ".pth")
-"""Endings of a single file of weights."""
 _OF_A_STORE = ("staging_folder", "staging_keep_latest_k", "upload_timeout_seconds")
 
 
@@ -88,8 +86,7 @@ class CheckpointConfig:
     initial_load_path and start at step 0. A checkpoint of this very job is always recovered."""
     initial_load_path: PathOrURL | None = None
     """Checkpoint to start from if the run's own folder has none: the folder of a step, of
-    checkpoints (the newest is used) or of a run; the URL of a step or of checkpoints; or a file of
-    weights (.pt, .pth) with torchtitan's or Hugging Face's names."""
+    checkpoints (the newest is used) or of a run; or the URL of a step or of checkpoints."""
     initial_load_model_only: bool = True
     """Load only the weights of initial_load_path; false loads all components that mode loads."""
     initial_load_in_hf: Annotated[bool, ELSEWHERE, WEIGHTS_ALONE] = False
@@ -99,10 +96,10 @@ class CheckpointConfig:
         ELSEWHERE,
         Requires("initial_load_in_hf", False),
     ] = "auto"
-    """Row order of wq and wk in a DCP folder of another writer, or in a file with torchtitan's
-    names. interleaved: channels (2i, 2i + 1) of a head are rotated together, as in this library.
-    halves: channels (i, i + D/2), as in Hugging Face files. auto: the order that the folder states,
-    else that of torchtitan 0.2: Llama interleaved, Qwen3 halves."""
+    """Row order of wq and wk in a DCP folder of another writer. interleaved: channels (2i, 2i + 1)
+    of a head are rotated together, as in this library. halves: channels (i, i + D/2), as in Hugging
+    Face files. auto: the order that the folder states, else that of torchtitan 0.2: Llama
+    interleaved, Qwen3 halves."""
     exclude_from_loading: tuple[Text, ...] = ()
     """Parts that keep their initial values: components (model, optimizer, dataloader, train_state),
     parameters with their optimizer state (shell patterns of names, e.g. "output.*") or only that
@@ -160,22 +157,14 @@ class CheckpointConfig:
                 ("exclude_from_loading", *ties),
                 'leaves nothing to load with "model" in it; remove it, or initial_load_path',
             )
-        is_foreign = self.initial_load_in_hf or (path or "").endswith(WEIGHT_FILES)
-        if path is not None and is_url(path) and is_foreign:
+        if path is not None and is_url(path) and self.initial_load_in_hf:
+            yield Violation(
+                ("initial_load_path", "initial_load_in_hf"),
+                f'as a URL must name steps that this library saved, got "{path}"; copy the folder '
+                f"to a disk",
+            )
+        if path is not None and path.endswith((".pt", ".pth")):
             yield Violation(
                 ("initial_load_path",),
-                f'as a URL must name steps that this library saved, got "{path}"; copy weights '
-                f"of other kinds to a disk, and name the copy",
+                f'must be a folder, got "{path}"; convert the file: torchtitan convert from-torch',
             )
-        elif path is not None and path.endswith(WEIGHT_FILES):
-            if self.initial_load_in_hf:
-                yield Violation(
-                    ("initial_load_in_hf", "initial_load_path"),
-                    f'is for a folder, got the file "{path}", which needs no such setting; '
-                    "remove this",
-                )
-            if not self.initial_load_model_only:
-                yield Violation(
-                    ("initial_load_model_only", "initial_load_path"),
-                    f'asks for all of a run, and "{path}" has only weights; remove this',
-                )

@@ -183,19 +183,17 @@ def row_order(
     stated: RopeOrder | None,
     setting: Literal["auto", "interleaved", "halves"],
     spec: ModelSpec,
-    may_assume: bool,
 ) -> RopeOrder:
-    """Return the row order of wq and wk in weights of another writer, and log its origin.
+    """Return the row order of wq and wk in weights of another writer; log one that is assumed.
 
     Args:
         place: The weights, for messages.
         stated: Order that the weights state themselves.
         setting: `checkpoint.initial_load_rope`.
         spec: Family of the model.
-        may_assume: Whether to assume torchtitan 0.2's order if nothing states one.
 
     Raises:
-        CheckpointError: The setting contradicts the weights, or nothing states the order.
+        CheckpointError: The setting contradicts the weights.
     """
     if stated is not None and setting not in ("auto", stated):
         raise CheckpointError(
@@ -205,12 +203,6 @@ def row_order(
     if stated is not None or setting != "auto":
         return stated or cast(RopeOrder, setting)
     usual = spec.torchtitan_rope
-    if usual != "interleaved" and not may_assume:
-        raise CheckpointError(
-            f"{place} does not state the row order of wq and wk: torchtitan 0.2 writes {spec.name} "
-            f"with {usual}, this library with interleaved, under the same names; write "
-            f'checkpoint.initial_load_rope = "{usual}" or "interleaved"'
-        )
     logger.log(
         logging.INFO if usual == "interleaved" else logging.WARNING,
         "%s does not state the row order of wq and wk. Assuming %s, as torchtitan 0.2 writes %s; "

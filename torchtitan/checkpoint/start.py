@@ -450,7 +450,6 @@ def open_step(
         stated=on_first_rank(lambda: stated_order(step), group=group),
         setting=settings.initial_load_rope,
         spec=spec,
-        may_assume=True,
     )
     head_dim: HeadDim = rope_head_dim if order != "interleaved" else lambda name: None
     return DCPFolder(path=step, rope_head_dim=head_dim, filter=filter, group=group)

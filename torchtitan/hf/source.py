@@ -1,7 +1,7 @@
 """The weights that a job starts from, where another program wrote them.
 
-`checkpoint.initial_load_path` names a checkpoint of this library, a Hugging Face folder, a file of
-torch.save, or a DCP folder.
+`checkpoint.initial_load_path` names a checkpoint of this library, a Hugging Face folder, or a DCP
+folder.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
+from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import ParameterFilter, WeightSource
 from torchtitan.checkpoint.start import INITIAL_PATH, LoadMode, find_initial, open_step
-from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
 from torchtitan.hf.model import chosen_rotation, missing_folder, warn_beyond_positions
 from torchtitan.hf.names import Names
@@ -57,8 +56,7 @@ def open_initial(
             the settings name.
     """
     path, settings = find_initial(settings, folder=folder, group=group)
-    is_file = path.suffix in WEIGHT_FILES and not settings.initial_load_in_hf
-    if settings.load_step != -1 and (is_file or settings.initial_load_in_hf):
+    if settings.load_step != -1 and settings.initial_load_in_hf:
         raise ConfigError.at(
             ("checkpoint.load_step", INITIAL_PATH),
             f"chooses among the steps of a run, got {path}, which has none; remove it",
@@ -69,8 +67,6 @@ def open_initial(
     )
     how: dict[str, Any] = {"filter": chosen, "group": group}
     sizes: dict[str, Any] = {"spec": spec, "architecture": architecture}
-    if is_file:
-        return open_file(path, rope=settings.initial_load_rope, **sizes, **how)
     if settings.initial_load_in_hf:
         if not on_first_rank(path.is_dir, group=group):
             raise missing_folder(path)

@@ -8,8 +8,8 @@ scales in float32 and rounded once, to the type of the parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -138,13 +138,9 @@ def attach_scales(
     return scaled
 
 
-OpenTensor = Callable[[Path, StoredTensor], AbstractContextManager[Any]]
-"""Opens a tensor at or below a path. Slices of the result are tensors."""
-
-
 @contextmanager
 def open_slice(path: Path, stored: StoredTensor) -> Iterator[Any]:
-    """Open a tensor of a folder."""
+    """Open a tensor of a folder. Slices of the result are tensors."""
     try:
         # opened for each tensor: pages that were read stay mapped, and count as memory, until then
         with safe_open(path / stored.file, framework="pt") as opened:
@@ -163,7 +159,6 @@ class HFWeights:
     filter: ParameterFilter
     group: dist.ProcessGroup | None
     """Ranks that read together. None: this process only."""
-    open_tensor: OpenTensor = open_slice
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all tensors."""
@@ -186,7 +181,6 @@ class _HFReader(PieceReader):
 
     def __init__(self, source: HFWeights) -> None:
         self.stored = {name: t for name, t in source.tensors.items() if t.dtype in DTYPES}
-        self._open_tensor = source.open_tensor
         entries = {name: _entry(tensor) for name, tensor in self.stored.items()}
         pieces = {
             MetadataIndex(name, chunk.offsets): piece
@@ -200,9 +194,9 @@ class _HFReader(PieceReader):
         """Open a tensor."""
         path, stored = Path(self.path), self.storage_data[index]
         with ExitStack() as stack:
-            opened = stack.enter_context(self._open_tensor(path, stored))
+            opened = stack.enter_context(open_slice(path, stored))
             if stored.scale is not None:
-                scale = stack.enter_context(self._open_tensor(path, stored.scale))
+                scale = stack.enter_context(open_slice(path, stored.scale))
                 opened = ScaledMatrix(opened, scale, block=stored.block)
             yield _StackedEntry(opened) if self.stored[index.fqn].parts else opened
 

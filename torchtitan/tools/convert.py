@@ -2,6 +2,7 @@
 
     python -m torchtitan convert to-hf outputs model --dtype bfloat16
     python -m torchtitan convert from-hf model weights
+    python -m torchtitan convert from-torch consolidated.00.pth weights
 
 `to-hf` reads the newest step of a run's folder or checkpoint folder, or the folder of one step. It
 does the same as checkpoint.last_save_in_hf at the end of a run, and reads one tensor at a time. For
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
                 add_tokens=args.add_tokens,
                 verify=not args.skip_verify,
             )
+    elif args.direction == "from-torch":
+        line = from_torch(args.file, args.out)
     else:
         line = from_hf(args.folder, args.out, dtype=args.dtype, add_tokens=args.add_tokens)
     sys.stdout.write(f"{line}\n")
@@ -165,6 +168,18 @@ def from_hf(folder: Path, out: Path, *, dtype: str, add_tokens: int = 0) -> str:
     return f"{out}: {dtype} weights; a job of them sets\n" + "\n".join(lines)
 
 
+def from_torch(file: Path, out: Path) -> str:
+    """Write the weights in a file of torch.save as a DCP folder; return a line about it."""
+    from torchtitan.hf.folder import torch_to_dcp
+    from torchtitan.models.families import MODELS
+
+    _check_absent(out)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        num_tensors = torch_to_dcp(file, out, models=MODELS)
+    return f"{out}: {num_tensors} tensors; a job reads them by checkpoint.initial_load_path"
+
+
 def _check_absent(out: Path) -> None:
     if out.exists():
         raise _exists(out)
@@ -199,6 +214,9 @@ def _parser() -> argparse.ArgumentParser:
         default="float32",
         help="the training.dtype of the job that reads it",
     )
+    torch_file = directions.add_parser("from-torch", help="from a .pt or .pth file to a DCP folder")
+    torch_file.add_argument("file", type=Path, help="a state dict, by torch.save")
+    torch_file.add_argument("out", type=local_path, help="folder to create")
     for direction in (to, back):
         direction.add_argument(
             "--add_tokens",
