@@ -15,7 +15,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import CHATML, SPECIAL, write_lines, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.build import describe_export
-from torchtitan.hf.card import find_hub_id, read_license, without_home
+from torchtitan.hf.describe import find_hub_id, read_license, without_home
 from torchtitan.hf.export import export
 from torchtitan.hf.names import CARD
 from torchtitan.models.families import MODELS

@@ -21,7 +21,6 @@ from torchtitan.generate.text import encode_chats
 from torchtitan.hf.config import find_carried
 from torchtitan.hf.export import export
 from torchtitan.hf.names import GENERATION_CONFIG
-from torchtitan.hf.tokenizer_files import warn_of_other_tokenizer
 from torchtitan.job import Config, load_config
 from torchtitan.models.families import MODELS
 from torchtitan.resume_rules import resolve_model
@@ -172,34 +171,3 @@ def test_the_files_generation_config_stays_where_no_turn_is_known(tmp_path: Path
         assert settings.generation is None
         assert settings.files[GENERATION_CONFIG] == base / GENERATION_CONFIG
         assert ("Which token ends a turn is unknown" in caplog.text) == is_warned
-
-
-def test_another_tokenizer_than_the_one_beside_the_weights_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    origin = write_tokenizer(tmp_path / "origin")
-    content = json.loads((origin / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    swapped = shutil.copytree(origin, tmp_path / "swapped")
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (swapped / "tokenizer.json").write_text(json.dumps(content))
-    grown = shutil.copytree(origin, tmp_path / "grown")
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    tokens = content["added_tokens"]
-    first = max(token["id"] for token in tokens) + 1
-    tokens.append({**tokens[-1], "id": first, "content": "<new>"})
-    (grown / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "bare").mkdir()
-    for folder, path, warns in (
-        (origin, origin, False),
-        (origin, origin / "original" / "tokenizer.model", False),
-        (origin, grown, False),  # ids that one of them lacks have no other meaning
-        (grown, origin, False),
-        (tmp_path / "bare", swapped, False),
-        (origin, swapped, True),
-        (origin, "byte", True),
-    ):
-        caplog.clear()
-        warn_of_other_tokenizer(str(path), base=folder)
-        assert len(caplog.messages) == warns
-        assert not warns or f"model.tokenizer_path {path}" in caplog.text

@@ -19,7 +19,6 @@ from torchtitan.checkpoint.start import INITIAL_PATH, LoadMode, find_initial, op
 from torchtitan.hf.folder import is_hf_folder, open_folder
 from torchtitan.hf.model import chosen_rotation, missing_folder, warn_beyond_positions
 from torchtitan.hf.names import Names
-from torchtitan.hf.tokenizer_files import warn_of_other_tokenizer
 from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.sizes import DecoderConfig
@@ -71,7 +70,6 @@ def open_initial(
         if not on_first_rank(path.is_dir, group=group):
             raise missing_folder(path)
         found = open_folder(path, may_differ=chosen_rotation(model), **sizes, **how)
-        on_first_rank(lambda: warn_of_other_tokenizer(model.tokenizer_path, base=path), group=group)
         warn_beyond_positions(path, scaling=architecture.rope_scaling, lengths=lengths)
         return found
     if on_first_rank(lambda: is_hf_folder(path), group=group):
