@@ -35,7 +35,7 @@ from scripts.benchmarks.pairs import (
     check_close,
     timed,
 )
-from torchtitan.data.dataset import build_dataset
+from torchtitan.data.documents import build_text
 from torchtitan.data.loader import Loader
 from torchtitan.data.sampler import Permutation
 from torchtitan.data.store import TokenStore, open_writer
@@ -107,7 +107,7 @@ def _build_loader(args: argparse.Namespace, source: Path, *, num_workers: int) -
     ]
     settings = load_config(options).training
     return Loader(
-        build_dataset(settings, tokenizer=build_tokenizer(TOKENIZER), seed=0),
+        build_text(settings, tokenizer=build_tokenizer(TOKENIZER), seed=0),
         local_batch_size=args.batch,
         accumulation=1,
         dp_rank=0,

@@ -33,7 +33,7 @@ from scripts.benchmarks.pairs import (
     alternate,
     check_close,
 )
-from torchtitan.data.dataset import build_dataset
+from torchtitan.data.documents import build_text
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
 from torchtitan.metrics.rows import read_rows
@@ -131,7 +131,7 @@ def _prepare(args: argparse.Namespace, *, job: Sequence[str], folder: Path) -> l
     model = spec.build(architecture)
     initialize(model, seed=config.debug.seed)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    dataset = build_dataset(config.training, tokenizer=tokenizer, seed=config.debug.seed)
+    dataset = build_text(config.training, tokenizer=tokenizer, seed=config.debug.seed)
     samples = [dataset[k] for k in range(args.batch)]
     rows, weights, script = folder / "rows.pt", folder / "weights.pt", folder / "bare.py"
     batch = [torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels")]

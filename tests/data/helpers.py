@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from torchtitan.config.schema import keys
-from torchtitan.data.dataset import Dataset, build_dataset
+from torchtitan.data.dataset import Dataset
+from torchtitan.data.documents import build_text
 from torchtitan.data.loader import Loader
 from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
@@ -39,7 +40,7 @@ def dataset_of(tmp_path: Path, *, seed: int = 0, **settings: object) -> Dataset:
         text = " ".join(f"word{i}" for i in range(1000))
         settings["dataset_path"] = write_texts(tmp_path / "text", {"words.txt": text})
     job = training(tmp_path / "cache", **settings)
-    return build_dataset(job, tokenizer=ByteTokenizer(), seed=seed)
+    return build_text(job, tokenizer=ByteTokenizer(), seed=seed)
 
 
 def loader_of(

@@ -12,7 +12,8 @@ import torch
 from tests.data.helpers import SEQ_LEN, dataset_of, training, write_texts
 from tests.naming import naming
 from torchtitan.base.errors import DataError
-from torchtitan.data.dataset import Dataset, build_dataset
+from torchtitan.data.dataset import Dataset
+from torchtitan.data.documents import build_text
 from torchtitan.data.masked import labelled_run
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import open_writer
@@ -159,7 +160,7 @@ def test_fingerprint_tells_what_changed(tmp_path: Path) -> None:
     job = training(
         tmp_path / "cache", dataset="files", dataset_path=[str(tmp_path / "text" / "words.txt")]
     )
-    changes = build_dataset(job, tokenizer=build_tokenizer("bpe_2048"), seed=0).fingerprint
+    changes = build_text(job, tokenizer=build_tokenizer("bpe_2048"), seed=0).fingerprint
     assert [key for key in base if changes[key] != base[key]] == ["data", "tokenizer"]
 
 
@@ -168,7 +169,7 @@ def test_fingerprint_tells_what_changed(tmp_path: Path) -> None:
 def test_built_in_data(tmp_path: Path, name: str) -> None:
     job = training(tmp_path, dataset=name, seq_len=256)
     tokenizer = build_tokenizer("bpe_2048")
-    dataset = build_dataset(job, tokenizer=tokenizer, seed=0)
+    dataset = build_text(job, tokenizer=tokenizer, seed=0)
     text = tokenizer.decode(dataset[3]["tokens"].tolist())
     assert "�" not in text[4:-4]
     assert len(text) > 256

@@ -17,8 +17,9 @@ from tests.finetune.chats import write_lines
 from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.corpus import file_corpus
-from torchtitan.data.dataset import Dataset, build_dataset
-from torchtitan.data.holdout import Holdout
+from torchtitan.data.dataset import Dataset
+from torchtitan.data.documents import build_text
+from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.prepare import prepare_files
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import ByteTokenizer
@@ -48,8 +49,8 @@ def job_of(cache: Path, paths: list[str], **settings: Any) -> TrainingConfig:
     return training(cache, dataset="files", dataset_path=paths, **settings)
 
 
-def build(job: TrainingConfig, side: Holdout | None = None) -> Dataset:
-    return build_dataset(job, tokenizer=ByteTokenizer(), seed=0, holdout=side)
+def build(job: TrainingConfig, side: Holdout = ALL) -> Dataset:
+    return build_text(job, tokenizer=ByteTokenizer(), seed=0, holdout=side)
 
 
 def documents_of(dataset: Dataset) -> list[str]:
@@ -183,7 +184,7 @@ def test_another_split_or_other_data_are_other_data(tmp_path: Path) -> None:
     job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
     state = loader_of(build(job, TRAINED)).state_dict()
     loader_of(build(job, TRAINED)).load_state_dict(state)
-    for side, now in ((Holdout(0.2, held_out=False), "0.2"), (None, "none")):
+    for side, now in ((Holdout(0.2, held_out=False), "0.2"), (ALL, "none")):
         with pytest.raises(DataError, match=naming("validation.split", 0.3, now)):
             loader_of(build(job, side)).load_state_dict(state)
     write(tmp_path / "a.jsonl", TEXTS[1:])
@@ -196,7 +197,7 @@ def test_the_generated_data_are_divided(tmp_path: Path) -> None:
     sizes = {}
     for dataset in ("synthetic", "synthetic_masked"):
         job = training(tmp_path / "cache", dataset=dataset, num_epochs=1, seq_len=64)
-        whole, *sides = (build(job, side) for side in (None, TRAINED, HELD_OUT))
+        whole, *sides = (build(job, side) for side in (ALL, TRAINED, HELD_OUT))
         sizes[dataset] = [d.num_tokens for d in sides]
         assert sum(sizes[dataset]) == whole.num_tokens
         assert sides[1].num_tokens / whole.num_tokens == pytest.approx(FRACTION, abs=0.05)
@@ -204,9 +205,7 @@ def test_the_generated_data_are_divided(tmp_path: Path) -> None:
     assert sizes["synthetic"] == sizes["synthetic_masked"]
 
 
-def examples_of(
-    cache: Path, paths: list[str], *, side: Holdout | None = None, **settings: Any
-) -> Dataset:
+def examples_of(cache: Path, paths: list[str], *, side: Holdout = ALL, **settings: Any) -> Dataset:
     settings = {"num_epochs": 1, "seq_len": 40, **settings}
     job = training(cache, dataset="examples", dataset_path=paths, **settings)
     return build_examples(

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan import build as assembly
 from torchtitan import trainer, validate
 from torchtitan.checkpoint import restore, state
-from torchtitan.data.dataset import TextSource
+from torchtitan.data.documents import TextSource
 from torchtitan.data.loader import Loader
 from torchtitan.models import init
 from torchtitan.models.init import local_part

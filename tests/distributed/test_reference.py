@@ -15,7 +15,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import DDP, TIED, frozen, pipeline
 from torchtitan.base.patterns import matches
-from torchtitan.data.dataset import build_dataset
+from torchtitan.data.documents import build_text
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
 from torchtitan.models.families import find_model
@@ -52,7 +52,7 @@ def train_plainly(
     `logits` takes them from what the model returns; `freezes` returns patterns for a step.
     """
     config = load_config(job)
-    dataset = build_dataset(config.training, tokenizer=build_tokenizer("byte"), seed=0)
+    dataset = build_text(config.training, tokenizer=build_tokenizer("byte"), seed=0)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     norms_ = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed}, {"params": norms_, "weight_decay": 0.0}]

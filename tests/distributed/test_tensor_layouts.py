@@ -23,7 +23,7 @@ from tests.distributed.jobs import refusal
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import HSDP, TINY
 from tests.naming import naming
-from torchtitan.data.dataset import build_dataset
+from torchtitan.data.documents import build_text
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
 from torchtitan.models.families import find_model
@@ -74,7 +74,7 @@ def gradients(job: list[str]) -> dict[str, Tensor]:
 def float64_gradients(job: list[str]) -> dict[str, Tensor]:
     """Return the same by plain PyTorch."""
     config = load_config(job)
-    dataset = build_dataset(config.training, tokenizer=build_tokenizer("byte"), seed=0)
+    dataset = build_text(config.training, tokenizer=build_tokenizer("byte"), seed=0)
     spec, sizes = find_model(config.model)
     model = spec.build(sizes)
     initialize(model, seed=0)

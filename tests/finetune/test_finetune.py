@@ -19,7 +19,7 @@ from tests.models.reference import TINY, random_decoder
 from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
-from torchtitan.data.holdout import Holdout
+from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -56,7 +56,7 @@ def examples_of(
     values: list[Any] | None = None,
     *,
     seed: int = 0,
-    holdout: Holdout | None = None,
+    holdout: Holdout = ALL,
     **settings: Any,
 ) -> Dataset:
     """A byte-tokenised data set."""
@@ -420,7 +420,7 @@ def test_generated_examples_are_held_out(tmp_path: Path) -> None:
     for held_out in (False, True):
         job = training(tmp_path, dataset="synthetic_examples", seq_len=256, num_epochs=1)
         dataset = build_examples(
-            job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, held_out=held_out
+            job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, holdout=Holdout(held_out=held_out)
         )
         assert dataset.num_samples is not None
         assert dataset.num_samples > 500 or held_out

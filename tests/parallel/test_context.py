@@ -11,7 +11,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from tests.parallel.test_context_attention import Watch
 from torchtitan.base.errors import ConfigError
-from torchtitan.data.dataset import build_dataset
+from torchtitan.data.documents import build_text
 from torchtitan.data.loader import Loader
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.tokenizer import ByteTokenizer
@@ -84,7 +84,7 @@ def largest_tensor(method: Method, balancer: Balancer, cache: str) -> int:
     apply_context_parallel(model, mesh=mesh, parallelism=settings)
     with Watch() as watch:
         loader = Loader(
-            build_dataset(training, tokenizer=ByteTokenizer(), seed=0),
+            build_text(training, tokenizer=ByteTokenizer(), seed=0),
             local_batch_size=1,
             accumulation=1,
             dp_rank=0,

@@ -14,7 +14,6 @@ import logging
 import os
 import sysconfig
 import tokenize
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,12 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.files import Once, alone
-from torchtitan.base.log import plural
-from torchtitan.data.files import divide, file_identity, find_all
+from torchtitan.data.files import file_identity
 from torchtitan.data.readers import TextTemplate, read_documents, read_each
-from torchtitan.data.settings import TrainingConfig
-from torchtitan.data.store import TokenStore
 from torchtitan.data.text import Piece
 
 logger = logging.getLogger(__name__)
@@ -117,35 +112,3 @@ def _read_source(file: Path) -> Iterator[Piece]:
         raise DataError(f"cannot read {file}: {error.strerror}") from error
     if text:
         yield Piece(text, ends_document=True, where=str(file))
-
-
-def corpora(
-    training: TrainingConfig, *, held_out: bool, once: Once = alone
-) -> list[list[Corpus | TokenStore]]:
-    """Return the parts of each source. With weights, each entry of `dataset_path` is a source."""
-    if training.dataset == "python_stdlib":
-        return [[stdlib_corpus()]]
-    if training.dataset != "files":
-        from torchtitan.data.synthetic import synthetic_corpus
-
-        return [[synthetic_corpus(held_out=held_out)]]
-    assert training.paths, "a rule of the settings"
-    groups = find_all(training.paths, cache=training.dataset_cache, once=once)
-    if not training.weights:
-        groups = [[file for files in groups for file in files]]
-    counts = Counter(file for files in groups for file in files)
-    if repeated := [file for file, count in counts.items() if count > 1]:
-        logger.warning(
-            "dataset_path names %s more than once, as %s: their documents are repeated",
-            plural(len(repeated), "file"),
-            repeated[0],
-        )
-    sources: list[list[Corpus | TokenStore]] = []
-    text = training.dataset_text_key, training.dataset_text_template
-    for files in groups:
-        texts, stores = divide(files)
-        sources.append([])
-        if texts:
-            sources[-1].append(file_corpus(texts, *text))
-        sources[-1] += map(TokenStore, stores)
-    return sources

@@ -35,21 +35,33 @@ def goes_to_holdout(ids: npt.NDArray[Any], fraction: float) -> bool:
 
 @dataclass(frozen=True)
 class Holdout:
-    """The documents that `validation.holdout_fraction` holds out, or the documents to train on."""
+    """The documents to read: all, those that a fraction holds out, or those to train on.
 
-    fraction: float
-    held_out: bool
+    Without a fraction, `held_out` selects other text of generated data.
+    """
+
+    fraction: float | None = None
+    held_out: bool = False
+
+    @property
+    def takes_other_text(self) -> bool:
+        """Return whether generated data are others than to train on."""
+        return self.held_out and self.fraction is None
 
     def selects(self, ids: npt.NDArray[Any]) -> bool:
         """Return whether a document is on this side."""
-        return goes_to_holdout(ids, self.fraction) == self.held_out
+        return self.fraction is None or goes_to_holdout(ids, self.fraction) == self.held_out
 
     def fingerprint(self) -> dict[str, str]:
         """Return what selects the samples of this side."""
+        if self.fraction is None:
+            return {}
         return {"validation.split": f"{self.fraction}{', held out' if self.held_out else ''}"}
 
     def log(self, name: str, num_held_out: int, total: str) -> None:
         """Log what is held out of the data to train on."""
+        if self.fraction is None or self.held_out:
+            return
         logger.info(
             "%s: %d of %s are held out, with and without validation.enable; remove "
             "validation.holdout_fraction to train on all",
@@ -67,6 +79,9 @@ class Holdout:
             f"in validation.dataset_path"
         )
         return DataError.at("holdout_fraction", rule)
+
+
+ALL = Holdout()
 
 
 def held_out_prefix(prefix: str, fraction: float) -> str:

@@ -40,7 +40,7 @@ from torchtitan.base.files import Once, alone, user_path
 from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import locked
-from torchtitan.data.holdout import Holdout, goes_to_holdout, held_out_prefix
+from torchtitan.data.holdout import ALL, Holdout, goes_to_holdout, held_out_prefix
 from torchtitan.data.readers import find_mistakes, join_errors
 from torchtitan.data.store import StoreWriter, TokenStore, hash_files, open_writer
 from torchtitan.data.text import Ids, Piece, cut_point
@@ -65,7 +65,7 @@ def cached_store(
     *,
     tokenizer: Tokenizer,
     cache: str,
-    holdout: Holdout | None = None,
+    holdout: Holdout = ALL,
     num_processes: int = 1,
     once: Once = alone,
 ) -> TokenStore:
@@ -82,7 +82,7 @@ def cached_store(
     Raises:
         DataError: Text cannot be read, the cache cannot be written, or the side has no document.
     """
-    fraction = None if holdout is None else holdout.fraction
+    fraction = holdout.fraction
     folder, notes = cached(
         [FORMAT, tokenizer.fingerprint, corpus.name, once(corpus.identity), fraction],
         cache=cache,
@@ -90,15 +90,14 @@ def cached_store(
     )
     prefix = str(folder / "tokens")
     num_held_out, num_documents = notes["num_held_out"], notes["num_documents"]
-    if holdout is not None and holdout.held_out:
-        prefix = held_out_prefix(prefix, holdout.fraction)
-    if holdout is not None and num_held_out == num_documents * (not holdout.held_out):
+    if fraction is not None and holdout.held_out:
+        prefix = held_out_prefix(prefix, fraction)
+    if fraction is not None and num_held_out == num_documents * (not holdout.held_out):
         got = f"none of {plural(num_documents, 'document')} of {corpus.name}"
         raise holdout.too_small(needed="one document", got=got)
     store = TokenStore(prefix)
     logger.info("%s: %s in %s", corpus.name, plural(store.num_tokens, "token"), folder)
-    if holdout is not None and not holdout.held_out:
-        holdout.log(corpus.name, num_held_out, plural(num_documents, "document"))
+    holdout.log(corpus.name, num_held_out, plural(num_documents, "document"))
     return store
 
 
@@ -127,13 +126,12 @@ def prepare_files(
     """
     parts = Path(f"{prefix}.parts")
     parts.parent.mkdir(parents=True, exist_ok=True)
-    holdout = None if holdout_fraction is None else Holdout(holdout_fraction, held_out=False)
     try:
         store = cached_store(
             corpus,
             tokenizer=tokenizer,
             cache=str(parts),
-            holdout=holdout,
+            holdout=Holdout(holdout_fraction),
             num_processes=num_processes or num_cores(),
         )
     except BaseException:

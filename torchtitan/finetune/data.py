@@ -36,7 +36,7 @@ from torchtitan.base.files import Once, alone
 from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.dataset import IGNORED, Dataset, has_document_lengths
-from torchtitan.data.holdout import Holdout
+from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.prepare import cached
 from torchtitan.data.sampler import Permutation
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
@@ -106,20 +106,18 @@ def build_examples(
     tokenizer: Tokenizer,
     tokenizer_path: str,
     seed: int,
-    held_out: bool = False,
-    holdout: Holdout | None = None,
+    holdout: Holdout = ALL,
     once: Once = alone,
 ) -> Dataset:
     """Build the dataset of examples that `[training]` describes, tokenized now or in the cache.
 
-    `held_out` selects the generated examples for validation, `holdout` a part of all examples by
-    their hash. `once` looks for files in one process of this machine.
+    `holdout` selects examples, `once` looks for files in one process of this machine.
 
     Raises:
         DataError: Examples or the template are missing or wrong, or no example has an answer.
     """
     encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=tokenizer_path)
-    source = find_examples(training, held_out=held_out, once=once)
+    source = find_examples(training, holdout=holdout, once=once)
     template_hash, special = _hash(encoder.template), training.special_tokens_in_examples
     decides = [FORMAT, tokenizer.fingerprint, template_hash, special]
 
@@ -136,7 +134,7 @@ def build_examples(
     )
     examples = TokenStore(folder / "tokens")
     content = examples.content_hash()
-    part = holdout.fingerprint() if holdout else {}
+    part = holdout.fingerprint()
     seq_len, packing, long_examples = training.seq_len, training.packing, training.long_examples
     folder, planned = cached(
         [FORMAT, ORDER, content, seq_len, seed, packing, long_examples, *part.items()],
@@ -222,7 +220,7 @@ def _plan(
     training: TrainingConfig,
     *,
     seed: int,
-    holdout: Holdout | None,
+    holdout: Holdout,
     writer: StoreWriter,
 ) -> dict[str, Any]:
     """Write the indices of the examples of each sample; return notes about them."""
@@ -234,7 +232,7 @@ def _plan(
     lengths: list[int] = []
     for index in (order[i] for i in range(examples.num_documents)):
         row = examples.document(index)
-        if holdout is not None and not holdout.selects(row):
+        if not holdout.selects(row):
             counts["other_side"] += 1
             continue
         fate = fate_of(row, training)
@@ -247,7 +245,7 @@ def _plan(
         indices.append(index)
         lengths.append(len(row) - 1)
     num_selected = examples.num_documents - counts["other_side"]
-    if holdout is not None and not num_selected:
+    if not num_selected:
         raise holdout.too_small(needed="one example", got=f"none of {examples.num_documents}")
     if not indices:
         rule = (
@@ -273,13 +271,12 @@ def _log(
     planned: Mapping[str, Any],
     training: TrainingConfig,
     *,
-    holdout: Holdout | None,
+    holdout: Holdout,
 ) -> None:
     """Log how many examples are held out, used, padded, cut and skipped."""
     seq_len, num_other = training.seq_len, planned.get("other_side", 0)
-    if holdout is not None and not holdout.held_out:
-        num_answered = encoded["num_examples"] - encoded["without_answer"]
-        holdout.log(encoded["source"], num_other, plural(num_answered, "example"))
+    num_answered = encoded["num_examples"] - encoded["without_answer"]
+    holdout.log(encoded["source"], num_other, plural(num_answered, "example"))
     capacity = planned["num_samples"] * seq_len
     logger.info(
         "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",

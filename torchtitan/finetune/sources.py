@@ -12,6 +12,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.base.files import Once, alone
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import find_all
+from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.readers import (
     MAX_MISTAKES,
     READERS,
@@ -33,11 +34,11 @@ MAX_CHECKED = 10_000
 
 
 def find_examples(
-    training: TrainingConfig, *, held_out: bool = False, once: Once = alone
+    training: TrainingConfig, *, holdout: Holdout = ALL, once: Once = alone
 ) -> Corpus:
     """Return the examples that `[training]` names, unread. Its `read` yields rows."""
     if training.dataset != "examples":
-        return synthetic_examples(held_out=held_out)
+        return synthetic_examples(held_out=holdout.takes_other_text)
     groups = find_all(training.paths, cache=training.dataset_cache, once=once)
     return example_files([file for files in groups for file in files])
 

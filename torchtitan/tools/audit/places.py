@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.corpus import Corpus, corpora
-from torchtitan.data.dataset import Dataset, TextSource, build_samples
+from torchtitan.data.corpus import Corpus
+from torchtitan.data.dataset import Dataset, build_samples
+from torchtitan.data.documents import TextSource, find_corpora
 from torchtitan.data.holdout import goes_to_holdout
 from torchtitan.data.loader import MapSamples, Samples, StreamSamples
 from torchtitan.data.prepare import read_notes
@@ -194,7 +195,7 @@ class Places:
             return {(0, 0): find_examples(training)}
         return {
             (source, number): part
-            for source, parts in enumerate(corpora(training, held_out=False))
+            for source, parts in enumerate(find_corpora(training))
             for number, part in enumerate(parts)
         }
 

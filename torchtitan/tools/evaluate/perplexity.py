@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from torchtitan.base.errors import DataError, UserError
-from torchtitan.data.dataset import Dataset, build_dataset
+from torchtitan.data.dataset import Dataset
+from torchtitan.data.documents import build_text
 from torchtitan.data.loader import Loader
 from torchtitan.data.padding import PadToBatch
 from torchtitan.data.prepare import read_notes
@@ -84,7 +85,7 @@ def open_domain(
     source = replace(cut, dataset="files", dataset_path=files, num_epochs=1)
     try:
         # the seed only changes the order
-        samples = build_dataset(source, tokenizer=tokenizer, seed=0)
+        samples = build_text(source, tokenizer=tokenizer, seed=0)
     except DataError as error:
         raise error.within(f"{of} {name}") from error
     return Domain(name, samples, source)
