@@ -116,17 +116,6 @@ def test_the_readme_has_a_table_of_commands() -> None:
     assert len(rows((ROOT / "README.md").read_text())) > 20
 
 
-def test_the_diffs_of_extend_are_lines_of_the_code() -> None:
-    blocks = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/extend.md").read_text(), re.S | re.M)
-    assert len(blocks) >= 8
-    for line in "".join(blocks).splitlines():
-        if line.startswith("+++ "):
-            file = ROOT / line.removeprefix("+++ ")
-            code = {text.strip() for text in file.read_text().splitlines()}
-        else:
-            assert line[1:].strip() in code, f"{file.relative_to(ROOT)} has no line {line[1:]!r}"
-
-
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -167,16 +156,3 @@ def lines_to_read(file: Path, names: list[str]) -> int:
     missing = [name for name in names if name not in found]
     assert not missing, f"docs/tour.md names {', '.join(missing)}, not in {file.name}"
     return sum(found[name] for name in names)
-
-
-def test_the_tour_is_as_long_as_it_says() -> None:
-    page = ROOT / "docs" / "tour.md"
-    rows = re.findall(r"^\| \d+ \| \[.*?\]\((.*?)\) \| (.*?) \|", page.read_text(), re.MULTILINE)
-    assert len(rows) > 20
-    total = sum(
-        lines_to_read((page.parent / path).resolve(), re.findall(r"`(\w+)`", names))
-        for path, names in rows
-    )
-    named = {path for path, names in rows if "`" in names}
-    total += sum(lines_of_docstring(page.parent / path) for path in named)
-    assert total <= MAX_LINES_OF_THE_TOUR, f"the tour is {total} lines long"

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-import torchtitan
+from torchtitan import api as torchtitan
 from torchtitan.base import custom
 from torchtitan.base.errors import UserError
 from torchtitan.base.stored_json import read_json
@@ -27,12 +27,12 @@ from torchtitan.checkpoint.checksums import MANIFEST, seal, write_bytes
 from torchtitan.config.schema import keys, value_at
 from torchtitan.config.sources import to_toml
 from torchtitan.job import CONFIG_FILE, Config
-from torchtitan.metrics.ledger import LEDGER, hash_manifest
+from torchtitan.metrics.events import EVENTS
 from torchtitan.models.decoder import Decoder
 from torchtitan.resume_rules import Job
 from torchtitan.tools import convert as convert_hf
 from torchtitan.tools import generate, hang
-from torchtitan.tools.audit import command as audit
+from torchtitan.tools.audit import command as explain
 from torchtitan.tools.average import command as average
 from torchtitan.tools.compare import command as compare
 from torchtitan.tools.compare.layouts import launch
@@ -63,7 +63,6 @@ globals().update({key.replace(".", "_"): found for key, found in OBJECTS.items()
 """
 KEYS = {".".join(path): facts for path, facts in keys(Config).items() if facts.takes_import_path}
 COMPUTES = ("model.name", "training.loss", "optimizer.name", "lr_scheduler.decay_type")
-TRAINS = (*COMPUTES, "training.dataset")
 
 Main = Callable[[Sequence[str]], int]
 TOOLS: dict[str, tuple[Main, list[str], Sequence[str]]] = {
@@ -71,14 +70,7 @@ TOOLS: dict[str, tuple[Main, list[str], Sequence[str]]] = {
     "report": (report.main, [str(RUN), "--out=report.html"], ()),
     "hang": (hang.main, [str(RUN)], ()),
     "plan explain": (plan.main, ["explain", str(RUN), "--device=H100"], COMPUTES),
-    "audit explain": (
-        audit.main,
-        ["explain", str(RUN), "--step=2", "--text"],
-        ("training.dataset",),
-    ),
-    "audit replay": (audit.main, ["explain", str(RUN), "--step=2", "--replay"], TRAINS),
-    "audit verify": (audit.main, ["verify", str(RUN), "--steps=1"], TRAINS),
-    "audit reproduce": (audit.main, ["reproduce", str(RUN), "--out=again"], [*KEYS]),
+    "explain": (explain.main, [str(RUN), "--step=2", "--text"], ("training.dataset",)),
     "generate": (
         generate.main,
         [f"--checkpoint={RUN}", "--prompt=a", "--max_new_tokens=1"],
@@ -92,7 +84,6 @@ TOOLS: dict[str, tuple[Main, list[str], Sequence[str]]] = {
     "average": (average.main, [str(RUN), "--out=averaged"], ("model.name",)),
     "convert": (convert_hf.main, ["to-hf", str(RUN), "converted"], ("model.name",)),
 }
-STARTS_TRAINER = ("audit replay", "audit verify")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +147,7 @@ def naming(*keys: str) -> dict[str, object]:
 
 
 def store(run: Path, settings: Mapping[str, object], **facts: object) -> None:
-    """Let all settings that lie in a run's folder have these values, and starts of its ledger say
+    """Let all settings that lie in a run's folder have these values, and starts of its events say
     `facts`, as somebody would who cares."""
 
     def changed(toml: str) -> str:
@@ -171,20 +162,16 @@ def store(run: Path, settings: Mapping[str, object], **facts: object) -> None:
 
     file = run / CONFIG_FILE
     file.write_text(changed(file.read_text()))
-    hashes = {}
     for step in run.glob("checkpoint/step-*"):
         manifest = read_json(step / MANIFEST)
         manifest["config"] = changed(manifest["config"])
         del manifest["checksum"]
         write_bytes(step / MANIFEST, seal(manifest))
-        hashes[manifest["step"]] = hash_manifest(step)
-    rows = [json.loads(line) for line in (run / LEDGER).read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / EVENTS).read_text().splitlines()]
     for row in rows:
         if row["event"] == "start":
             row |= {"config": changed(row["config"]), **facts}
-        if row["event"] == "checkpoint":
-            row["manifest_sha256"] = hashes[row["step"]]
-    (run / LEDGER).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / EVENTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_these_are_the_keys_that_name_code() -> None:
@@ -212,8 +199,8 @@ def test_what_a_tool_does_not_need_is_not_imported(
     assert not Path("ran").exists()
     assert "outputs.dl.evil" not in sys.modules
     assert "outputs.dl.evil" not in said
-    assert len(starts) == (tool in STARTS_TRAINER)
-    assert code == (2 if tool in STARTS_TRAINER else 0), said
+    assert not starts
+    assert code == 0, said
 
 
 @pytest.mark.promise("no-code-from-checkpoints")
@@ -240,11 +227,8 @@ def test_what_a_tool_needs_is_refused(
     [
         # but for the optimizer, which it cannot rehearse
         ("plan explain", [key for key in COMPUTES if key != "optimizer.name"]),
-        ("audit explain", ["training.dataset"]),
-        ("audit replay", ["training.dataset"]),
-        ("audit replay", COMPUTES),
-        *((tool, TOOLS[tool][2]) for tool in ("audit verify", "audit reproduce", "generate")),
-        *((tool, TOOLS[tool][2]) for tool in ("evaluate", "average", "convert")),
+        ("explain", ["training.dataset"]),
+        *((tool, TOOLS[tool][2]) for tool in ("generate", "evaluate", "average", "convert")),
     ],
 )
 def test_trust_code_imports_it_where_it_is_needed(
@@ -257,14 +241,13 @@ def test_trust_code_imports_it_where_it_is_needed(
     store(RUN, naming(*keys))
     code = main([*words, "--trust_code"])
     said = capsys.readouterr().err
-    assert Path("ran").exists() or tool in STARTS_TRAINER or tool == "audit reproduce"
+    assert Path("ran").exists()
     assert "--trust_code" not in said
-    if "explain" in words and "training.dataset" in keys:
+    if tool == "explain":
         assert "the data must be" in said  # these are not what was trained on
         return
-    assert len(starts) == (tool in STARTS_TRAINER)
-    if tool not in STARTS_TRAINER:
-        assert code == 0, said
+    assert not starts
+    assert code == 0, said
     assert not custom.is_trusted("outputs.dl.evil:x")  # once the tool is done
 
 
@@ -319,56 +302,16 @@ def test_a_job_that_resumes_in_the_folder_compares_text(key: str) -> None:
     assert not Path("ran").exists()
 
 
-@pytest.mark.parametrize("tool", STARTS_TRAINER)
-def test_the_trainer_starts_here_and_not_where_the_ledger_says(
-    tool: str, starts: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    store(RUN, {}, folder=str(RUN.resolve()))
-    main, words, _ = TOOLS[tool]
-    assert main(words) == 2
-    assert [start.get("cwd") for start in starts] == [None]
-    assert str(RUN.resolve()) in capsys.readouterr().err  # relative paths may begin there
-
-
 SHELL = "a\ntouch ran\r\ntouch ran; $(touch ran)`touch ran`' touch ran \" touch ran"
 ESCAPE = "\x1b]0;title\x07"
 
 
-def test_a_ledger_writes_no_commands(capfd: pytest.CaptureFixture[str]) -> None:
-    said = SHELL + ESCAPE
-    store(
-        RUN,
-        {"checkpoint.folder": "s3://bucket/run", "checkpoint.staging_folder": SHELL},
-        **{"folder": said, "layout": said, "time": said, "versions": {said: said}},
-        git={said: {"commit": said, "diff_sha256": said}},
-    )
-    assert audit.main(["reproduce", str(RUN), "--out=again"]) == 0
-    assert ESCAPE not in capfd.readouterr().out
-    assert ESCAPE not in Path("again/reproduce.sh").read_text()
-    Path("bin").mkdir()
-    Path("bin/python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > words\n')
-    Path("bin/python").chmod(0o755)
-    subprocess.run(
-        ["again/reproduce.sh"], check=True, env={"PATH": "bin:/usr/bin:/bin"}, timeout=60
-    )
-    words = Path("words").read_bytes().decode()
-    assert f"--checkpoint.folder\n{SHELL}\n" in words
-    assert not Path("ran").exists()
-
-
-@pytest.mark.parametrize("key", ["folder", "world_size", "hardware"])
-def test_a_ledger_that_is_none(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    store(RUN, {}, **{key: ["x"]})
-    assert audit.main(["reproduce", str(RUN), "--out=again"]) == 2
-    assert key in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("tool", ["report", "audit reproduce"])
+@pytest.mark.parametrize("tool", ["report"])
 def test_half_a_character_is_damage(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
     store(RUN, {}, layout="\ud800")
     main, words, _ = TOOLS[tool]
     assert main(words) == 2
-    assert LEDGER in capsys.readouterr().err
+    assert EVENTS in capsys.readouterr().err
 
 
 def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
@@ -393,35 +336,13 @@ def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> No
     assert ESCAPE not in said.out + said.err
 
 
-@pytest.mark.parametrize("tool", ["audit replay", "audit verify", "audit reproduce"])
-def test_no_traces_are_written_where_settings_say(
-    tool: str, starts: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    place = str(tmp_path / "elsewhere")
-    keys = ("comm.save_traces_folder", "comm.save_traces_file_prefix", "metrics.save_tb_folder")
-    store(RUN, dict.fromkeys((*keys, "profiling.save_traces_folder"), place))
-    files = dict[str, str]()
-    main, words, _ = TOOLS[tool]
-    write = Path.write_text
-
-    def keep(path: Path, text: str, **how: Any) -> int:
-        files[path.name] = text
-        return write(path, text, **how)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "write_text", keep)
-        main(words)
-    [job] = [text for name, text in files.items() if name.endswith(".toml")]
-    assert place not in job
-
-
 def test_no_tokenised_data_are_uploaded_where_settings_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     data = {"training.dataset": "files", "training.dataset_path": "text.txt"}
     store(RUN, {**data, "training.dataset_cache": f"file://{tmp_path}/uploaded"})
-    audit.main(["explain", str(RUN), "--step=2"])
+    explain.main([str(RUN), "--step=2"])
     assert any((tmp_path / "home").rglob("*.bin"))
     assert not Path("uploaded").exists()
 

@@ -30,7 +30,7 @@ VERBS: Verbs = {
     "convert": ("torchtitan.tools.convert", "convert weights to and from Hugging Face"),
     "average": ("torchtitan.tools.average.command", "average the weights of a run's checkpoints"),
     "compare": ("torchtitan.tools.compare.command", "compare runs, or layouts of a job"),
-    "audit": ("torchtitan.tools.audit.command", "explain, verify or reproduce what a run did"),
+    "explain": ("torchtitan.tools.audit.command", "name the documents of a step, or its steps"),
     "report": ("torchtitan.tools.report.command", "write a page about runs"),
     "hang": ("torchtitan.tools.hang", "name the rank that other ranks waited for"),
 }

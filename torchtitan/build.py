@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+import torchtitan
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device
 from torchtitan.base.errors import CheckpointError, ConfigError
@@ -44,7 +45,7 @@ from torchtitan.mesh.ranks import (
     on_first_rank,
     set_timeout,
 )
-from torchtitan.metrics.ledger import Hardware, Ledger
+from torchtitan.metrics.events import EventLog, Hardware
 from torchtitan.metrics.meter import build_meter
 from torchtitan.metrics.settings import ProfilingConfig
 from torchtitan.metrics.sinks import build_sinks
@@ -118,9 +119,9 @@ def build_run(
     loader = build_loader(config, samples=samples(), layout=layout, mesh=mesh, progress=progress)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
-    ledger = Ledger(folder) if launch.rank == 0 else None
+    events = EventLog(folder) if launch.rank == 0 else None
     balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
-    spikes = build_spikes(config.spikes, mesh=mesh, device=device, ledger=ledger)
+    spikes = build_spikes(config.spikes, mesh=mesh, device=device, events=events)
     validator = None
     if config.validation.enable:
         from torchtitan.validate import build_validator
@@ -156,7 +157,7 @@ def build_run(
     execution.after_update()  # a checkpoint may have changed the weights
     on_first_rank(partial(write_config, config), group=dist.group.WORLD)
     checkpoints = build_checkpoints(
-        config, layout=layout, state=state, io=io, validator=validator, ledger=ledger
+        config, layout=layout, state=state, io=io, validator=validator, events=events
     )
     sinks = build_sinks(
         config.metrics,
@@ -167,7 +168,23 @@ def build_run(
         job_config=asdict(config),
         description=config.job.description,
     )
-    record_start(ledger, config, layout=layout, device=device, progress=progress, start=start)
+    if events is not None:
+        events.write(
+            "start",
+            step=progress.step,
+            config=to_toml(config),
+            layout=str(layout.dims),
+            loaded=None if start is None else str(start.source.path),
+            versions={"torchtitan": torchtitan.__version__, "torch": torch.__version__},
+            **asdict(
+                Hardware(
+                    resumed_from=progress.step,
+                    world_size=launch.world_size,
+                    ranks_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", launch.world_size)),
+                    device=device_name(device),
+                )
+            ),
+        )
     training = config.training
     return Run(
         folder=folder,
@@ -190,8 +207,6 @@ def build_run(
             flops_per_token=layout.counts.flops_per_token(training.seq_len),
             dtype=getattr(torch, training.mixed_precision_param),
             world_size=launch.world_size,
-            num_stages=layout.dims.pp,
-            straggler_ratio=config.metrics.straggler_ratio,
             device=device,
         ),
         sinks=sinks,
@@ -199,7 +214,7 @@ def build_run(
             config.profiling, folder=folder, device=device, progress=progress
         ),
         hooks=CallbackRunner(callbacks, device=device),
-        ledger=ledger,
+        events=events,
         training=training,
         tokens_per_step=layout.samples_per_step(training) * training.seq_len,
         log_freq=config.metrics.log_freq,
@@ -494,14 +509,14 @@ def build_balance_of(
 
 
 def build_spikes(
-    settings: SpikesConfig, *, mesh: Mesh, device: torch.device, ledger: Ledger | None
+    settings: SpikesConfig, *, mesh: Mesh, device: torch.device, events: EventLog | None
 ) -> SpikeDetector | None:
     """Build what detects spikes, or return None if it is off. Rank 0 records them."""
     if settings.action == "none":
         return None
     from torchtitan.optim.spikes import SpikeDetector
 
-    on_spike = None if ledger is None else ledger.spike
+    on_spike = None if events is None else events.spike
     return SpikeDetector(settings, equal_ranks=mesh.dims.tp, device=device, on_spike=on_spike)
 
 
@@ -521,7 +536,7 @@ def build_checkpoints(
     state: RunState,
     io: CheckpointIO | None,
     validator: Validator | None,
-    ledger: Ledger | None,
+    events: EventLog | None,
 ) -> CheckpointManager | None:
     """Build what saves the run. None if checkpoints are off."""
     if io is None or not config.checkpoint.enable:
@@ -546,7 +561,7 @@ def build_checkpoints(
         },
         export=export,
         validation_data=None if validator is None else validator.data,
-        ledger=ledger,
+        events=events,
     )
 
 
@@ -595,40 +610,6 @@ def build_recorders(
     rank = dist.get_rank()
     return trace.build_recorders(
         settings, folder=folder, rank=rank, device=device, step=progress.step
-    )
-
-
-def record_start(
-    ledger: Ledger | None,
-    config: Config,
-    *,
-    layout: Layout,
-    device: torch.device,
-    progress: Progress,
-    start: Start | None,
-) -> None:
-    """Record what the run starts on, and what it has loaded.
-
-    Raises:
-        UserError: The ledger cannot be written.
-    """
-    if ledger is None:
-        return
-    dims, step = layout.dims, progress.step
-    hardware = Hardware(
-        resumed_from=step,
-        world_size=dims.world_size,
-        ranks_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", dims.world_size)),
-        device=device_name(device),
-    )
-    ledger.start(
-        step,
-        config=to_toml(config),
-        layout=str(dims),
-        world_size=dims.world_size,
-        loaded=None if start is None else str(start.source.path),
-        code=hash_custom_code(config),
-        hardware=asdict(hardware),
     )
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torchtitan.base.device import to_device
 from torchtitan.base.errors import StoppedError
 from torchtitan.callbacks import CallbackRunner
 from torchtitan.checkpoint.state import Progress
@@ -32,7 +33,7 @@ from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import gather, tighten_timeout
 from torchtitan.mesh.stop import StopRequest, WaitInterrupted, stop_reason
 from torchtitan.mesh.sync import StepSync
-from torchtitan.metrics.ledger import Ledger
+from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.rows import Row
 from torchtitan.metrics.sinks import Sink
@@ -78,7 +79,7 @@ class Run:
     sinks: Sequence[Sink]
     recorders: Sequence[Recorder]
     hooks: CallbackRunner
-    ledger: Ledger | None
+    events: EventLog | None
     """Rank 0 only."""
     training: TrainingConfig
     tokens_per_step: int
@@ -145,15 +146,15 @@ class Trainer:
             CheckpointError: A checkpoint could not be saved.
             StoppedError: Stopped by a signal while it waited for data, with nothing to save.
         """
-        run, ledger = self.run, self.run.ledger
+        run, events = self.run, self.run.events
         try:
             reason = self._train(on_step)
         except BaseException as error:
-            if ledger is not None:
-                ledger.record_failure(run.progress.step, error)
+            if events is not None:
+                events.failure(run.progress.step, error)
             raise
-        if ledger is not None:
-            ledger.end(run.progress.step, reason or "finished")
+        if events is not None:
+            events.write("end", step=run.progress.step, reason=reason or "finished")
         return reason
 
     def _train(self, on_step: Callable[[int], None]) -> str | None:
@@ -277,9 +278,8 @@ class Trainer:
             norm, max_norm = run.spikes.check(
                 step, loss_sum=loss_sum, divisor=divisor, norm=norm, max_norm=max_norm
             )
-        with run.meter.updating():
-            clip_gradients(self._parameters, norm=grad_norm, max_norm=max_norm)
-            optimizer_step(run.optimizer, norm=norm)
+        clip_gradients(self._parameters, norm=grad_norm, max_norm=max_norm)
+        optimizer_step(run.optimizer, norm=norm)
         if run.balance is not None:
             run.balance.update(norm=norm)
         run.execution.after_update()
@@ -290,9 +290,10 @@ class Trainer:
         write the row to the sinks."""
         run, step = self.run, self.run.progress.step
         counted = figures.num_valid if run.execution.owns_loss else figures.num_valid * 0
-        local = torch.stack([figures.loss_sum, counted.double(), *run.meter.rank_times()])
+        waited = to_device([round(1e9 * run.meter.data_seconds())], run.device).double() / 1e9
+        local = torch.stack([figures.loss_sum, counted.double(), *waited])
         # the last pipeline stage has the loss; all ranks receive it
-        loss_sums, num_valid, *rank_times = gather(local).unbind(1)
+        loss_sums, num_valid, data_seconds = gather(local).unbind(1)
         # along dp: the cp ranks of one dp rank have parts of the same samples
         dp_losses, dp_valid = (
             sums.view(run.mesh.data.shape).sum((0, 2, 3)) for sums in (loss_sums, num_valid)
@@ -308,10 +309,11 @@ class Trainer:
                 "num_tokens": run.progress.tokens_seen,
                 # ranks along tp hold equal tokens
                 "valid_token_fraction": num_valid.sum() / run.mesh.dims.tp / run.tokens_per_step,
+                "slowest_data_time_s": data_seconds.max(),
+                "slowest_data_rank": data_seconds.argmax(),
                 **(run.balance.figures() if run.balance is not None else {}),
                 **(run.spikes.figures() if run.spikes is not None else {}),
             },
-            rank_times=rank_times,
         )
         if validates and run.validator is not None:
             with run.meter.paused(), self._status("validating"):

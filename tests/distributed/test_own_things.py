@@ -13,7 +13,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_elastic import LOGGED, samples
 from tests.jobs import UNSAVED
-from torchtitan.metrics.ledger import read_ledger
+from torchtitan.metrics.events import read_events
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def test_a_callback_on_one_rank_stops_all_and_it_is_saved(ranks: RankPool, tmp_p
     first, _ = ranks.run(jobs.train, job, world=2)
     assert first.rows[-1]["step"] == 3
     assert (tmp_path / "run" / "checkpoint" / "step-3" / "manifest.json").is_file()
-    assert "enough" in read_ledger(tmp_path / "run")[-1]["reason"]
+    assert "enough" in read_events(tmp_path / "run")[-1]["reason"]
 
 
 @pytest.mark.parametrize("own", ["training", "validation", "both"])

@@ -12,8 +12,7 @@ import torch
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.metrics.settings import ProfilingConfig
-from torchtitan.metrics.snapshot import MemorySnapshots
-from torchtitan.metrics.trace import Recorder, build_recorders
+from torchtitan.metrics.trace import MemorySnapshots, Recorder, build_recorders
 
 SETTINGS = ProfilingConfig(enable_memory_snapshot=True, profile_freq=2)
 

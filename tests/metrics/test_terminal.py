@@ -142,27 +142,6 @@ def test_bar_vanishes_and_a_summary_follows(tmp_path: Path) -> None:
     assert "\n".join(SUMMARY) in text
 
 
-ROW = """
-import sys
-from pathlib import Path
-from torchtitan.base.log import init_logging
-from torchtitan.metrics.console import ConsoleSink
-
-init_logging(rank=0, world_size=1, log_rank="", folder=Path(sys.argv[3]), color=True)
-row = {"step": 12, "loss": 2.5, "grad_norm": 0.5, "lr": 3e-4, "tokens_per_second": 123456.0}
-ConsoleSink(color=True).write({**row, "mfu": 40.25, "memory_peak_gib": 61.0})
-"""
-SHORT = ["step 12", "loss 2.50000", "norm 0.5000", "lr 3.00e-04", "123,456 tok/s", "mfu 40.2%"]
-
-
-@pytest.mark.parametrize(("width", "num_shown"), [(80, 5), (100, 7), (40, 2)])
-def test_a_step_fits_a_narrow_terminal(width: int, num_shown: int, tmp_path: Path) -> None:
-    [line] = _log_lines(_screen(_in_terminal([["0", "0", str(tmp_path)]], width=width, code=ROW)))
-    assert line.partition(" ")[2] == "  ".join([*SHORT, "61.0GiB"][:num_shown])
-    assert len(line) <= width
-    assert "mfu: 40.25%  memory: 61.00GiB" in (tmp_path / "logs" / "rank_0.log").read_text()
-
-
 @pytest.mark.slow
 def test_lines_of_other_picked_ranks_do_not_run_into_the_bar(tmp_path: Path) -> None:
     commands = [[rank, "1,3", str(tmp_path), "freeze"] for rank in "0123"]

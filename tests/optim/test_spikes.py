@@ -17,7 +17,7 @@ from tests.jobs import UNSAVED
 from tests.optim.spiky import SPIKES
 from tests.tools.audit.campaign import SMALL
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
-from torchtitan.metrics.ledger import read_ledger
+from torchtitan.metrics.events import read_events
 from torchtitan.metrics.rows import read_rows
 from torchtitan.models.init import local_part
 from torchtitan.optim.settings import SpikesConfig
@@ -101,7 +101,7 @@ def hash_parts(run: Run) -> tuple[str, str]:
 
 def check_steps(hashes: list[list[tuple[str, str]]], run: Path) -> None:
     """Check which steps were left out on every rank, and what was recorded of them."""
-    told = [(row["step"], row["figure"]) for row in read_ledger(run) if row["event"] == "spike"]
+    told = [(row["step"], row["figure"]) for row in read_events(run) if row["event"] == "spike"]
     assert told == [(10, "loss"), (15, "loss"), (15, "grad_norm")]
     assert [row["spikes"] for row in read_rows(run / "metrics.jsonl")][-5:] == [1, 2, 2, 2, 2]
     for of_rank in hashes:

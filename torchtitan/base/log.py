@@ -12,12 +12,11 @@ Modules log through `logging.getLogger(__name__)`. Only `main()` calls `init_log
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TextIO
@@ -159,9 +158,7 @@ def paint(text: str, style: Style, *, color: bool) -> str:
 class _ConsoleHandler(logging.StreamHandler):
     """Write to the current `sys.stderr`, which a progress bar replaces while it is drawn.
 
-    Lines have the time, the rank if several are shown, and the level of warnings and errors. A
-    record may have parts, as `extra={"short": parts}`, for terminals that are narrower than its
-    line: as many as fit are shown.
+    Lines have the time, the rank if several are shown, and the level of warnings and errors.
     """
 
     def __init__(self, *, rank: int, shown: frozenset[int], color: bool) -> None:
@@ -177,8 +174,6 @@ class _ConsoleHandler(logging.StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record).rstrip()
-        if short := getattr(record, "short", ()):
-            text = self._fit(text, short)
         if not self._color:
             text = _ESCAPES.sub("", text)
         if record.levelno >= logging.WARNING:
@@ -186,27 +181,6 @@ class _ConsoleHandler(logging.StreamHandler):
             text = f"{paint(record.levelname, style, color=self._color)} {text}"
         clock = time.strftime(_TIME, time.localtime(record.created))
         return f"{self._before}{paint(clock, 'dim', color=self._color)} {self._label}{text}"
-
-    def _fit(self, line: str, short: Sequence[str]) -> str:
-        columns = _num_columns(sys.__stderr__) - len(f"00:00:00 {self._label}")
-        parts = [*short]
-        if _width(line) <= columns:
-            return line
-        while len(parts) > 1 and _width("  ".join(parts)) > columns:
-            parts.pop()
-        return "  ".join(parts)
-
-
-def _width(text: str) -> int:
-    return len(_ESCAPES.sub("", text))
-
-
-def _num_columns(stream: TextIO | None) -> float:
-    """Return the columns of a terminal; infinity if `stream` is none, or hides them."""
-    try:
-        return (stream and os.get_terminal_size(stream.fileno()).columns) or math.inf
-    except (OSError, ValueError):
-        return math.inf
 
 
 class _FileHandler(logging.FileHandler):

@@ -37,7 +37,7 @@ from torchtitan.models.init import local_part
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.remote import RemoteCheckpoints
-    from torchtitan.metrics.ledger import Ledger
+    from torchtitan.metrics.events import EventLog
 
 logger = logging.getLogger(__name__)
 PINNED = "async_with_pinned_mem"
@@ -119,7 +119,7 @@ class CheckpointManager:
         manifest: Entries added to every manifest.
         export: Writes a Hugging Face folder (second path) from the last checkpoint (first path).
         validation_data: Fingerprint of the validation data.
-        ledger: Records each committed checkpoint. Rank 0 only.
+        events: Records each committed checkpoint. Rank 0 only.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class CheckpointManager:
         manifest: Mapping[str, Any],
         export: Export | None = None,
         validation_data: str | None = None,
-        ledger: Ledger | None = None,
+        events: EventLog | None = None,
     ) -> None:
         self.folder, self._group, remote = io.folder, io.group, io.remote
         self._state = state
@@ -139,7 +139,7 @@ class CheckpointManager:
         self._manifest = manifest
         self._export = export
         self._validation_data = validation_data
-        self._ledger = ledger
+        self._events = events
         self._remote, self._disk = remote, None if remote is None else remote.disk
         self._retention = self._local_retention = Retention(
             keep_latest=settings.keep_latest_k, keep_best=settings.keep_best, data=validation_data
@@ -269,8 +269,8 @@ class CheckpointManager:
             self._remote.prune(step, self._retention)
 
     def _record(self, step: int) -> None:
-        if self._ledger is not None:
-            self._ledger.checkpoint(self.folder / f"step-{step}", step=step)
+        if self._events is not None:
+            self._events.checkpoint(self.folder / f"step-{step}", step=step)
 
     def has_failed(self) -> bool:
         """Return whether the save in flight has failed, as far as this rank knows."""

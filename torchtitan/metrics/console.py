@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _TRAINING = "training"
 
-# figure of a row -> pattern, pattern on a narrow terminal, color
-_COLUMNS: Mapping[str, tuple[str, str, Style]] = {
-    "step": ("step: {:>6d}", "step {:d}", "red"),
-    "loss": ("loss: {:8.5f}", "loss {:.5f}", "green"),
-    "grad_norm": ("grad_norm: {:8.4f}", "norm {:.4f}", "yellow"),
-    "lr": ("lr: {:.2e}", "lr {:.2e}", "magenta"),
-    "tokens_per_second": ("tokens/s: {:,.0f}", "{:,.0f} tok/s", "blue"),
-    "mfu": ("mfu: {:.2f}%", "mfu {:.1f}%", "cyan"),
-    "router/load_max_over_mean": ("expert load: {:.2f}x", "load {:.2f}x", "cyan"),
-    "memory_peak_gib": ("memory: {:.2f}GiB", "{:.1f}GiB", "dim"),
-    "validation_loss": ("validation loss: {:8.5f}", "validation {:.5f}", "green"),
-    "validation_perplexity": ("perplexity: {:.5g}", "ppl {:.5g}", "green"),
+# figure of a row -> pattern, color
+_COLUMNS: Mapping[str, tuple[str, Style]] = {
+    "step": ("step: {:>6d}", "red"),
+    "loss": ("loss: {:8.5f}", "green"),
+    "grad_norm": ("grad_norm: {:8.4f}", "yellow"),
+    "lr": ("lr: {:.2e}", "magenta"),
+    "tokens_per_second": ("tokens/s: {:,.0f}", "blue"),
+    "mfu": ("mfu: {:.2f}%", "cyan"),
+    "router/load_max_over_mean": ("expert load: {:.2f}x", "cyan"),
+    "memory_peak_gib": ("memory: {:.2f}GiB", "dim"),
+    "validation_loss": ("validation loss: {:8.5f}", "green"),
+    "validation_perplexity": ("perplexity: {:.5g}", "green"),
 }
 
 
@@ -47,15 +47,14 @@ class ConsoleSink:
     def write(self, row: Row) -> None:
         """Log the row. Missing figures are left out; a missing loss is a dash and a warning."""
         has_no_loss = "loss" in row and row["loss"] is None
-        whole, short = [], []
-        for name, (pattern, narrow, style) in _COLUMNS.items():
-            if row.get(name) is not None:
-                whole.append(paint(pattern.format(row[name]), style, color=self._color))
-                short.append(paint(narrow.format(row[name]), style, color=self._color))
+        columns = [
+            paint(pattern.format(row[name]), style, color=self._color)
+            for name, (pattern, style) in _COLUMNS.items()
+            if row.get(name) is not None
+        ]
         if has_no_loss:
-            whole.insert(1, paint(f"loss: {'-':>8}", "green", color=self._color))
-            short.insert(1, paint("loss -", "green", color=self._color))
-        logger.info("  ".join(whole), extra={"short": short})
+            columns.insert(1, paint(f"loss: {'-':>8}", "green", color=self._color))
+        logger.info("  ".join(columns))
         if has_no_loss:
             logger.warning(
                 "Step %d has no loss, because its batch has no labels. Its gradients are zero.",

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from torchtitan.base.device import memory_peak_gib, peak_flops, reset_memory_peak
 from torchtitan.mesh.ranks import gather
 from torchtitan.metrics.rows import Row
 
 if TYPE_CHECKING:
-    from torchtitan.metrics.stragglers import Stragglers
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +50,6 @@ class Meter:
         peak_flops: Mean peak per device in FLOP/s, or None if unknown.
         world_size: Devices that share the work.
         device: Device of this rank.
-        stragglers: Finds the slowest rank. None disables the search.
         clock: Returns seconds.
     """
 
@@ -63,14 +60,12 @@ class Meter:
         peak_flops: float | None,
         world_size: int,
         device: torch.device,
-        stragglers: Stragglers | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._world_size = world_size
         self._device = device
-        self._stragglers = stragglers
         self._clock = clock
         self._interval = _Interval(started=clock())
         self._first_speed: float | None = None
@@ -94,21 +89,9 @@ class Meter:
         yield
         self._interval.waited_for_data += self._clock() - before
 
-    def updating(self) -> AbstractContextManager[None]:
-        """Count the time inside as this rank's update."""
-        return nullcontext() if self._stragglers is None else self._stragglers.updating()
-
-    def rank_times(self) -> Sequence[torch.Tensor]:
-        """Return this rank's times since the last report, one scalar per kind of work.
-
-        Gather them and pass them to `report`. Empty without straggler detection.
-        """
-        if self._stragglers is None:
-            return ()
-        interval = self._interval
-        return self._stragglers.measure(
-            data_seconds=interval.waited_for_data, num_steps=interval.num_steps
-        )
+    def data_seconds(self) -> float:
+        """Return the seconds per step that this rank waited for data since the last report."""
+        return self._interval.waited_for_data / max(1, self._interval.num_steps)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -122,27 +105,19 @@ class Meter:
         self._interval.num_steps += 1
         self._interval.num_tokens += num_tokens
 
-    def report(
-        self,
-        step: int,
-        *,
-        figures: Mapping[str, torch.Tensor | float],
-        rank_times: Sequence[torch.Tensor] = (),
-    ) -> Row:
+    def report(self, step: int, *, figures: Mapping[str, torch.Tensor | float]) -> Row:
         """Return the row of `step`, and start the next interval.
 
         The row has `figures`, tokens_per_second (all devices), tokens_per_second_per_device,
         tflops_per_device, mfu (percent of the peak; None if the peak is unknown), step_time_s and
-        data_time_s (means of the interval), memory_peak_gib (this rank) and the slowest rank.
+        data_time_s (means of the interval) and memory_peak_gib (this rank).
 
         Args:
             step: The step just finished.
             figures: Scalars or vectors, reduced over ranks. Non-finite numbers become None.
-            rank_times: Gathered `rank_times()`, one vector over ranks per kind of work.
         """
         assert self._interval.num_steps > 0, "a report needs a step since the last one"
-        kinds = {f"rank_times/{index}": times for index, times in enumerate(rank_times)}
-        values = _to_host({**figures, **kinds}, device=self._device)
+        values = _to_host(figures, device=self._device)
         now = self._clock()  # after the copy, when the device has finished
         interval, self._interval = self._interval, _Interval(started=now)
         seconds = now - interval.started
@@ -155,11 +130,6 @@ class Meter:
         flops = tokens_per_second / self._world_size * self._flops_per_token
         memory_gib = memory_peak_gib(self._device)
         reset_memory_peak(self._device)
-        step_seconds = seconds / interval.num_steps
-        slowest = {}
-        if self._stragglers is not None and kinds:
-            times = list(zip(*(values.pop(kind) for kind in kinds), strict=True))
-            slowest = self._stragglers.find(times, step=step, step_seconds=step_seconds)
         return {
             "step": step,
             **values,
@@ -167,10 +137,9 @@ class Meter:
             "tokens_per_second_per_device": tokens_per_second / self._world_size,
             "tflops_per_device": flops / 1e12,
             "mfu": None if self._peak_flops is None else 100 * flops / self._peak_flops,
-            "step_time_s": step_seconds,
+            "step_time_s": seconds / interval.num_steps,
             "data_time_s": interval.waited_for_data / interval.num_steps,
             "memory_peak_gib": memory_gib,
-            **slowest,
         }
 
 
@@ -194,13 +163,7 @@ def _to_host(figures: Mapping[str, torch.Tensor | float], *, device: torch.devic
 
 
 def build_meter(
-    *,
-    flops_per_token: float,
-    dtype: torch.dtype,
-    world_size: int,
-    num_stages: int,
-    straggler_ratio: float,
-    device: torch.device,
+    *, flops_per_token: float, dtype: torch.dtype, world_size: int, device: torch.device
 ) -> Meter:
     """Build the meter and log the peak that MFU refers to. Collective.
 
@@ -208,8 +171,6 @@ def build_meter(
         flops_per_token: Of forward and backward, for the entire model.
         dtype: Type of the matrix products.
         world_size: Devices that share the work.
-        num_stages: Pipeline stages.
-        straggler_ratio: metrics.straggler_ratio; 0 disables the search for the slowest rank.
         device: Device of this rank.
     """
     peak = peak_flops(device, dtype=dtype)
@@ -217,19 +178,9 @@ def build_meter(
     mean = gather(own_peak).mean().item()  # NaN if the peak of any device is unknown
     if peak is not None and math.isfinite(mean):
         logger.info("MFU: percent of %.4g TFLOP/s per device (%s)", mean / 1e12, peak.source)
-    stragglers = None
-    if straggler_ratio and world_size > 1:
-        from torchtitan.metrics.stragglers import Stragglers
-
-        hosts = [""] * world_size
-        dist.all_gather_object(hosts, socket.gethostname())
-        stragglers = Stragglers(
-            ratio=straggler_ratio, num_stages=num_stages, hosts=hosts, device=device
-        )
     return Meter(
         flops_per_token=flops_per_token,
         peak_flops=mean if math.isfinite(mean) else None,
         world_size=world_size,
         device=device,
-        stragglers=stragglers,
     )

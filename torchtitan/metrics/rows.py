@@ -1,4 +1,4 @@
-"""Rows of `metrics.jsonl` and `ledger.jsonl`: one JSON object with a step per line.
+"""Rows of `metrics.jsonl` and `events.jsonl`: one JSON object with a step per line.
 
 A run's folder may come from anyone, so tools check what they read: a key that is missing, or a
 figure that is not a number (`figure_of`), is an error that names the line.

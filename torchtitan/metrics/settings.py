@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
-
-from annotated_types import Ge
 
 from torchtitan.base.errors import Violation
 from torchtitan.config.schema import CustomObject, LocalPath, NonNegativeInt, PositiveInt
@@ -30,8 +27,6 @@ class MetricsConfig:
     save_for_all_ranks: bool = False
     """Write metrics, TensorBoard and W&B figures on every rank, each to its own files, instead of
     on rank 0."""
-    straggler_ratio: Annotated[float, Ge(0)] = 2.0
-    """Warn of a rank that takes this many times the median of the other ranks; 0: off."""
     disable_color_printing: bool = False
     """No colors on the console. NO_COLOR and an output that is not a terminal do the same."""
 

@@ -1,9 +1,12 @@
-"""Profiler traces of training steps.
+"""Profiler traces of training steps, and snapshots of the GPU memory allocator.
 
 Of every `profile_freq` steps, torch's profiler records the last `profiler_active`, on all ranks at
 the same time. Each rank writes its own file, which `chrome://tracing` and https://ui.perfetto.dev
-display. Recording all steps would use ever more memory, and a profiler started by hand would miss
-the slow step.
+display. Recording all steps would use ever more memory.
+
+Snapshots are for https://docs.pytorch.org/memory_viz. torch's allocator records its last
+`MAX_ENTRIES` allocations and frees with their stacks. They are written every `profile_freq` steps,
+and when the device runs out of memory, which shows what filled it.
 """
 
 from __future__ import annotations
@@ -11,19 +14,21 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from torchtitan.metrics.snapshot import MemorySnapshots, check_memory_snapshot, write_complete
+from torchtitan.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torchtitan.metrics.settings import ProfilingConfig
 
 logger = logging.getLogger(__name__)
 _KINETO_SILENT = "6"
+MAX_ENTRIES = 100_000
 
 
 class Profiler:
@@ -86,6 +91,70 @@ class Profiler:
         logger.info("Wrote the trace of step %d to %s", self._step, path)
 
 
+class MemorySnapshots:
+    """Record allocations from now on; call `step` after each training step."""
+
+    def __init__(self, settings: ProfilingConfig, *, folder: Path, rank: int, step: int) -> None:
+        self._folder = folder / settings.save_memory_snapshot_folder
+        self._rank = rank
+        self._profile_freq = settings.profile_freq
+        self._step = step
+        self._is_open = True
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ENTRIES)
+        torch._C._cuda_attach_out_of_memory_observer(self._write_out_of_memory)
+
+    def step(self, step: int) -> None:
+        """Mark the end of training step `step`; write a snapshot if one is due.
+
+        Raises:
+            DataError: The snapshot cannot be written.
+        """
+        self._step = step
+        if step % self._profile_freq == 0:
+            self._write(f"iteration_{step}")
+
+    def close(self) -> None:
+        """Stop recording. The observer of the allocator stays, and does nothing."""
+        self._is_open = False
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write_out_of_memory(self, *_: int) -> None:
+        """Called by the allocator before it raises, so that nothing is freed yet."""
+        if not self._is_open:
+            return
+        try:
+            self._write(f"iteration_{self._step + 1}_exit")
+        except DataError as error:  # must not replace the error of the allocator
+            logger.warning("%s", error)
+
+    def _write(self, name: str) -> None:
+        path = self._folder / name / f"rank_{self._rank}_memory_snapshot.pickle"
+        write_complete(
+            path, torch.cuda.memory._dump_snapshot, key="profiling.save_memory_snapshot_folder"
+        )
+        logger.info("Wrote a memory snapshot to %s", path)
+
+
+def write_complete(path: Path, write: Callable[[str], object], *, key: str) -> None:
+    """Call `write` with a temporary name, and rename the file: readers never see a partial one.
+
+    Args:
+        path: The file. Its folder is created.
+        write: Writes the file of a name.
+        key: Setting of the folder.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(str(temporary))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"{key} must be writable, got {path}: {error.strerror}") from error
+
+
 Recorder = Profiler | MemorySnapshots
 """Records steps until it is closed."""
 
@@ -98,8 +167,10 @@ def build_recorders(
     Raises:
         ConfigError: Memory snapshots need a GPU.
     """
-    if settings.enable_memory_snapshot:
-        check_memory_snapshot(device.type)
+    if settings.enable_memory_snapshot and device.type != "cuda":
+        raise ConfigError.at(
+            "profiling.enable_memory_snapshot", f"needs a GPU, got the device {device.type!r}"
+        )
     recorders: list[Recorder] = []
     if settings.enable_profiling:
         recorders.append(Profiler(settings, folder=folder, rank=rank, device=device))

@@ -1,4 +1,4 @@
-"""Does `audit explain` say what a run has read?
+"""Does `explain` say what a run has read?
 
     python -m tests.tools.audit.campaign --steps 1000
 
@@ -33,7 +33,7 @@ from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.job import load_config
 from torchtitan.mesh.dims import resolve_dims
-from torchtitan.metrics.ledger import Hardware, Ledger
+from torchtitan.metrics.events import EventLog, Hardware
 from torchtitan.tools.audit.explain import explain_step
 from torchtitan.tools.audit.history import read_history
 from torchtitan.tools.audit.places import Places
@@ -119,7 +119,7 @@ def drive(run: Path, arguments: list[str], *, world: int, steps: int) -> None:
     run.mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(config))
     record = Hardware(resumed_from=0, world_size=world, ranks_per_machine=world, device="cpu")
-    Ledger(run).write("start", step=0, hardware=asdict(record))
+    EventLog(run).write("start", step=0, **asdict(record))
     dims, dataset = resolve_dims(config.parallelism, world_size=world), Places.of(config).dataset
     local = config.training.local_batch_size
     for rank in range(world // dims.pp):

@@ -115,30 +115,28 @@ def test_a_real_run_that_goes_on_in_another_layout_with_another_batch(
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     drive(Path("run"), [*SETTINGS["mixed"], CACHE], world=2, steps=4)
-    assert main(["explain", "run", "--step", "2", "--text"]) == 0
+    assert main(["run", "--step", "2", "--text"]) == 0
     told = capsys.readouterr().out
     logged = read_log(Path("run"))[2]
     assert all(
         f"sample {n}  rank {rank}  " in told and digest in told for n, digest, rank, _ in logged
     )
-    assert main(["explain", "run", "--step", "2", "--text", "--json"]) == 0
+    assert main(["run", "--step", "2", "--text", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     [part] = [p for p in found["samples"][0]["documents"] if p["at"] == 0]
     where = part["where"].replace(" line ", ":").replace(" item ", ":").replace(" document ", ":")
-    assert main(["explain", "run", "--document", where]) == 0
+    assert main(["run", "--document", where]) == 0
     assert f"step 2  sample {found['samples'][0]['sample']}  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["explai"], "'explain'"),
-        (["explain", "nowhere", "--step", "1"], "nowhere/config.toml"),
-        (["explain", "run", "--step", "5"], "5"),
-        (["explain", "run", "--document", "a.jsonl:9999"], "'a.jsonl line "),
-        (["explain", "run", "--step", "1", "--world_size", "3"], "3"),
-        (["explain", "run", "--document", "a.jsonl", "--text"], "--text"),
-        (["explain", "run", "--document", "a.jsonl", "--replay"], "--replay"),
+        (["nowhere", "--step", "1"], "nowhere/config.toml"),
+        (["run", "--step", "5"], "5"),
+        (["run", "--document", "a.jsonl:9999"], "'a.jsonl line "),
+        (["run", "--step", "1", "--world_size", "3"], "3"),
+        (["run", "--document", "a.jsonl", "--text"], "--text"),
     ],
 )
 def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,9 +153,9 @@ def test_data_that_changed_since_the_checkpoint_are_refused(
     text.write_text("some words " * 200)
     job += ["--training.dataset=files", f"--training.dataset_path={text}", "--training.steps=1"]
     ranks.run(jobs.train, job, world=1)
-    assert main(["explain", f"{tmp_path}/run", "--step", "1"]) == 0
+    assert main([f"{tmp_path}/run", "--step", "1"]) == 0
     text.write_text("other words " * 200)
-    assert main(["explain", f"{tmp_path}/run", "--step", "1"]) == 2
+    assert main([f"{tmp_path}/run", "--step", "1"]) == 2
     assert "data changed" in capsys.readouterr().err
 
 
@@ -167,13 +165,13 @@ def test_data_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
         drive(
             run, [f"--training.dataset=tests.tools.audit.own_data:{name}", CACHE], world=1, steps=2
         )
-        assert main(["explain", name, "--step", "2", "--json"]) == 0
+        assert main([name, "--step", "2", "--json"]) == 0
         samples = json.loads(capsys.readouterr().out)["samples"]
         logged = [digest for _, digest, *_ in sorted(read_log(run)[2])]
         assert [one["hash"] for one in samples] == (logged if is_known else [None] * 8)
-        assert main(["explain", name, "--document", "x"]) == 2
+        assert main([name, "--document", "x"]) == 2
         assert f":{name}'" in capsys.readouterr().err
-    assert main(["explain", "Stream", "--step", "2", "--text"]) == 2
+    assert main(["Stream", "--step", "2", "--text"]) == 2
     assert "stream" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ from tests.jobs import cp
 from tests.naming import naming
 from torchtitan.config.sources import to_toml
 from torchtitan.job import CONFIG_FILE, load_config
-from torchtitan.metrics.ledger import LEDGER, Ledger
+from torchtitan.metrics.events import EVENTS, EventLog
 from torchtitan.tools.compare import command
 from torchtitan.tools.compare.compare_runs import Comparison, compare_runs, have_same_samples
 from torchtitan.tools.compare.layouts.gaps import tensor_difference
@@ -132,7 +132,7 @@ def test_the_samples_of_data_parallel_ranks(
         run.mkdir()
         for step, ranks, words in starts:
             config = to_toml(load_config([*jobs.write_job(tmp_path), *words]))
-            Ledger(run).start(step, config=config, layout="", world_size=ranks)
+            EventLog(run).write("start", step=step, config=config, layout="", world_size=ranks)
         return run
 
     a = write_starts(tmp_path / "a", (0, 2, []))
@@ -140,7 +140,7 @@ def test_the_samples_of_data_parallel_ranks(
     later = write_starts(tmp_path / "later", (0, 2, []), (3, world, options))
     assert have_same_samples(a, b) == have_same_samples(a, later) == is_same
     assert have_same_samples(later, later) == is_same
-    (b / LEDGER).unlink()
+    (b / EVENTS).unlink()
     assert not have_same_samples(a, b)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.tools.plan.jobs import TINY
 from torchtitan.base.errors import ConfigError
-from torchtitan.metrics.ledger import Hardware, Ledger
+from torchtitan.metrics.events import EventLog, Hardware
 from torchtitan.metrics.rows import read_rows
 from torchtitan.resume_rules import Job
 from torchtitan.tools.plan.account import replay
@@ -37,7 +37,7 @@ def explained(capsys: pytest.CaptureFixture[str], run: Path, *more: str) -> str:
 
 def write_start(run: Path, *, world_size: int, device: str = H100) -> None:
     hardware = Hardware(resumed_from=0, world_size=world_size, ranks_per_machine=1, device=device)
-    Ledger(run).write("start", step=0, hardware=asdict(hardware))
+    EventLog(run).write("start", step=0, **asdict(hardware))
 
 
 def made_up(run: Path, *, memory: float = 1.0, step: float = 1.0, device: str = H100) -> Path:
@@ -162,6 +162,6 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(3)))
     assert main(["explain", str(run)]) == 2
     assert "memory_peak_gib" in capsys.readouterr().err
-    (run / "ledger.jsonl").unlink()
+    (run / "events.jsonl").unlink()
     assert main(["explain", str(run)]) != 0
-    assert "ledger.jsonl" in capsys.readouterr().err
+    assert "events.jsonl" in capsys.readouterr().err

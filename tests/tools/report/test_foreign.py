@@ -16,7 +16,8 @@ from torchtitan.tools.hang import main as hang
 from torchtitan.tools.plan.command import main as plan
 from torchtitan.tools.report.command import main as report
 
-START = {"event": "start", "time": "2026", "step": 0, "layout": "tp 2", "world_size": 2}
+START = {"event": "start", "time": "2026", "step": 0, "layout": "tp 2", "config": ""}
+START |= {"world_size": 2, "resumed_from": 0, "ranks_per_machine": 2, "device": "cpu"}
 
 
 def appended(file: str, row: object) -> Callable[[Path], object]:
@@ -48,42 +49,40 @@ REFUSED = {
     "metrics: a step that is true": (appended("metrics.jsonl", {"step": True}), "True|true"),
     "metrics: a negative step": (appended("metrics.jsonl", {"step": -1}), "-1"),
     "metrics: a pipe": (pipe("metrics.jsonl"), "metrics.jsonl"),
-    "ledger: a list": (appended("ledger.jsonl", [1]), "ledger.jsonl"),
-    "ledger: no event": (appended("ledger.jsonl", {"step": 1, "time": "x"}), "event"),
-    "ledger: no time": (appended("ledger.jsonl", {"step": 1, "event": "x"}), "time"),
-    "ledger: a list for an event": (appended("ledger.jsonl", START | {"event": []}), "event"),
-    "ledger: no layout": (
-        appended("ledger.jsonl", {"step": 1, "event": "start", "time": ""}),
+    "events: a list": (appended("events.jsonl", [1]), "events.jsonl"),
+    "events: no event": (appended("events.jsonl", {"step": 1, "time": "x"}), "event"),
+    "events: no time": (appended("events.jsonl", {"step": 1, "event": "x"}), "time"),
+    "events: a list for an event": (appended("events.jsonl", START | {"event": []}), "event"),
+    "events: no layout": (
+        appended("events.jsonl", {"step": 1, "event": "start", "time": "", "config": ""}),
         "layout",
     ),
-    "ledger: ranks in quotes": (
-        appended("ledger.jsonl", START | {"world_size": "2"}),
+    "events: ranks in quotes": (
+        lambda run: replaced("events.jsonl", json.dumps(START | {"world_size": "2"}) + "\n")(run),
         "world_size",
     ),
-    "ledger: no reason": (appended("ledger.jsonl", START | {"event": "end"}), "reason"),
-    "ledger: no setting": (appended("ledger.jsonl", START | {"event": "change"}), "setting"),
-    "ledger: no figure": (appended("ledger.jsonl", START | {"event": "spike"}), "figure"),
-    "ledger: a spike in quotes": (
+    "events: no reason": (appended("events.jsonl", START | {"event": "end"}), "reason"),
+    "events: no figure": (appended("events.jsonl", START | {"event": "spike"}), "figure"),
+    "events: a spike in quotes": (
         appended(
-            "ledger.jsonl",
+            "events.jsonl",
             START | {"event": "spike", "figure": "loss", "action": "", "value": "9", "bound": 1.0},
         ),
         "value",
     ),
-    "ledger: other hardware": (appended("ledger.jsonl", START | {"hardware": {}}), "world_size"),
-    "ledger: a pipe": (pipe("ledger.jsonl"), "ledger.jsonl"),
+    "events: a pipe": (pipe("events.jsonl"), "events.jsonl"),
 }
 SHOWN = {
     "metrics: no loss": appended("metrics.jsonl", {"step": 41, "loss": None, "num_tokens": None}),
     "metrics: NaN": appended("metrics.jsonl", {"step": 41, "loss": float("nan")}),
     "metrics: infinity": appended("metrics.jsonl", {"step": 41, "loss": float("inf")}),
     "metrics: a huge number": appended("metrics.jsonl", {"step": 41, "loss": 10**400}),
-    "ledger: an infinite spike": appended(
-        "ledger.jsonl",
+    "events: an infinite spike": appended(
+        "events.jsonl",
         START
         | {"event": "spike", "figure": "loss", "action": "", "value": float("inf"), "bound": 1.0},
     ),
-    "ledger: an event of a later version": appended("ledger.jsonl", START | {"event": "new"}),
+    "events: an event of a later version": appended("events.jsonl", START | {"event": "new"}),
     "settings: a pipe": pipe("config.toml"),
     "settings: not TOML": replaced("config.toml", "\0"),
 }
@@ -114,7 +113,7 @@ def test_the_rest_is_shown_all_the_same(which: str, tmp_path: Path) -> None:
     assert len(losses["curves"][0]["values"]) == 40
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "ledger.jsonl", "config.toml"])
+@pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", "config.toml"])
 def test_no_tool_waits_at_a_pipe(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
-from torchtitan.metrics.ledger import Ledger
+from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.rows import StoredRow
 from torchtitan.tools.report.command import main
 from torchtitan.tools.report.read import events, name_runs, read_figures, read_run, thinned
@@ -32,14 +32,14 @@ def write_run(folder: Path, *, steps: int = 40, spike_at: int = 17) -> Path:
             row = {"step": step, "loss": loss, "grad_norm": 1 / step, "lr": 1e-3, "mfu": None}
             row |= {"tokens_per_second": 1e5, "step_time_s": 0.1, "data_time_s": 0.01}
             file.write(json.dumps(row | {"num_tokens": step * 64}) + "\n")
-    ledger, ranks = Ledger(folder), {"layout": "dp_shard 2", "world_size": 2}
-    ledger.write("start", step=0, **ranks)
-    ledger.write("checkpoint", step=20, folder="checkpoint/step-20", manifest_sha256="0")
+    events, start = EventLog(folder), {"layout": "dp_shard 2", "world_size": 2}
+    start |= {"resumed_from": 0, "ranks_per_machine": 2, "device": "cpu"}
+    events.write("start", step=0, config="[optimizer]\nlr = 0.1", **start)
+    events.write("checkpoint", step=20, folder="checkpoint/step-20")
     spike = {"figure": "loss", "value": 9.0, "bound": 3.0, "action": "skip"}
-    ledger.write("spike", step=spike_at, **spike)
-    ledger.write("end", step=20, reason=ATTACK)
-    ledger.write("start", step=20, **ranks)
-    ledger.write("change", step=20, setting="optimizer.lr", old=0.1, new=0.2)
+    events.write("spike", step=spike_at, **spike)
+    events.write("end", step=20, reason=ATTACK)
+    events.write("start", step=20, config="[optimizer]\nlr = 0.2", **start)
     return folder
 
 

@@ -16,7 +16,6 @@ from torchtitan.data.dataset import Dataset
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.tools.audit.history import Stretch, read_history, stretch_of
 from torchtitan.tools.audit.places import Places, StoreKey
-from torchtitan.tools.audit.replay import replay, replay_lines
 
 SHOWN_CHARS = 60
 """Characters of a document's text on a line."""
@@ -24,26 +23,13 @@ SHOWN_CHARS = 60
 
 def main(options: argparse.Namespace) -> int:
     """Print the samples of a step, or the steps of a document."""
-    # with --replay it is the layout of the replay
-    ranks = None if options.replay else options.world_size
-    history = read_history(options.run, world_size=ranks)
+    history = read_history(options.run, world_size=options.world_size)
     if options.step is None:
         found = explain_document(history, options.document)
         lines = _document_lines(found)
     else:
         found = explain_step(history, options.step, text=options.text)
         lines = _step_lines(found)
-        if options.replay:
-            found["replay"] = replay(
-                options.run,
-                history,
-                found,
-                out=options.out,
-                world_size=options.world_size,
-                settings=options.settings,
-            )
-            path = history[-1].config.model.tokenizer_path
-            lines = replay_lines(found["replay"], tokenizer_path=path)
     text = json.dumps(found) if options.json else printable("\n".join(lines))
     sys.stdout.write(text + "\n")
     return 0

@@ -26,7 +26,7 @@ from torchtitan.data.settings import DEFAULT_CACHE
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.mesh.settings import CommConfig
-from torchtitan.metrics.ledger import read_hardware
+from torchtitan.metrics.events import read_hardware
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.resume_rules import Job
 

@@ -25,7 +25,7 @@ from torchtitan.checkpoint.storage import METADATA, find_steps
 from torchtitan.config.sources import flatten, parse
 from torchtitan.job import CONFIG_FILE
 from torchtitan.mesh.dims import resolve_dims
-from torchtitan.metrics.ledger import LEDGER, read_ledger
+from torchtitan.metrics.events import EVENTS, read_events
 from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.resume_rules import Job
 from torchtitan.tools.compare.layouts.gaps import tensor_difference
@@ -153,17 +153,17 @@ class StoredTensors(Mapping[str, Tensor]):
 def have_same_samples(a: Path, b: Path) -> bool:
     """Return whether the data-parallel ranks of two runs had the same samples, at every start.
 
-    Then `max_loss`, the largest mean loss of such a rank, is comparable. Without a ledger it is
+    Then `max_loss`, the largest mean loss of such a rank, is comparable. Without events it is
     not.
 
     Raises:
-        UserError: A ledger is damaged.
+        UserError: The events are damaged.
     """
     splits: list[set[tuple[int, int]]] = [set(), set()]
     for run, found in zip((a, b), splits, strict=True):
-        for row in read_ledger(run):
+        for row in read_events(run):
             if row["event"] == "start":
-                config = Job.stored(row["config"], file=run / LEDGER).config
+                config = Job.stored(row["config"], file=run / EVENTS).config
                 dp = resolve_dims(config.parallelism, world_size=row["world_size"]).dp
                 # a single rank has all samples, for any size of its microbatches
                 found.add((dp, config.training.local_batch_size if dp > 1 else 0))

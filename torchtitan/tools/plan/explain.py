@@ -20,7 +20,7 @@ from statistics import median
 from torchtitan.base.custom import trusting_stored
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import CONFIG_FILE
-from torchtitan.metrics.ledger import Hardware, read_hardware
+from torchtitan.metrics.events import Hardware, read_hardware
 from torchtitan.metrics.rows import Row, figure_of, read_rows
 from torchtitan.resume_rules import Job
 from torchtitan.tools.plan.account import Account, replay

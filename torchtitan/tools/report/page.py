@@ -112,14 +112,14 @@ def _facts(run: RunRecord) -> Iterator[tuple[str, object]]:
         yield "device", run.hardware.device
     if (dims := _dims(run)) is not None:
         yield "layout", dims
-    saved = [row for row in run.ledger if row["event"] == "checkpoint"]
+    saved = [row for row in run.events if row["event"] == "checkpoint"]
     if saved:
         yield "checkpoints", f"{len(saved)}, last {saved[-1]['folder']}"
-    if run.ledger and run.ledger[-1]["event"] == "end":
-        # of an error, `Ledger.record_failure` writes "TYPE: MESSAGE"; the events have all of it
-        error, colon, _ = run.ledger[-1]["reason"].partition(": ")
-        is_error = colon and error.isidentifier()
-        yield "ended", f"by an error, {error}" if is_error else run.ledger[-1]["reason"]
+    if run.events and run.events[-1]["event"] in ("end", "failure"):
+        last = run.events[-1]
+        # of an error the reason is "TYPE: MESSAGE"; the events have all of it
+        error = last["reason"].partition(": ")[0]
+        yield "ended", f"by an error, {error}" if last["event"] == "failure" else last["reason"]
 
 
 def _model(config: Config, layout: Layout | None) -> str:

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.base.log import plural
+from torchtitan.config.sources import flatten, parse
 from torchtitan.job import CONFIG_FILE
 from torchtitan.layout import find_layout
-from torchtitan.metrics.ledger import Hardware, newest_hardware, read_ledger
+from torchtitan.metrics.events import EVENTS, Hardware, newest_hardware, read_events
 from torchtitan.metrics.rows import RECORD, Row, figure_of, read_rows
 from torchtitan.parallel.layout import Layout
 from torchtitan.resume_rules import Job, resolve_model
@@ -27,9 +28,12 @@ PANELS: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("gradient norm, before clipping", "L2 norm", ("grad_norm",)),
     ("learning rate", "learning rate", ("lr",)),
     ("throughput of all devices", "tokens / s", ("tokens_per_second",)),
-    ("time of a step, and of waiting for data", "seconds", ("step_time_s", "data_time_s")),
+    (
+        "time of a step, and of waiting for data",
+        "seconds",
+        ("step_time_s", "data_time_s", "slowest_data_time_s"),
+    ),
     ("peak memory", "GiB", ("memory_peak_gib",)),
-    ("time of the slowest rank", "ratio to the other ranks", ("slowest_ratio",)),
     ("model FLOPs utilization", "% of the peak", ("mfu",)),
     ("load of the busiest expert", "ratio to the mean", ("router/load_max_over_mean",)),
 )
@@ -94,7 +98,7 @@ class RunRecord:
     name: str
     folder: Path
     figures: Figures
-    ledger: list[Row]
+    events: list[Row]
     job: Job | None
     """None: this version cannot read the settings."""
     hardware: Hardware | None
@@ -120,8 +124,8 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         job = Job.stored_in(folder / CONFIG_FILE)
     except ConfigError:
         job = None
-    ledger = read_ledger(folder)
-    hardware = newest_hardware(ledger)
+    rows = read_events(folder)
+    hardware = newest_hardware(rows)
     layout = None
     if job is not None and hardware is not None:
         # errors: another layout of an elastic start, or a file that was moved
@@ -131,7 +135,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
         name=name,
         folder=folder,
         figures=figures,
-        ledger=ledger,
+        events=rows,
         job=job,
         hardware=hardware,
         layout=layout,
@@ -166,28 +170,42 @@ def thinned(
 
 
 def events(run: RunRecord) -> list[dict[str, object]]:
-    """Return the events of a run: step, time, kind and a line of text each."""
-    found: list[dict[str, object]] = []
-    is_first = True
-    for row in run.ledger:
-        kind = row["event"]
+    """Return the events of a run: step, time, kind and a line of text each.
+
+    A start lists the settings that differ from those of the start before it.
+    """
+    shown: list[dict[str, object]] = []
+    settings: dict[str, object] | None = None
+    for row in run.events:
+        kind, changes = row["event"], list[str]()
         if kind == "start":
-            verb = "started" if is_first else "started again"
-            line = f"{verb}: {row['layout']}, {plural(row['world_size'], 'rank')}"
-            is_first = False
-        elif kind == "change":
-            line = f"{row['setting']}: {_short(row['old'])} \u2192 {_short(row['new'])}"
+            now = _settings(row)
+            line = f"{'started' if settings is None else 'started again'}: {row['layout']}"
+            line += f", {plural(row['world_size'], 'rank')}"
+            changes = [
+                f"{key}: {_short(settings.get(key))} \u2192 {_short(now.get(key))}"
+                for key in {**(settings or {}), **now}
+                if settings is not None and settings.get(key) != now.get(key)
+            ]
+            settings = now
         elif kind == "spike":
             line = (
                 f"spike: {row['figure']} {_number(row, 'value')} above {_number(row, 'bound')}; "
                 f"{'skipped' if row['action'] == 'skip' else 'clipped'}"
             )
-        elif kind == "end":
+        elif kind in ("end", "failure"):
             line = f"ended: {row['reason']}"
         else:
             continue  # e.g. checkpoints, which are many
-        found.append({"step": row["step"], "time": row["time"], "kind": kind, "line": line})
-    return found
+        facts = {"step": row["step"], "time": row["time"]}
+        shown.append({**facts, "kind": kind, "line": line})
+        shown += ({**facts, "kind": "change", "line": change} for change in changes)
+    return shown
+
+
+def _settings(start: Row) -> dict[str, object]:
+    flat = flatten(parse(start["config"], origin=EVENTS), origin=EVENTS)
+    return {".".join(key): setting.value for key, setting in flat.items()}
 
 
 def _number(row: Row, name: str) -> str:
