@@ -29,7 +29,7 @@ import tomli_w
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
-from torchtitan.config.sources import parse
+from torchtitan.config.settings import parse
 from torchtitan.metrics.rows import read_rows
 
 TABLE: Any = parse(Path(__file__).with_suffix(".toml").read_text("utf-8"), origin="flavours")

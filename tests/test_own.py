@@ -16,7 +16,7 @@ from torchtitan.base.imports import load_object
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.build import describe_export
 from torchtitan.callbacks import build_callbacks
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import to_toml
 from torchtitan.job import load_config
 from torchtitan.layout import find_layout
 from torchtitan.models.families import find_model

@@ -24,8 +24,7 @@ from torchtitan.base import custom
 from torchtitan.base.errors import UserError
 from torchtitan.base.stored_json import read_json
 from torchtitan.checkpoint.checksums import MANIFEST, seal, write_bytes
-from torchtitan.config.schema import keys, value_at
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import keys, to_toml, value_at
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.metrics.events import EVENTS
 from torchtitan.models.decoder import Decoder

@@ -33,10 +33,15 @@ from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.base.log import note_in_file
 from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.config.load import violations
-from torchtitan.config.schema import literal
-from torchtitan.config.sources import CONFIG_FILE, PYTHON, Layer, Setting, flatten
-from torchtitan.config.typed import with_types
+from torchtitan.config.settings import (
+    CONFIG_FILE,
+    PYTHON,
+    Layer,
+    Setting,
+    checked,
+    flatten,
+    import_paths,
+)
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.lora import apply_lora
@@ -47,7 +52,7 @@ from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import CONFIG
 from torchtitan.hf.tokenizer_files import eos_ids, read_stop_ids, tokenizer_file
-from torchtitan.job import Config, find_own, load_job
+from torchtitan.job import Config, load_job
 from torchtitan.mesh.ranks import on_first_rank, read_rank_info
 from torchtitan.mesh.stop import interrupt, watch_signals
 from torchtitan.metrics.rows import RECORD, Row, read_rows
@@ -108,10 +113,11 @@ def load_config(path: str | os.PathLike[str] | None = None, **overrides: object)
     layer: Layer = {}
     if path is not None:
         file = os.fspath(path)
-        layer[CONFIG_FILE] = Setting(file, PYTHON, ("path",), literal(file))
+        layer[CONFIG_FILE] = Setting(file, PYTHON, ("path",))
     for name, value in overrides.items():
         *section, last = name.split(".")
-        layer |= flatten({last: _as_toml(value)}, origin=PYTHON, prefix=tuple(section))
+        values = {last: _as_toml(value)}
+        layer |= flatten(values, origin=PYTHON, tree=Config, prefix=tuple(section))
     return load_job(layer).config
 
 
@@ -145,7 +151,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
         raise ConfigError(
             "train has run in this process with several ranks; train in another process"
         )
-    trust(text for _, text in find_own(config))  # dataclasses.replace may have named others
+    trust(text for _, text in import_paths(config))  # dataclasses.replace may have named others
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
     with watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
@@ -198,10 +204,7 @@ def _checked(config: Config) -> Config:
             "of a train in another thread; call torch.distributed.destroy_process_group() first, "
             "or train in another process"
         )
-    config = with_types(config)
-    if wrong := [one for one in violations(config) if not one.is_notice]:
-        raise ConfigError(wrong)
-    return config
+    return checked(config)
 
 
 def load_model(

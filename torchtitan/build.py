@@ -30,12 +30,12 @@ from torchtitan.base.patterns import matches
 from torchtitan.callbacks import CallbackRunner, build_callbacks
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import import_paths, to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
 from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
-from torchtitan.job import CONFIG_FILE, Config, JobConfig, find_own, write_config
+from torchtitan.job import CONFIG_FILE, Config, JobConfig, write_config
 from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import FULL_WORLD_SIZE, Mesh, build_mesh
 from torchtitan.mesh.ranks import (
@@ -567,7 +567,7 @@ def build_checkpoints(
 
 def hash_custom_code(config: Config) -> dict[str, str]:
     """Return the source hash of each custom module that shapes the training."""
-    if not find_own(config):
+    if not any(import_paths(config)):
         return {}
     from torchtitan.resume_rules import shaping_code
 

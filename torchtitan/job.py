@@ -12,24 +12,25 @@ import logging
 import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-from annotated_types import Ge, Lt
+from typing import Annotated, Any
 
 from torchtitan.base.custom import is_import_path, trust
 from torchtitan.base.errors import CheckpointError, Violation
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.config.load import Loaded, load
-from torchtitan.config.schema import (
+from torchtitan.config.old_names import OLD_NAMES, OTHER_DEFAULTS
+from torchtitan.config.settings import (
+    Layer,
+    Loaded,
     LocalPath,
-    Path,
     PositiveInt,
+    Range,
     Requires,
     Text,
     import_paths,
-    values_of,
+    load,
+    to_toml,
+    value_at,
 )
-from torchtitan.config.sources import Layer, to_toml
 from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConfig
 from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ElasticConfig, ParallelismConfig
@@ -42,9 +43,6 @@ from torchtitan.parallel.settings import (
     CompileConfig,
     QuantizeConfig,
 )
-
-if TYPE_CHECKING:
-    from torchtitan.config.foreign import Foreign
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
@@ -72,7 +70,7 @@ class JobConfig:
 class DebugConfig:
     """Reproducibility."""
 
-    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
+    seed: Annotated[int, Range(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the order of the data and every random generator."""
     deterministic: bool = False
     """Refuse operators that are not reproducible bit for bit."""
@@ -238,14 +236,14 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
         ConfigError: Lists every mistake in the file and on the command line.
         SystemExit: After `--help` was printed.
     """
-    foreign = foreign_names()
-    loaded = use_model_of_folder(load(Config, argv, foreign=foreign))
-    trust(text for _, text in find_own(loaded.config))
-    if loaded.foreign_file is not None:
-        meanings = foreign.other_meanings(loaded.given, values_of(loaded.config))
-        for meaning in (*meanings, *_cut_warmup(loaded.config)):
-            file = loaded.foreign_file
-            logger.warning("%s: written for torchtitan 0.2, where %s", file, meaning)
+    loaded = use_model_of_folder(load(Config, argv, old_names=OLD_NAMES))
+    trust(text for _, text in import_paths(loaded.config))
+    if loaded.old_file is not None:
+        for key, (switch, difference) in OTHER_DEFAULTS.items():
+            is_on = switch is None or value_at(loaded.config, tuple(switch.split(".")))
+            if is_on and tuple(key.split(".")) not in loaded.given:
+                text = "%s: written for torchtitan 0.2, where by default %s"
+                logger.warning(text, loaded.old_file, difference)
     return loaded
 
 
@@ -268,18 +266,6 @@ def write_config(config: Config) -> None:
         raise CheckpointError(
             f"job.dump_folder must be writable, got {path}: {error.strerror}"
         ) from error
-
-
-def foreign_names() -> Foreign:
-    """Return the known names of torchtitan 0.1 and 0.2, earlier versions and other trainers."""
-    from torchtitan.config.foreign import read_foreign
-
-    here = pathlib.Path(__file__)
-    return read_foreign(
-        here.with_name("torchtitan_0_2.toml"),
-        program="torchtitan",
-        other_trainers=here.with_name("other_trainers.toml"),
-    )
 
 
 def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
@@ -308,20 +294,3 @@ def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
         changed: dict[str, Any] = {key: value}
         model = replace(model, **changed)
     return replace(loaded, config=replace(config, model=model), given=given)
-
-
-def _cut_warmup(config: Config) -> Iterator[str]:
-    total = config.lr_scheduler.total_steps or config.training.steps
-    if 0 <= total < config.lr_scheduler.num_warmup_steps(total):
-        yield (
-            f"a warmup is cut to the length of the schedule; here it is not; to do the same write "
-            f"[lr_scheduler] warmup_steps = {total}"
-        )
-
-
-# --- custom code -------------------------------------------------------------------------------
-
-
-def find_own(config: object) -> list[tuple[Path, str]]:
-    """Return each import path in settings, with the key that holds it."""
-    return import_paths(type(config), values_of(config))

@@ -128,7 +128,7 @@ def exit_code_of_job(error: ChildFailedError, places: Places | None) -> int:
 
 def find_places(arguments: argparse.Namespace, *, since: float) -> Places | None:
     """Return where the training that failed writes, None if another program was started."""
-    from torchtitan.config.sources import COMMAND_LINE, CONFIG_FILE, Setting, read_layers
+    from torchtitan.config.settings import COMMAND_LINE, CONFIG_FILE, Setting, flatten, read_files
     from torchtitan.mesh.settings import CommConfig
 
     words = [arguments.training_script, *arguments.training_script_args]
@@ -142,12 +142,13 @@ def find_places(arguments: argparse.Namespace, *, since: float) -> Places | None
     given = {key: _find_option(words, f"--{'.'.join(key)}") for key in found}
     file = _find_option(words, "--job.config_file")
     try:
-        layers = read_layers(Setting(file, COMMAND_LINE, CONFIG_FILE, file)) if file else []
+        tables = read_files(Setting(file, COMMAND_LINE, CONFIG_FILE)) if file else {}
     except UserError:  # it was changed since the start
         if given["job", "dump_folder"] is None:
             return None
-        layers = []
-    for layer in layers:
+        tables = {}
+    for table in tables.values():
+        layer = flatten(table, origin="")
         found |= {key: str(layer[key].value) for key in found if key in layer}
     found |= {key: value for key, value in given.items() if value is not None}
     folder, records, prefix = found.values()

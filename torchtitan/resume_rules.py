@@ -23,11 +23,18 @@ from torchtitan.base.imports import load_module
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Comparison, resolve_step, stored_layout
-from torchtitan.config.load import build
-from torchtitan.config.schema import Path, literal, values_of
-from torchtitan.config.sources import Layer, Setting, flatten, parse
+from torchtitan.config.old_names import OLD_NAMES
+from torchtitan.config.settings import (
+    Path,
+    build,
+    flatten,
+    import_paths,
+    literal,
+    parse,
+    values_of,
+)
 from torchtitan.data.loader import MapSamples, plan_steps
-from torchtitan.job import CONFIG_FILE, Config, find_own, foreign_names
+from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.models.settings import HF
 
 logger = logging.getLogger(__name__)
@@ -75,10 +82,6 @@ WARMUP_STEPS = ("lr_scheduler", "warmup_steps")
 WARMUP_RATIO = ("lr_scheduler", "warmup_ratio")
 DECAY_END = ("lr_scheduler", "decay_end")
 FLAVOR = ("model", "flavor")
-EARLIER_KEYS = {("checkpoint", "upload_check"), ("job", "save_config_file")}
-"""Keys of earlier versions that shape no training."""
-NUM_MICROBATCHES = ("parallelism", "pipeline_parallel_num_microbatches")
-MICROBATCH_SIZE = ("parallelism", "pipeline_parallel_microbatch_size")
 LOCAL_BATCH = ("training", "local_batch_size")
 GLOBAL_BATCH = ("training", "global_batch_size")
 
@@ -94,7 +97,7 @@ class Job:
     def stored(
         cls, toml: str, *, file: pathlib.Path | str = "stored settings", dp: int | None = None
     ) -> Job:
-        """Read settings that `to_toml` wrote, with the meaning that they had then.
+        """Read settings that `to_toml` wrote.
 
         Args:
             file: Named in errors.
@@ -103,12 +106,13 @@ class Job:
             ConfigError: The settings cannot be read.
         """
         try:
-            layer = _with_old_meaning(flatten(parse(toml, origin=str(file)), origin=str(file)))
+            layer = flatten(parse(toml, origin=str(file)), origin=str(file), tree=Config)
             # the version that stored them has checked them by its own rules
-            loaded = build(Config, [layer], foreign=foreign_names(), check_rules=False)
-            config = loaded.checked()
-            note_stored((text for _, text in find_own(config)), file=str(file))
-            return cls(config=config, dp=dp)
+            loaded, mistakes = build(Config, [layer], old_names=OLD_NAMES, check_rules=False)
+            if mistakes:
+                raise ConfigError(mistakes)
+            note_stored((text for _, text in import_paths(loaded.config)), file=str(file))
+            return cls(config=loaded.config, dp=dp)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; restore {file}, or use the version that wrote it"
@@ -190,7 +194,7 @@ def shaping_code(config: Config) -> dict[str, str]:
     """Return the source hash of each custom module that shapes the training."""
     return {
         text: source_hash(text, key=".".join(path))
-        for path, text in find_own(config)
+        for path, text in import_paths(config)
         if not _is_ignored(path)
     }
 
@@ -201,29 +205,6 @@ def source_hash(path: str, *, key: str) -> str:
     if file is None or not pathlib.Path(file).is_file():
         return ""
     return hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
-
-
-def _with_old_meaning(stored: Layer) -> Layer:
-    """Translate settings of earlier versions, which store all settings that they have.
-
-    Without decay_end, the decay ended at the last step, and debugmodel was today's `small`. A
-    pipeline could be given its number of microbatches.
-    """
-    stored = {path: one for path, one in stored.items() if path not in EARLIER_KEYS}
-    number, batch = stored.pop(NUM_MICROBATCHES, None), stored.get(LOCAL_BATCH)
-    if number is not None and batch is not None:
-        values = number.value, batch.value
-        if isinstance(values[0], int) and isinstance(values[1], int) and values[0] > 0:
-            size = max(1, values[1] // values[0])
-            changed = replace(number, value=size, written=MICROBATCH_SIZE, given=str(size))
-            stored[MICROBATCH_SIZE] = changed
-    if DECAY_END in stored:
-        return stored
-    end = Setting("last_step", "stored settings", DECAY_END, '"last_step"')
-    translated = stored | {DECAY_END: end}
-    if FLAVOR in stored and stored[FLAVOR].value == "debugmodel":
-        translated[FLAVOR] = replace(stored[FLAVOR], value="small", given='"small"')
-    return translated
 
 
 def _is_ignored(path: Path) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError, UserError
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import to_toml
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hf.config import sizes_of
 from torchtitan.job import load_config

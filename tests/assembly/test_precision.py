@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.models.fake_group import fake_group
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import to_toml
 from torchtitan.job import Config, load_config
 from torchtitan.parallel import precision
 from torchtitan.resume_rules import Job, trajectory_differences

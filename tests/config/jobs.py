@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import Loaded, build
-from torchtitan.config.sources import flatten, parse, parse_command_line
-from torchtitan.job import Config, foreign_names, load_config
-
-THEIRS = foreign_names()
+from torchtitan.config.old_names import OLD_NAMES
+from torchtitan.config.settings import build, flatten, parse, parse_command_line
+from torchtitan.job import Config, load_config
 
 
 class Jobs:
@@ -37,15 +36,30 @@ class Jobs:
         return mistakes_of(lambda: self.load(text, *options))
 
 
-def loaded(text: str = "", *options: str, base: str = "") -> Loaded[Config]:
+@dataclass(frozen=True)
+class Checked:
+    """Settings, with what is wrong with them."""
+
+    config: Config
+    mistakes: list[str]
+    notices: list[str]
+    old_file: str | None
+
+    def checked(self) -> Config:
+        assert not self.mistakes
+        return self.config
+
+
+def loaded(text: str = "", *options: str, base: str = "") -> Checked:
     """Build from texts as from job.toml on top of base.toml, with mistakes and notices."""
     layers = [
-        flatten(parse(one, origin=name), origin=name)
+        flatten(parse(one, origin=name), origin=name, tree=Config)
         for name, one in (("base.toml", base), ("job.toml", text))
     ]
-    given, stray = parse_command_line(options, tree=Config, renamed=THEIRS.new_names)
+    given, stray = parse_command_line(options, tree=Config)
     assert not stray
-    return build(Config, [*layers, given], foreign=THEIRS)
+    found, mistakes = build(Config, [*layers, given], old_names=OLD_NAMES)
+    return Checked(found.config, mistakes, found.notices, found.old_file)
 
 
 def mistakes_of(load: Callable[[], object]) -> list[str]:

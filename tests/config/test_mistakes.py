@@ -21,7 +21,7 @@ from torchtitan.job import Config
         ("[training.steps]\nx = 5", "[training.steps] x = 5", "a table"),
         ("[debug]\nxyzzy = 1", "[debug] xyzzy = 1", "deterministic, "),
         ("[job]\nconfig_file = 'x'", '[job] config_file = "x"', 'base = "other.toml"'),
-        ("[optimizer.groups]\nlr = 1", "[optimizer] groups", "[[optimizer.groups]]"),
+        ("[optimizer.groups]\nlr = 1", "[optimizer.groups] lr = 1", "[optimizer] groups"),
     ],
 )
 def test_wrong_names(text: str, place: str, meant: str) -> None:
@@ -92,6 +92,6 @@ def test_all_mistakes_come_together(jobs: Jobs) -> None:
         "[training.dataloader] persistent_workers",
         "[lr_scheduler] lr_min",
         "--training.seq_len 0",
-        "--chekpoint.enable",
+        "--chekpoint.enable true",
     }
     assert len(found) == 10

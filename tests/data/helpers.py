@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.config.schema import keys
+from torchtitan.config.settings import keys
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.documents import build_text
 from torchtitan.data.loader import Loader

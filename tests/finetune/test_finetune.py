@@ -420,7 +420,11 @@ def test_generated_examples_are_held_out(tmp_path: Path) -> None:
     for held_out in (False, True):
         job = training(tmp_path, dataset="synthetic_examples", seq_len=256, num_epochs=1)
         dataset = build_examples(
-            job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, holdout=Holdout(held_out=held_out)
+            job,
+            tokenizer=ByteTokenizer(),
+            tokenizer_path="byte",
+            seed=0,
+            holdout=Holdout(held_out=held_out),
         )
         assert dataset.num_samples is not None
         assert dataset.num_samples > 500 or held_out

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge
-
 from torchtitan.base.errors import Violation
 from torchtitan.base.urls import is_plain_url, is_url
-from torchtitan.config.schema import (
+from torchtitan.config.settings import (
     GIVEN,
     NonNegativeInt,
     PathOrURL,
     PositiveInt,
+    Range,
     Requires,
     Text,
     inside_dump_folder,
@@ -74,7 +73,7 @@ class CheckpointConfig:
     keep_best: Annotated[NonNegativeInt, HAS_NO_EFFECT, Requires("validation.enable", True)] = 0
     """Number of checkpoints with the lowest validation loss to keep in addition. Each save is then
     preceded by a validation."""
-    load_step: Annotated[int, Ge(-1), GOING_BACK] = -1
+    load_step: Annotated[int, Range(ge=-1), GOING_BACK] = -1
     """Step of initial_load_path to start from; -1: the newest."""
     mode: Annotated[
         Literal["recover", "continue", "finetune"],

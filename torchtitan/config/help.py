@@ -2,93 +2,101 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import inspect
 import itertools
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
-from typing import Any
+from typing import Literal
 
-from rich_argparse import RichHelpFormatter
+from torchtitan.config.settings import (
+    ImportPath,
+    Key,
+    Range,
+    Requires,
+    check_object,
+    header,
+    keys,
+    literal,
+    sections,
+)
 
-from torchtitan.config.schema import Key, keys, literal, sections
-from torchtitan.config.sources import COMMAND_LINE, header, spell
-
-USAGE = "python -m torchtitan.train --job.config_file FILE [--section.key VALUE ...]"
+USAGE = "usage: python -m torchtitan.train --job.config_file FILE [--section.key VALUE ...]"
 ABOUT = (
     "Settings of a job. A TOML file holds them as [section] key = value; options override the "
     "file. Values are written as in TOML, strings without quotes. An option without a value means "
     "true, several words make a list, and none unsets an optional setting."
 )
-METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
+INDENT = " " * 6
 
 
-def print_help(tree: type) -> None:
-    """Print every key of a tree, section by section."""
-
-    class Formatter(RichHelpFormatter):
-        # square brackets are section names, not rich's markup
-        text_markup = False
-        help_markup = False
-        group_name_formatter = str
-
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=Formatter, add_help=False
+def format_help(tree: type) -> str:
+    """Return every key of a tree, section by section."""
+    width = shutil.get_terminal_size().columns
+    wrapper = textwrap.TextWrapper(
+        width, INDENT, INDENT, break_long_words=False, break_on_hyphens=False
     )
-    parser.add_argument("-h", "--help", action="store_true", help="Show this help and exit.")
+    lines = [USAGE, "", textwrap.fill(ABOUT, width=width)]
     for section, cls in sections(tree).items():
-        group = parser.add_argument_group(header(section), cls.__doc__)
+        lines.append(f"\n{header(section)}: {cls.__doc__}")
         for path, key in keys(tree).items():
             if path[:-1] == section:
-                group.add_argument(
-                    spell(path, origin=COMMAND_LINE),
-                    nargs="?" if key.kind is bool else "*" if key.kind is tuple else None,
-                    metavar="TABLE" if key.kind is dict else METAVARS.get(key.item, "TABLE"),
-                    help=describe(key).replace("%", "%%"),
-                )
-    parser.print_help()
+                lines += [f"  --{'.'.join(path)}", wrapper.fill(describe(key))]
+    return "\n".join(lines)
 
 
 def describe(key: Key) -> str:
     """Return docstring, type, default and requirements of a key."""
     default = "not set" if key.default is None else literal(key.default)
-    parts = [key.type_text, "required" if key.default is MISSING else f"default: {default}"]
-    for one in key.requires:
-        parts.append(f"{' or '.join(map(literal, one.of))} needs {one.text}".lstrip())
+    parts = [type_text(key), "required" if key.default is MISSING else f"default: {default}"]
+    for item in key.metadata:
+        if isinstance(item, Requires):
+            parts.append(f"{' or '.join(map(literal, item.of))} needs {item.text}".lstrip())
     inner = keys(key.item) if is_dataclass(key.item) else {}
-    columns = "".join(f" {path[0]}: {describe(inner_key)}" for path, inner_key in inner.items())
+    columns = "".join(f" {path[0]}: {describe(item)}" for path, item in inner.items())
     return f"{docstring_of(key)} ({'; '.join(parts)}){columns}"
 
 
+def choices(key: Key) -> tuple[str, ...]:
+    """Return the names that a key takes."""
+    literals = [names for origin, names in key.layers if origin is Literal]
+    checks = [check.names for check in key.metadata if isinstance(check, ImportPath)]
+    return tuple(itertools.chain(*literals, *checks))
+
+
+def type_text(key: Key) -> str:
+    """Return type and bounds of a key, such as `int > 0` or `list of str`."""
+    if key.kind is dict:
+        return "table of any keys"
+    names = [*choices(key), *["package.module:NAME"] * key.takes_import_path]
+    name = "tables" if is_dataclass(key.item) else " | ".join(names) or key.item.__name__
+    if check_object in key.metadata:
+        name = '{path = "package.module:NAME", ...}'
+    depth = [origin for origin, _ in key.layers].count(tuple)
+    text = f"list of {'lists of ' * (depth - 1)}{name}" if depth else name
+    return " ".join([text, *(str(item) for item in key.metadata if isinstance(item, Range))])
+
+
 def docstring_of(key: Key) -> str:
-    """Return the docstring under the field of a key."""
-    cls, remark = key.source
-    return " ".join(f"{docstrings(cls).get(key.name, '')} {remark}".split())
+    """Return the docstring under the field of a key, in one line."""
+    cls, remark = key.field.metadata.get("source", (key.section, ""))
+    return " ".join(f"{docstrings(cls).get(key.field.name, '')} {remark}".split())
 
 
 @functools.cache
 def docstrings(cls: type) -> Mapping[str, str]:
     """Return the string under each field of a dataclass, those of its bases included."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
-        body = _class_bodies(sys.modules.get(base.__module__)).get(base.__name__, [])
+        module = ast.parse(inspect.getsource(sys.modules[base.__module__]))
+        nodes = (node for node in ast.walk(module) if isinstance(node, ast.ClassDef))
+        body = next((node.body for node in nodes if node.name == base.__name__), [])
         for statement, text in itertools.pairwise(body):
             match statement, text:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(doc))),
-                ):
-                    found[name] = doc
-    return found
-
-
-@functools.cache
-def _class_bodies(module: Any) -> Mapping[str, list[ast.stmt]]:
-    try:
-        tree = ast.parse(inspect.getsource(module))
-    except (OSError, TypeError):  # a module without a file
-        return {}
-    return {one.name: one.body for one in ast.walk(tree) if isinstance(one, ast.ClassDef)}
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(doc))):
+                    texts[name] = doc
+    return texts

@@ -8,11 +8,10 @@ from itertools import pairwise
 from string import Formatter
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
-
 from torchtitan.base.errors import Violation
 from torchtitan.base.urls import hide_credentials, is_url
-from torchtitan.config.schema import (
+from torchtitan.config.settings import (
+    ENABLED,
     IMPORT_PATH,
     CustomObject,
     FinitePositive,
@@ -23,12 +22,13 @@ from torchtitan.config.schema import (
     Options,
     Parse,
     PositiveInt,
+    Range,
     Replaces,
     Requires,
     Text,
 )
 
-WORKERS = Requires("num_workers", Ge(1))
+WORKERS = Requires("num_workers", ENABLED)
 READS_FILES = ("files", "examples")
 SUPERVISED = ("examples", "synthetic_examples")
 OF_EXAMPLES = Requires("dataset", SUPERVISED)
@@ -75,7 +75,7 @@ def _is_pair(value: tuple[int, ...]) -> None:
         raise ValueError("must have a first and a last number")
 
 
-SampleRange = Annotated[tuple[Annotated[int, Ge(0)], ...], Parse(_parse_range), _is_pair]
+SampleRange = Annotated[tuple[Annotated[int, Range(ge=0)], ...], Parse(_parse_range), _is_pair]
 DEFAULT_CACHE = "~/.cache/torchtitan"
 FETCHED = "fetched"
 """Folder of the cache that holds copies of objects."""
@@ -102,7 +102,7 @@ class DataLoaderConfig:
 class TrainingConfig:
     """Data, batch sizes, length and precision of the training."""
 
-    steps: Annotated[int, Ge(-1)] = -1
+    steps: Annotated[int, Range(ge=-1)] = -1
     """Optimizer steps. 0: save and export the start without training. -1: the steps of num_epochs,
     or 10000 without it. With both, the run ends at the earlier one."""
     seq_len: PositiveInt = 2048
@@ -112,7 +112,7 @@ class TrainingConfig:
     global_batch_size: MinusOneOrMore = -1
     """Samples per optimizer step over all ranks, a multiple of local_batch_size times the
     data-parallel degree. The rest is gradient accumulation. -1: no accumulation."""
-    max_norm: Annotated[float, Gt(0)] = 1.0
+    max_norm: Annotated[float, Range(gt=0)] = 1.0
     """Gradients are clipped to this global norm; inf never clips."""
     attn_mask_type: Literal["causal", "block_causal"] = "causal"
     """causal: a token attends to all previous tokens of its sample. block_causal: only to those of
@@ -266,7 +266,7 @@ class ValidationConfig:
     """Keyword arguments of a custom dataset."""
     dataset_path: tuple[Text, ...] = ()
     """Files to measure the loss on, as training.dataset_path."""
-    holdout_fraction: Annotated[float, Gt(0.0), Lt(1.0)] | None = None
+    holdout_fraction: Annotated[float, Range(gt=0, lt=1)] | None = None
     """Fraction of the training documents to hold out and measure the loss on, chosen by a hash of
     their content, instead of dataset. They are held out even if enable is false."""
     local_batch_size: PositiveInt | None = None

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge
-
-from torchtitan.config.schema import FinitePositive, NonNegativeInt, Requires, Text
+from torchtitan.config.settings import ENABLED, FinitePositive, NonNegativeInt, Requires, Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,19 +14,19 @@ class LoRAConfig:
 
     rank: NonNegativeInt = 0
     """Rank of the adapters. 0: no adapters, and the full model is trained."""
-    alpha: Annotated[FinitePositive, Requires("rank", Ge(1))] = 16.0
+    alpha: Annotated[FinitePositive, Requires("rank", ENABLED)] = 16.0
     """The product of an adapter is scaled by alpha / rank."""
-    modules: Annotated[tuple[Text, ...], Requires("rank", Ge(1))] = (
+    modules: Annotated[tuple[Text, ...], Requires("rank", ENABLED)] = (
         "layers.*.attention.w*",
         "layers.*.feed_forward.w*",
     )
     """Shell patterns of the linear layers with an adapter."""
-    train_embeddings: Annotated[bool, Requires("rank", Ge(1))] = False
+    train_embeddings: Annotated[bool, Requires("rank", ENABLED)] = False
     """Also train token embedding and output head in full, e.g. for tokens that the base lacks. An
     exported adapter then holds both."""
     export_format: Annotated[
         Literal["merged", "adapter"],
-        Requires("rank", Ge(1)),
+        Requires("rank", ENABLED),
         Requires("checkpoint.last_save_in_hf", True),
     ] = "merged"
     """Whether checkpoint.last_save_in_hf writes the model with merged adapters, or only the

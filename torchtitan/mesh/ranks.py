@@ -43,8 +43,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError, Violation
-from torchtitan.config.schema import literal, values_of
-from torchtitan.config.sources import CONFIG_FILE
+from torchtitan.config.settings import CONFIG_FILE, literal, values_of
 from torchtitan.mesh.faults import enable_recorder
 from torchtitan.mesh.settings import CommConfig
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.schema import CustomObject, LocalPath, NonNegativeInt, PositiveInt
+from torchtitan.config.settings import CustomObject, LocalPath, NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,25 +7,26 @@ refuses a size that the model's family lacks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
-
-from annotated_types import Ge, Gt
+from dataclasses import dataclass, field, fields, make_dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
-from torchtitan.config.schema import (
+from torchtitan.config.settings import (
     GIVEN,
     IMPORT_PATH,
+    FiniteNonNegative,
     FinitePositive,
     ImportPath,
     LocalPath,
+    NonNegativeInt,
     Options,
     PositiveInt,
+    Range,
     Requires,
     Text,
     convert,
     finite,
-    with_sizes,
 )
 from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, MLAConfig, RopeScaling
 
@@ -57,7 +58,7 @@ class RopeScalingConfig:
     """flavor: that of model.flavor; none: no scaling; linear: all wavelengths grow (position
     interpolation); llama3: only long wavelengths grow, as in Llama 3.1; yarn: the same by YaRN's
     rule, and attention is sharpened."""
-    factor: Annotated[float | None, finite, Ge(1.0), Requires("type", WITH_FACTOR)] = None
+    factor: Annotated[float | None, finite, Range(ge=1), Requires("type", WITH_FACTOR)] = None
     """Long wavelengths grow by this factor: the new context length over that of pretraining."""
     original_max_position: Annotated[PositiveInt | None, Requires("type", WITH_ORIGINAL)] = None
     """Context length of pretraining, in tokens."""
@@ -132,7 +133,7 @@ class ModelConfig:
     """Conversions of layers before training: "float8", configured in [quantize.linear.float8]."""
     vocab_size: PositiveInt | None = None
     """Rows of the embedding and of the output head. Default: the flavor's."""
-    rope_theta: Annotated[float, finite, Gt(1.0)] | None = None
+    rope_theta: Annotated[float, finite, Range(gt=1)] | None = None
     """Base of the rotary wavelengths. Default: the flavor's."""
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     """Growth of the rotary wavelengths."""
@@ -169,7 +170,29 @@ def _custom_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str
     return sizes
 
 
+def _with_sizes(section: type, *, of: type[DecoderConfig]) -> type:
+    """Return a subclass of a section with an optional key for each size of a model."""
+    hints = get_type_hints(of)
+    scalars: dict[type, Any]
+    scalars = {int: PositiveInt, float: FiniteNonNegative, bool: bool, str: Text}
+    keys = []
+    for size in fields(of):
+        plain = [kind for kind in get_args(hints[size.name]) if kind is not NoneType]
+        kind: Any = scalars.get((plain or [hints[size.name]])[0])
+        if kind is None or hasattr(section, size.name) or size.metadata.get("of_family"):
+            continue
+        text = "In place of the flavor's."
+        if kind is PositiveInt and plain:  # 0 takes away the flavor's
+            kind, text = NonNegativeInt, f"{text} 0: the default."
+        key = field(default=None, metadata={"source": (of, text)})
+        keys.append((size.name, kind | None, key))
+    namespace = {"__doc__": section.__doc__, "__module__": section.__module__}
+    return make_dataclass(
+        section.__name__, keys, bases=(section,), namespace=namespace, frozen=True, kw_only=True
+    )
+
+
 if TYPE_CHECKING:
     ModelSection = ModelConfig
 else:
-    ModelSection = with_sizes(ModelConfig, of=ALL_SIZES, remark="In place of the flavor's.")
+    ModelSection = _with_sizes(ModelConfig, of=ALL_SIZES)

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, Lt
-
 from torchtitan.base.errors import Violation
-from torchtitan.config.schema import (
+from torchtitan.config.settings import (
     IMPORT_PATH,
     FiniteNonNegative,
     FinitePositive,
@@ -18,6 +16,7 @@ from torchtitan.config.schema import (
     NonNegativeInt,
     Options,
     PositiveInt,
+    Range,
     Replaces,
     Requires,
     Text,
@@ -62,9 +61,9 @@ class OptimizerConfig:
     torch.optim.Optimizer of your own, which gets its arguments from options."""
     lr: FinitePositive = 8e-4
     """Peak learning rate; the schedule multiplies it."""
-    beta1: Annotated[float, Ge(0.0), Lt(1.0), Requires("name", WITH_BETAS)] = 0.9
+    beta1: Annotated[float, Range(ge=0, lt=1), Requires("name", WITH_BETAS)] = 0.9
     """Decay of the first moment; Muon's AdamW has it too."""
-    beta2: Annotated[float, Ge(0.0), Lt(1.0), Requires("name", WITH_BETAS)] = 0.95
+    beta2: Annotated[float, Range(ge=0, lt=1), Requires("name", WITH_BETAS)] = 0.95
     """Decay of the second moment."""
     eps: Annotated[
         FinitePositive,
@@ -72,10 +71,10 @@ class OptimizerConfig:
     ] = 1e-8
     """Added to the denominator."""
     momentum: Annotated[
-        float, Ge(0.0), Lt(1.0), Requires("name", "SGD", "use beta1, or remove this")
+        float, Range(ge=0, lt=1), Requires("name", "SGD", "use beta1, or remove this")
     ] = 0.0
     """Momentum."""
-    muon_momentum: Annotated[float, Ge(0.0), Lt(1.0), Requires("name", "Muon")] = 0.95
+    muon_momentum: Annotated[float, Range(ge=0, lt=1), Requires("name", "Muon")] = 0.95
     """Momentum of matrices."""
     muon_excluded_params: Annotated[tuple[Text, ...], Requires("name", "Muon")] = (
         "tok_embeddings.*",
@@ -177,7 +176,7 @@ class SpikesConfig:
     action: Literal["none", "skip", "clip"] = "none"
     """skip: weights and optimizer stay as they were; clip: the gradients are scaled down to the
     median norm of the last steps; none: no detection."""
-    window: Annotated[int, Ge(4), Le(100_000), ACTS] = 128
+    window: Annotated[int, Range(ge=4, le=100_000), ACTS] = 128
     """Number of last steps that define a normal loss and gradient norm; the first ones of a run
     never spike."""
     deviations: Annotated[FinitePositive, ACTS] = 8.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan.config.schema import GIVEN, Fraction, Requires, Text, named_or_number
+from torchtitan.config.settings import GIVEN, Fraction, Requires, Text, named_or_number
 
 KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
 """Compilers that support a memory budget. The second generates no code and is for tests."""

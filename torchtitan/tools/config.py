@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
-from torchtitan.config.schema import literal
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import literal, to_toml
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.settings import ModelConfig

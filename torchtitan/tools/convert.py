@@ -27,7 +27,7 @@ from typing import Any, Literal
 from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan.base.urls import is_plain_url, is_url, local_path
-from torchtitan.config.schema import literal, values_of
+from torchtitan.config.settings import literal, values_of
 from torchtitan.models.settings import ModelSection
 from torchtitan.tools.verbs import DTYPES, build_parser, report_errors
 

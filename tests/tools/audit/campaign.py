@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import to_toml
 from torchtitan.data.loader import Loader
 from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.sampler import SkippedSamples

@@ -16,7 +16,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import cp
 from tests.naming import naming
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import to_toml
 from torchtitan.job import CONFIG_FILE, load_config
 from torchtitan.metrics.events import EVENTS, EventLog
 from torchtitan.tools.compare import command

@@ -11,7 +11,7 @@ import torch
 
 import torchtitan
 from torchtitan.base.device import GIB, device_name
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import to_toml
 from torchtitan.job import Config
 from torchtitan.tools.check.ranks import Checked, Ranks, usual
 

@@ -22,7 +22,7 @@ from torchtitan.base.files import read_text
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.reader import read_metadata, read_tensors
 from torchtitan.checkpoint.storage import METADATA, find_steps
-from torchtitan.config.sources import flatten, parse
+from torchtitan.config.settings import flatten, literal, parse
 from torchtitan.job import CONFIG_FILE
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.events import EVENTS, read_events
@@ -228,7 +228,8 @@ def differing_settings(a: Path, b: Path) -> list[str]:
         return []
     x, y = (flatten(parse(read_text(f), origin=str(f)), origin=str(f)) for f in files)
     given = {
-        path: tuple(s[path].given if path in s else "not set" for s in (x, y)) for path in x | y
+        path: tuple(literal(s[path].value) if path in s else "not set" for s in (x, y))
+        for path in x | y
     }
     return [
         f"{'.'.join(path)}: {values[0]} and {values[1]}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.sources import PYTHON, flatten, parse, to_toml
+from torchtitan.config.settings import PYTHON, flatten, parse, to_toml
 from torchtitan.job import Config, load_config, load_job
 from torchtitan.layout import find_layout
 from torchtitan.parallel.layout import Layout
@@ -148,10 +148,10 @@ class Sent:
             ConfigError: The rules forbid it.
         """
         logging.disable(logging.WARNING)
-        layer = flatten(parse(self.toml, origin=PYTHON), origin=PYTHON)
+        layer = flatten(parse(self.toml, origin=PYTHON), origin=PYTHON, tree=Config)
         for key, value in self.settings.items():
             *section, name = key.split(".")
-            layer |= flatten({name: value}, origin=PYTHON, prefix=tuple(section))
+            layer |= flatten({name: value}, origin=PYTHON, tree=Config, prefix=tuple(section))
         return place(
             load_job(layer).config,
             world_size=self.world_size,

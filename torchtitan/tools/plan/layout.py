@@ -14,7 +14,7 @@ from multiprocessing.pool import Pool
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
-from torchtitan.config.sources import to_toml
+from torchtitan.config.settings import to_toml
 from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.candidates import Candidate, Recompute
 from torchtitan.tools.plan.formulas import Measured, between, measure, rank_candidates

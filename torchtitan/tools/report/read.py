@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.base.log import plural
-from torchtitan.config.sources import flatten, parse
+from torchtitan.config.settings import flatten, parse
 from torchtitan.job import CONFIG_FILE
 from torchtitan.layout import find_layout
 from torchtitan.metrics.events import EVENTS, Hardware, newest_hardware, read_events
