@@ -6,12 +6,14 @@ batch. They are cut into blocks of local_batch_size; rank r's a-th microbatch is
 and the position is the state: a run resumes at the next sample in any layout. Only streams add a
 state of their own. Skipped samples (`SkippedSamples`) are passed over; the order stays the same.
 
-torch's DataLoader runs the workers and reads ahead.
+torchdata's StatefulDataLoader runs the workers and reads ahead. Its own state is not used: it is
+valid only for one rank and one number of workers, and it counts batches.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.sampler import SkippedSamples
@@ -270,7 +272,7 @@ class Loader:
         # the last reference: the iterator joins its workers when it is deleted
         self._batches = None
 
-    def _start(self) -> DataLoader[Any]:
+    def _start(self) -> StatefulDataLoader[Any]:
         settings = self._settings
         in_workers: dict[str, Any] = {}
         if settings.num_workers:
@@ -280,18 +282,21 @@ class Loader:
                 "multiprocessing_context": worker_context(preload=__name__),
                 "worker_init_fn": partial(end_with_trainer, os.getpid()),
             }
-        return DataLoader(
-            _ReturnErrors(self.dataset),  # type: ignore[arg-type]
-            collate_fn=_collate,
-            batch_sampler=self._blocks,  # type: ignore[arg-type]
-            num_workers=settings.num_workers,
-            persistent_workers=settings.persistent_workers,
-            prefetch_factor=settings.prefetch_factor,
-            pin_memory=settings.pin_memory and torch.cuda.is_available(),
-            # not the global generator: its draws would differ after a resume
-            generator=torch.Generator().manual_seed(0),
-            **in_workers,
-        )
+        with warnings.catch_warnings():
+            # torchdata calls a function that torch 2.13 deprecates
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            return StatefulDataLoader(
+                _ReturnErrors(self.dataset),
+                collate_fn=_collate,
+                batch_sampler=self._blocks,
+                num_workers=settings.num_workers,
+                persistent_workers=settings.persistent_workers,
+                prefetch_factor=settings.prefetch_factor,
+                pin_memory=settings.pin_memory and torch.cuda.is_available(),
+                # not the global generator: its draws would differ after a resume
+                generator=torch.Generator().manual_seed(0),
+                **in_workers,
+            )
 
 
 @dataclass(frozen=True)
