@@ -37,7 +37,7 @@ from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.job import CONFIG_FILE, Config, JobConfig, write_config
 from torchtitan.layout import find_layout
-from torchtitan.mesh.dims import FULL_WORLD_SIZE, Mesh, build_mesh
+from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.ranks import (
     OncePerMachine,
     RankInfo,
@@ -231,18 +231,6 @@ def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str
         from torchtitan.resume_rules import resolve_model
 
         config = resolve_model(config)
-    if FULL_WORLD_SIZE in os.environ:
-        from torchtitan.mesh.elastic import fit_ranks
-
-        parallelism, training = fit_ranks(
-            config.parallelism,
-            config.training,
-            settings=config.elastic,
-            world_size=world_size,
-            full_world_size=int(os.environ[FULL_WORLD_SIZE]),
-            can_resume=config.checkpoint.enable,
-        )
-        config = replace(config, parallelism=parallelism, training=training)
     layout = find_layout(config, world_size=world_size)
     check_device(config.compile, float8=layout.float8, device_type=device_type())
     uses_float8 = layout.float8 is not None

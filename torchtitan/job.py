@@ -33,7 +33,7 @@ from torchtitan.config.settings import (
 )
 from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConfig
 from torchtitan.finetune.settings import LoRAConfig
-from torchtitan.mesh.settings import CommConfig, ElasticConfig, ParallelismConfig
+from torchtitan.mesh.settings import CommConfig, ParallelismConfig
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.models.settings import HF, ModelSection
 from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig, RouterConfig, SpikesConfig
@@ -105,7 +105,6 @@ class Config:
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     comm: CommConfig = field(default_factory=CommConfig)
-    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property

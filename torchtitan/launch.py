@@ -31,14 +31,12 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import (
-    determine_local_world_size,
     parse_args,
     parse_min_max_nnodes,
     run,
 )
 
 from torchtitan.base.errors import NonFiniteError, StoppedError, UserError, printable
-from torchtitan.mesh.dims import FULL_WORLD_SIZE
 from torchtitan.mesh.stop import STARTED
 
 SHUTDOWN_SECONDS = 3600
@@ -68,8 +66,6 @@ def main(argv: Sequence[str]) -> int:
     os.environ[STARTED] = str(time.monotonic())
     min_nodes, max_nodes = parse_min_max_nnodes(arguments.nnodes)
     if min_nodes < max_nodes:
-        ranks_per_node = determine_local_world_size(arguments.nproc_per_node)
-        os.environ[FULL_WORLD_SIZE] = str(max_nodes * ranks_per_node)
         # with a shared store a restarted node waits for an address that it never receives
         # (read in torch 2.11 to 2.15)
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -47,7 +47,6 @@ IGNORED: Mapping[Path, str] = {
     ("checkpoint",): "what is saved",
     ("validation",): "what is measured",
     ("comm",): "how ranks wait for each other",
-    ("elastic",): "what a run does when nodes are lost",
     ("parallelism",): _ROUNDING,
     ("activation_checkpoint",): "recomputes the same numbers",
     ("compile",): _ROUNDING,

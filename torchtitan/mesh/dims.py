@@ -20,9 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
 
-FULL_WORLD_SIZE = "TORCHTITAN_FULL_WORLD_SIZE"
-"""Set by the launcher if nodes may be lost: number of ranks on all nodes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:

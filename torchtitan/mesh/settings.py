@@ -1,4 +1,4 @@
-"""Settings of the ranks: the sections [parallelism], [comm] and [elastic]."""
+"""Settings of the ranks: the sections [parallelism] and [comm]."""
 
 from __future__ import annotations
 
@@ -169,13 +169,3 @@ class CommConfig:
     """Folder of the flight recorder's files, inside dump_folder."""
     save_traces_file_prefix: str = "rank_"
     """Prefix of the flight recorder's file names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElasticConfig:
-    """Runs that survive the loss of a node: jobs with a range of nodes, `--nnodes 2:4`."""
-
-    adjustable_degrees: tuple[Literal["dp_shard", "dp_replicate"], ...] = ("dp_shard",)
-    """Degrees that may change while nodes are missing: dp_shard is
-    parallelism.data_parallel_shard_degree, dp_replicate is data_parallel_replicate_degree. Other
-    degrees and the global batch stay the same."""

@@ -138,5 +138,5 @@ def _dims(run: RunRecord) -> ParallelDims | None:
         return None
     try:
         return resolve_dims(run.job.config.parallelism, world_size=run.hardware.world_size)
-    except UserError:  # an elastic start had another layout
+    except UserError:  # the newest start had other degrees
         return None

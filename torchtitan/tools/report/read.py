@@ -128,7 +128,7 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
     hardware = newest_hardware(rows)
     layout = None
     if job is not None and hardware is not None:
-        # errors: another layout of an elastic start, or a file that was moved
+        # errors: other degrees of the newest start, or a file that was moved
         with suppress(UserError):
             layout = find_layout(resolve_model(job.config), world_size=hardware.world_size)
     return RunRecord(
