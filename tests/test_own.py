@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from tests.naming import naming
 from torchtitan.base.custom import is_import_path, trust
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.imports import load_object
-from torchtitan.base.stored_json import StoredJSON
 from torchtitan.build import describe_export
 from torchtitan.callbacks import build_callbacks
 from torchtitan.config.settings import to_toml
@@ -23,9 +21,7 @@ from torchtitan.models.families import find_model
 from torchtitan.optim.schedule import find_decay
 from torchtitan.resume_rules import (
     Job,
-    shaping_code,
     trajectory_differences,
-    warn_of_other_code,
 )
 from torchtitan.tools.config import main as check
 
@@ -148,21 +144,6 @@ def test_an_export_tells_that_a_custom_module_is_not_checked(
     assert any("NO_HF_FILES" in message for message in caplog.messages) == is_told
 
 
-def test_a_resume_under_changed_code_says_so(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (folder / "my_model.py").write_text(MODULE)
-    config = load_config(own("my_model"))
-    stored = {"code": shaping_code(config), "config": to_toml(config), "layout": {}}
-    assert list(stored["code"]) == ["my_model:SPEC"]
-    for text, is_warned in ((MODULE, False), (MODULE + "\n# another\n", True)):
-        (folder / "my_model.py").write_text(text)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            warn_of_other_code(StoredJSON(folder / "manifest.json", stored), now=config)
-        assert ("my_model:SPEC" in caplog.text) == is_warned
-
-
 def test_what_a_model_raises_while_it_is_built_is_told_in_its_own_lines(folder: Path) -> None:
     (folder / "my_model.py").write_text(
         MODULE + "def build(config):\n    return config.missing_one\n"
@@ -170,10 +151,6 @@ def test_what_a_model_raises_while_it_is_built_is_told_in_its_own_lines(folder: 
     )
     with pytest.raises(ConfigError, match=r"return config\.missing_one"):
         find_layout(load_config(own("my_model")), world_size=1)
-    plan = "SPEC = replace(SPEC, tensor_plan={'layers.*.norm': 'replicate'})\n"
-    (folder / "my_plan.py").write_text(MODULE + plan)
-    with pytest.raises(ConfigError, match=r"\['replicate'\]"):
-        find_layout(load_config(own("my_plan")), world_size=1)
 
 
 def test_only_that_form_is_an_import_path() -> None:

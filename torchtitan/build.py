@@ -30,7 +30,7 @@ from torchtitan.base.patterns import matches
 from torchtitan.callbacks import CallbackRunner, build_callbacks
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.config.settings import import_paths, to_toml
+from torchtitan.config.settings import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
 from torchtitan.data.sampler import SkippedSamples
@@ -545,21 +545,11 @@ def build_checkpoints(
         manifest={
             "layout": asdict(layout.dims),
             "config": to_toml(config),
-            "code": hash_custom_code(config),
         },
         export=export,
         validation_data=None if validator is None else validator.data,
         events=events,
     )
-
-
-def hash_custom_code(config: Config) -> dict[str, str]:
-    """Return the source hash of each custom module that shapes the training."""
-    if not any(import_paths(config)):
-        return {}
-    from torchtitan.resume_rules import shaping_code
-
-    return shaping_code(config)
 
 
 def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:

@@ -8,7 +8,6 @@ thought about it.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import pathlib
 from collections.abc import Callable, Mapping
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torchtitan.base.custom import note_stored
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.files import read_text
-from torchtitan.base.imports import load_module
 from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Comparison, resolve_step, stored_layout
@@ -79,8 +77,7 @@ DATA_PLACES = {
 TOTAL_STEPS = ("lr_scheduler", "total_steps")
 WARMUP_STEPS = ("lr_scheduler", "warmup_steps")
 WARMUP_RATIO = ("lr_scheduler", "warmup_ratio")
-DECAY_END = ("lr_scheduler", "decay_end")
-FLAVOR = ("model", "flavor")
+PRECISION = ("training", "mixed_precision_param")
 LOCAL_BATCH = ("training", "local_batch_size")
 GLOBAL_BATCH = ("training", "global_batch_size")
 
@@ -135,10 +132,6 @@ class Job:
         return None if self.dp is None else training.local_batch_size * self.dp
 
 
-EARLIER_DEFAULTS: tuple[Path, ...] = (("training", "mixed_precision_param"), DECAY_END, FLAVOR)
-"""Settings that differ although nobody changed them: with the machine, or with the version."""
-
-
 def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False) -> list[str]:
     """Return the settings that shape the training and differ, one line each.
 
@@ -155,8 +148,10 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
             values[LOCAL_BATCH], values[GLOBAL_BATCH] = None, job.global_batch
     paths = [*after, *(path for path in before if path not in after)]
     remarks = _origins(now)
-    for path in EARLIER_DEFAULTS:
-        remarks[path] = f" (to resume as before write it: {path[1]} = {literal(before.get(path))})"
+    # "auto" may mean another type on this machine
+    remarks[PRECISION] = (
+        f" (to resume as before write {PRECISION[1]} = {literal(before[PRECISION])})"
+    )
     return [
         f"{'.'.join(path)}: stored {literal(before.get(path))}, now {literal(after.get(path))}"
         + remarks.get(path, "")
@@ -178,32 +173,15 @@ def is_longer(then: Job, now: Job, *, step: int) -> bool:
 def _origins(job: Job) -> dict[Path, str]:
     """Return where values come from that a job derives from keys with other names."""
     training, schedule = job.config.training, job.config.lr_scheduler
-    found: dict[Path, str] = {}
+    origins: dict[Path, str] = {}
     if schedule.total_steps is None:
         key = "steps" if training.num_epochs is None else "num_epochs"
-        found[TOTAL_STEPS] = f" (from training.{key})"
+        origins[TOTAL_STEPS] = f" (from training.{key})"
     if schedule.warmup_ratio is not None:
-        found[WARMUP_STEPS] = f" (from warmup_ratio {schedule.warmup_ratio:g})"
+        origins[WARMUP_STEPS] = f" (from warmup_ratio {schedule.warmup_ratio:g})"
     if training.global_batch_size == -1 and job.dp:
-        found[GLOBAL_BATCH] = f" ({training.local_batch_size} on each of {job.dp} ranks)"
-    return found
-
-
-def shaping_code(config: Config) -> dict[str, str]:
-    """Return the source hash of each custom module that shapes the training."""
-    return {
-        text: source_hash(text, key=".".join(path))
-        for path, text in import_paths(config)
-        if not _is_ignored(path)
-    }
-
-
-def source_hash(path: str, *, key: str) -> str:
-    """Return the hash of the source file of an import path's module, or "" without a file."""
-    file = getattr(load_module(path, key=key), "__file__", None)  # a notebook has none
-    if file is None or not pathlib.Path(file).is_file():
-        return ""
-    return hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
+        origins[GLOBAL_BATCH] = f" ({training.local_batch_size} on each of {job.dp} ranks)"
+    return origins
 
 
 def _is_ignored(path: Path) -> bool:
@@ -243,10 +221,10 @@ def resolve_model(config: Config) -> Config:
         return config
     stored = pathlib.Path(run) / CONFIG_FILE
     if not (folder / CONFIG).is_file() and stored.is_file():
-        found = Job.stored_in(stored).config.model
+        model = Job.stored_in(stored).config.model
     else:
-        found = read_model(folder, config.model)
-    return replace(config, model=with_model_of(found, config.model))
+        model = read_model(folder, config.model)
+    return replace(config, model=with_model_of(model, config.model))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,10 +242,9 @@ class JobComparison:
     """All ranks. None if nothing is saved or loaded."""
 
     def with_checkpoint(self, manifest: StoredJSON) -> Comparison:
-        """Compare with the job that saved a checkpoint; warn if custom code has changed."""
+        """Compare with the job that saved a checkpoint."""
         then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
         now = self._planned(Checkpoint(path=manifest.path.parent, group=self.group), then=then)
-        warn_of_other_code(manifest, now=now.config)
         differences = trajectory_differences(then, now, data_is_checked=True)
         return Comparison(
             differences=tuple(differences),
@@ -303,19 +280,6 @@ class JobComparison:
             training, samples, global_batch=global_batch, step=step, position=position
         )
         return Job(config=replace(config, training=training), dp=dp)
-
-
-def warn_of_other_code(manifest: StoredJSON, *, now: Config) -> None:
-    """Warn if the source of a custom object differs from that of the checkpoint."""
-    code = shaping_code(now)
-    for path, then in manifest.get("code", {}).items():
-        if code.get(path, then) != then:
-            logger.warning(
-                "The source of %s has changed since %s was saved: what it computes may be another "
-                "training",
-                path,
-                manifest.path,
-            )
 
 
 def find_run_step(
