@@ -131,13 +131,6 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
         world=1,
     )
     assert "checkpoint.load_step 3 " in message
-    weights = f"--checkpoint.initial_load_path={tmp_path / 'weights.pt'}"
-    [message] = ranks.run(
-        jobs.refusal,
-        [*jobs.write_job(tmp_path, name="x"), weights, "--checkpoint.load_step=3"],
-        world=1,
-    )
-    assert "[checkpoint] load_step" in message
 
 
 @pytest.mark.slow

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from torchtitan.checkpoint.checksums import seal, write_bytes
-from torchtitan.checkpoint.retention import Retention, describe_score, rank_steps
+from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.storage import read_manifest
 
 ABOUT = {"components": [], "layout": {}, "config": ""}
+
+
+def describe_score(loss: float, *, data: str) -> dict[str, Any]:
+    return {"validation": {"loss": loss, "data": data}}
 
 
 def write(folder: Path, step: int, **more: Any) -> None:
@@ -39,12 +43,11 @@ def test_the_lowest_loss_comes_first_on_these_data_alone(
     (tmp_path / "step-8").mkdir()
     (tmp_path / "step-8" / "manifest.json").write_text("no JSON")
     with caplog.at_level(logging.WARNING):
-        ranked = rank_steps(
+        deleted = Retention(keep_latest=1, keep_best=2, data="a").steps_to_delete(
             [*scores, 8],
-            data="a",
             manifest_of=lambda step: read_manifest(tmp_path / f"step-{step}"),
         )
-    assert ranked == [(6, 1.5), (2, 1.5), (1, 2.0)]
+    assert deleted == [1, 3, 4, 5, 7]
     [warning] = caplog.messages
     assert "step-8" in warning
 

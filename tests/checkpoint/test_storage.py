@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.reader import read_tensors
 from torchtitan.checkpoint.state import Component
-from torchtitan.checkpoint.storage import delete, find_steps, read_manifest, read_state, write
+from torchtitan.checkpoint.storage import find_steps, read_manifest, read_state, write
 
 
 def components(value: float = 1.0) -> dict[str, Component]:
@@ -150,36 +149,6 @@ def test_what_cannot_be_replaced_stays(ranks: RankPool, tmp_path: Path) -> None:
     assert "step-3" in message
     assert find_steps(tmp_path) == [3]
     assert verify(tmp_path / "step-3", group=None) == []
-
-
-def refuse_to_remove(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an NFS server does while a file is open: the folder is not empty."""
-    correct = shutil.rmtree
-
-    def rmtree(path: Path, *args: object, **kwargs: object) -> None:
-        if ".deleted" in str(path):
-            raise OSError(errno.ENOTEMPTY, "Directory not empty")
-        correct(path, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-
-
-def save_again_and_delete(target: Path, times: int) -> list[str]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        refuse_to_remove(monkeypatch)
-        answers = [refusal(target) for _ in range(times)]
-        delete(target)
-        return [*answers, refusal(target)]
-
-
-def test_rubbish_that_cannot_be_removed_ends_no_save(ranks: RankPool, tmp_path: Path) -> None:
-    answers = ranks.run(save_again_and_delete, tmp_path / "step-3", 3, world=1)
-    assert answers == [["saved"] * 4]
-    names = [".step-3.deleted", ".step-3.deleted-2", ".step-3.deleted-3", "step-3"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
-    assert verify(tmp_path / "step-3", group=None) == []
-    ranks.run(save, tmp_path / "step-6", world=1)  # the next save tries again
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-6"]
 
 
 def write_uneven_parts(folder: Path) -> list[str]:

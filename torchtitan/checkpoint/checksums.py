@@ -144,7 +144,7 @@ def list_files(manifest: StoredJSON) -> dict[str, FileRecord]:
         CheckpointError: An entry is not the size and digest of a file inside the folder.
     """
     manifest.check_types({"files": dict})
-    found = {}
+    results = {}
     for name, entry in manifest["files"].items():
         about: dict[str, Any] = entry if isinstance(entry, dict) else {}
         size, digest, parts = about.get("size", -1), about.get("xxh3_128", 0), name.split("/")
@@ -155,8 +155,8 @@ def list_files(manifest: StoredJSON) -> dict[str, FileRecord]:
                 f"{manifest.path} must list files inside its folder with size and checksum, got "
                 f"{name!r:.80}: {str(entry)[:60]!r}; use another checkpoint"
             )
-        found[name] = FileRecord(size, digest)
-    return found
+        results[name] = FileRecord(size, digest)
+    return results
 
 
 def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
@@ -173,14 +173,14 @@ def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
         (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     )
     mine = share_files(to_hash, rank=rank, num_ranks=num_ranks)
-    found = on_every_rank(lambda: find_damage(checkpoint, mine), group=group)
-    return sorted([*mistakes, *(mistake for each in found for mistake in each)])
+    results = on_every_rank(lambda: find_damage(checkpoint, mine), group=group)
+    return sorted([*mistakes, *(mistake for part in results for mistake in part)])
 
 
 def summarize(mistakes: list[str]) -> str:
     """Join mistakes into one line, at most five of them."""
-    more = f"; and {len(mistakes) - 5} more" if len(mistakes) > 5 else ""
-    return "; ".join(mistakes[:5]) + more
+    suffix = f"; and {len(mistakes) - 5} more" if len(mistakes) > 5 else ""
+    return "; ".join(mistakes[:5]) + suffix
 
 
 def _stored_files(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:

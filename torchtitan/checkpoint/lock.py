@@ -1,13 +1,10 @@
 """A lock that lets only one run at a time write to a folder.
 
 Two jobs with the same `dump_folder`, e.g. a restart while the old run still lives, would delete
-each other's drafts and mix their figures. So rank 0 locks a file there until its process ends. The
-kernel releases the lock however the process ends, so no stale lock has to be removed by hand.
-
-The lock is a POSIX record lock, not flock: flock belongs to the open file, and forked data workers
-that outlive a killed trainer would keep it. A record lock belongs to the process. It works over NFS
-as far as a server can know: the lock of a host that died or was cut off is kept until its lease
-expires (version 4) or the host is back (version 3), and a host that lost its lease may still write.
+each other's drafts and mix their figures. So rank 0 locks a file there; the kernel releases the
+lock however the process ends. It is a POSIX record lock, which belongs to the process: forked data
+workers that outlive a killed trainer would keep flock's. Over NFS the lock of a host that died is
+kept until its lease expires.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from torch import Tensor
 from torchtitan.base.errors import ConfigError, StalledError
 from torchtitan.base.urls import is_url
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.retention import Retention, describe_score
+from torchtitan.checkpoint.retention import SCORE, Retention
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, RunState
 from torchtitan.mesh.faults import is_timeout
@@ -235,7 +235,7 @@ class CheckpointManager:
         target = folder / f"step-{step}"
         manifest = {"step": step, **self._manifest}
         if validation_loss is not None and self._validation_data is not None:
-            manifest |= describe_score(validation_loss, data=self._validation_data)
+            manifest[SCORE] = {"loss": validation_loss, "data": self._validation_data}
         storage.write(target, components, manifest=manifest, group=self._group, disk=self._disk)
         verb = "Saved" if self._remote is None else "Wrote"  # saved when it is in the store
         logger.info("%s %s", verb, target)
@@ -250,7 +250,7 @@ class CheckpointManager:
         if self._is_first_save:
             # later steps are damaged, or this run would have started from them; if they become
             # readable again, none may take precedence over a step of this run
-            storage.set_aside_after(self.folder, self._first_step, but=saved)
+            storage.set_aside_after(self.folder, self._first_step, except_step=saved)
             self._is_first_save = False
         if self._remote is None:
             self._record(saved)

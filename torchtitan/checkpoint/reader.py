@@ -105,11 +105,11 @@ def _check_places(metadata: Metadata) -> None:
                 raise CheckpointError(f"'{name}' has a piece outside of its shape {[*entry.size]}")
             if MetadataIndex(name, piece.offsets) not in metadata.storage_data:
                 raise CheckpointError(f"'{name}' has a piece without a file")
-    for index, place in metadata.storage_data.items():
-        file = place.relative_path
+    for index, location in metadata.storage_data.items():
+        file = location.relative_path
         if os.path.basename(file) != file or file in ("", ".", ".."):
             raise CheckpointError(f"'{index.fqn}' is in {file[:60]!r}, not a file of the folder")
-        if place.transform_descriptors:
+        if location.transform_descriptors:
             raise CheckpointError(f"'{index.fqn}' was transformed when it was saved")
 
 
@@ -178,12 +178,14 @@ def load_metadata(data: bytes) -> Metadata:
         CheckpointError: It is not DCP metadata, or names something no checkpoint needs.
         Exception: Of any type, if the bytes are damaged.
     """
-    entries, places = _fields(
+    entries, locations = _fields(
         _MetadataUnpickler(data).load(), Metadata, "state_dict_metadata", "storage_data"
     )
     return Metadata(
         state_dict_metadata={str(name): _build_entry(entry) for name, entry in entries.items()},
-        storage_data={_build_index(key): _build_place(place) for key, place in places.items()},
+        storage_data={
+            _build_index(key): _build_place(location) for key, location in locations.items()
+        },
     )
 
 
@@ -284,9 +286,9 @@ class PieceReader(dcp.FileSystemReader):
             if item.type == LoadItemType.BYTE_IO:
                 raise CheckpointError(f"'{item.storage_index.fqn}' is raw bytes, not a tensor")
             target = planner.resolve_tensor(item).detach()
-            for index, places in self._pieces(item):
+            for index, locations in self._pieces(item):
                 with self.open_piece(index) as piece:
-                    for into, out_of in places:
+                    for into, out_of in locations:
                         self.copy(piece, out_of, into=target[into])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -301,15 +303,15 @@ class PieceReader(dcp.FileSystemReader):
             return
         head_dim, pieces = self._half_split[item.storage_index.fqn]
         for piece in pieces:
-            places = overlap(
+            locations = overlap(
                 item.storage_offsets,
                 item.lengths,
                 offsets=piece.offsets,
                 sizes=piece.sizes,
                 head_dim=head_dim,
             )
-            if found := list(places):
-                yield MetadataIndex(item.storage_index.fqn, piece.offsets), found
+            if matches := list(locations):
+                yield MetadataIndex(item.storage_index.fqn, piece.offsets), matches
 
     def stored_shape(self, index: MetadataIndex) -> torch.Size:
         """Return the shape of a piece."""
@@ -422,9 +424,11 @@ class TensorReader(PieceReader):
 
     def check_whole(self, names: Collection[str]) -> None:
         """Raise CheckpointError for a tensor with missing elements: they would not change."""
-        there = {name: self.entries[name] for name in names if is_tensor(self.entries.get(name))}
-        found = {name: find_misses(entry) for name, entry in there.items()}
-        wrong = sorted(f"'{name}' {what}" for name, what in found.items() if what is not None)
+        tensors = {name: self.entries[name] for name in names if is_tensor(self.entries.get(name))}
+        matches = {name: find_misses(entry) for name, entry in tensors.items()}
+        wrong = sorted(
+            f"'{name}' {problem}" for name, problem in matches.items() if problem is not None
+        )
         if wrong:
             raise CheckpointError(
                 f"{self.path} must have every element of a tensor once, "
@@ -440,8 +444,8 @@ class TensorReader(PieceReader):
         """Read the items of `plan` in the order of the files; each file is opened once."""
 
         def where(item: ReadItem) -> tuple[str, int]:
-            place = self.storage_data.get(item.storage_index)
-            return ("", 0) if place is None else (place.relative_path, place.offset)
+            location = self.storage_data.get(item.storage_index)
+            return ("", 0) if location is None else (location.relative_path, location.offset)
 
         with closing(self):
             ordered = replace(plan, items=sorted(plan.items, key=where))
@@ -464,14 +468,14 @@ class TensorReader(PieceReader):
     @contextmanager
     def open_piece(self, index: MetadataIndex) -> Iterator[StoredPiece]:
         """Open a piece and compare it with the metadata."""
-        place: _StorageInfo = self.storage_data[index]
+        location: _StorageInfo = self.storage_data[index]
         dtype, shape = self.entries[index.fqn].properties.dtype, self.stored_shape(index)
-        file = Path(self.path) / place.relative_path
+        file = Path(self.path) / location.relative_path
         try:
             stream = self._open(file)
-            if place.offset + place.length > os.fstat(stream.fileno()).st_size:
+            if location.offset + location.length > os.fstat(stream.fileno()).st_size:
                 raise CheckpointError("it is cut short")
-            piece = StoredPiece(stream, offset=place.offset, length=place.length)
+            piece = StoredPiece(stream, offset=location.offset, length=location.length)
             _check_stored(piece.content, index.fqn, dtype=dtype, shape=shape)
             yield piece
         except Exception as error:  # damaged bytes can make reading fail in any way
@@ -487,11 +491,11 @@ class TensorReader(PieceReader):
 
 def _check_stored(content: Any, name: str, *, dtype: torch.dtype, shape: torch.Size) -> None:
     """Raise CheckpointError if a piece has another type or shape: copying would convert it."""
-    listed = f"{METADATA} lists {dtype} {list(shape)}"
+    expected = f"{METADATA} lists {dtype} {list(shape)}"
     if not isinstance(content, Tensor) or content.layout != torch.strided:
-        raise CheckpointError(f"'{name}' is not a plain tensor; {listed}")
+        raise CheckpointError(f"'{name}' is not a plain tensor; {expected}")
     if content.dtype != dtype or content.shape != shape:
-        raise CheckpointError(f"'{name}' is {content.dtype} {list(content.shape)}; {listed}")
+        raise CheckpointError(f"'{name}' is {content.dtype} {list(content.shape)}; {expected}")
 
 
 def fill(
@@ -502,12 +506,12 @@ def fill(
     Raises:
         CheckpointError: A file is missing, damaged or refused; the message names the ranks.
     """
-    alone = group is None
+    is_local = group is None
     with warnings.catch_warnings():
-        if alone:
+        if is_local:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=alone)
+            dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=is_local)
         except CheckpointException as error:  # a BaseException
             raise CheckpointError(f"{reader.path}: {reasons(error)}") from error
 
@@ -577,7 +581,7 @@ def _shape_and_dtype(entry: Any) -> tuple[Shape | None, str]:
 
 
 def check_match(
-    place: Path,
+    location: Path,
     stored: Mapping[str, tuple[Shape | None, str]],
     wanted: Mapping[str, tuple[Shape, Collection[str]]],
     *,
@@ -587,7 +591,7 @@ def check_match(
     """Check that stored tensors fit the wanted ones.
 
     Args:
-        place: Folder of the stored tensors, for messages.
+        location: Folder of the stored tensors, for messages.
         stored: Shape (None for raw bytes) and type by name.
         wanted: Shape and accepted types by name.
         may_skip: Whether a stored tensor that is not wanted may stay unread.
@@ -613,13 +617,13 @@ def check_match(
         "of another type": types,
     }
     lines = [
-        f"{len(names)} {kind}: {'; '.join(sorted(names)[:8])}" + (" ..." if len(names) > 8 else "")
-        for kind, names in mistakes.items()
+        f"{len(names)} {label}: {'; '.join(sorted(names)[:8])}" + (" ..." if len(names) > 8 else "")
+        for label, names in mistakes.items()
         if names
     ]
     if lines:
         raise CheckpointError(
-            f"{place} does not fit this job, which reads {len(wanted)} tensors:\n  "
+            f"{location} does not fit this job, which reads {len(wanted)} tensors:\n  "
             + "\n  ".join(lines)
             + f"\n{SKIP}"
         )

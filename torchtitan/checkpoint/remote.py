@@ -237,7 +237,7 @@ class RemoteCheckpoints:
         for step in reversed(stored):
             mistakes = self.pull(f"step-{step}")
             if not mistakes:
-                later = partial(set_aside_after, self._folder, step, but=step)
+                later = partial(set_aside_after, self._folder, step, except_step=step)
                 on_each_disk(later, group=self._group, disk=self.disk)
                 return
             self._damaged.add(step)
@@ -287,16 +287,16 @@ class RemoteCheckpoints:
             )
             missing = files.keys() - {name for names, _ in checks for name in names}
             mistakes = [f"{name} is missing" for name in sorted(missing)]
-            mistakes += sorted({mistake for _, each in checks for mistake in each})
+            mistakes += sorted({mistake for _, part in checks for mistake in part})
         if mistakes:
             self._warn_of_damage(folder, mistakes)
             return False
         self.push(folder.name)
         return True
 
-    def _warn_of_damage(self, place: Path | str, mistakes: list[str]) -> None:
+    def _warn_of_damage(self, location: Path | str, mistakes: list[str]) -> None:
         if dist.get_rank(self._group) == 0:
-            logger.warning("%s is damaged and is not used: %s", place, summarize(mistakes))
+            logger.warning("%s is damaged and is not used: %s", location, summarize(mistakes))
 
     def _share(self, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
         """Return this rank's share of the files on its disk."""
@@ -346,7 +346,7 @@ class RemoteCheckpoints:
         fetched = on_every_rank(
             lambda: [] if is_here else in_parallel(fetch, mine), group=self._group
         )
-        if mistakes := sorted({mistake for each in fetched for mistake in each if mistake}):
+        if mistakes := sorted({mistake for part in fetched for mistake in part if mistake}):
             return mistakes
         on_each_disk(close_draft, group=self._group, disk=self.disk)
         return []

@@ -18,11 +18,6 @@ logger = logging.getLogger(__name__)
 SCORE = "validation"
 
 
-def describe_score(loss: float, *, data: str) -> dict[str, Any]:
-    """Return the manifest's entry for a validation loss on `data`, a fingerprint."""
-    return {SCORE: {"loss": loss, "data": data}}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Retention:
     """Which checkpoints to keep."""
@@ -41,30 +36,22 @@ class Retention:
 
         `manifest_of` reads the manifest of a step; a CheckpointError is logged.
         """
-        best: list[int] = []
-        if self.keep_best and self.data is not None:
-            ranked = rank_steps(steps, data=self.data, manifest_of=manifest_of)
-            best = [step for step, _ in ranked[: self.keep_best]]
-            if ranked:
-                logger.info("The best checkpoint is step-%d, validation loss %.5f", *ranked[0])
+        ranking: list[tuple[float, int]] = []
+        for step in steps if self.keep_best and self.data is not None else ():
+            try:
+                score = manifest_of(step).get(SCORE)
+            except CheckpointError as error:
+                logger.warning("The validation loss of step-%d cannot be read: %s", step, error)
+                continue
+            if isinstance(score, dict) and score.get("data") == self.data:
+                loss = score.get("loss")
+                if isinstance(loss, float) and isfinite(loss):
+                    ranking.append((loss, -step))  # of equal losses the newest
+        best = [-step for _, step in sorted(ranking)[: self.keep_best]]
+        if best:
+            logger.info(
+                "The best checkpoint is step-%d, validation loss %.5f", best[0], min(ranking)[0]
+            )
         if not self.keep_latest:
             return []
         return [step for step in steps[: -self.keep_latest] if step not in best]
-
-
-def rank_steps(
-    steps: Sequence[int], *, data: str, manifest_of: Callable[[int], Mapping[str, Any]]
-) -> list[tuple[int, float]]:
-    """Return (step, loss) of the steps validated on `data`, lowest loss first, then newest."""
-    found = []
-    for step in steps:
-        try:
-            score = manifest_of(step).get(SCORE)
-        except CheckpointError as error:
-            logger.warning("The validation loss of step-%d cannot be read: %s", step, error)
-            continue
-        if isinstance(score, dict) and score.get("data") == data:
-            loss = score.get("loss")
-            if isinstance(loss, float) and isfinite(loss):
-                found.append((step, loss))
-    return sorted(found, key=lambda scored: (scored[1], -scored[0]))

@@ -34,9 +34,9 @@ def runs(start: int, count: int, *, head_dim: int | None) -> Iterator[tuple[slic
             # the pairs i with first <= 2i + p < last
             begin, end = (first - p + 1) // 2, (last - p + 1) // 2
             if begin < end:
-                place = row + 2 * begin + p - start
+                target = row + 2 * begin + p - start
                 theirs = slice(row + p * half + begin, row + p * half + end)
-                yield theirs, slice(place, place + 2 * (end - begin) - 1, 2)
+                yield theirs, slice(target, target + 2 * (end - begin) - 1, 2)
 
 
 def overlap(
@@ -52,19 +52,19 @@ def overlap(
     The region has shape `lengths` at `start`, the piece has shape `sizes` at `offsets`.
     """
     columns: list[tuple[slice, slice]] = []
-    for ours, width, theirs, there in zip(
+    for ours, width, theirs, extent in zip(
         start[1:], lengths[1:], offsets[1:], sizes[1:], strict=True
     ):
-        first, last = max(ours, theirs), min(ours + width, theirs + there)
+        first, last = max(ours, theirs), min(ours + width, theirs + extent)
         if first >= last:
             return
         columns.append((slice(first - ours, last - ours), slice(first - theirs, last - theirs)))
     into, out_of = tuple(a for a, _ in columns), tuple(b for _, b in columns)
-    for rows, place in runs(start[0], lengths[0], head_dim=head_dim):
+    for rows, target in runs(start[0], lengths[0], head_dim=head_dim):
         first, last = max(rows.start, offsets[0]), min(rows.stop, offsets[0] + sizes[0])
         if first < last:
-            step = place.step or 1
-            begin = place.start + step * (first - rows.start)
+            step = target.step or 1
+            begin = target.start + step * (first - rows.start)
             ours_rows = slice(begin, begin + step * (last - first - 1) + 1, step)
             yield (ours_rows, *into), (slice(first - offsets[0], last - offsets[0]), *out_of)
 

@@ -178,7 +178,7 @@ class DCPFolder:
 
 
 def row_order(
-    place: Path,
+    weights_path: Path,
     *,
     stated: RopeOrder | None,
     setting: Literal["auto", "interleaved", "halves"],
@@ -187,7 +187,7 @@ def row_order(
     """Return the row order of wq and wk in weights of another writer; log one that is assumed.
 
     Args:
-        place: The weights, for messages.
+        weights_path: The weights, for messages.
         stated: Order that the weights state themselves.
         setting: `checkpoint.initial_load_rope`.
         spec: Family of the model.
@@ -197,7 +197,7 @@ def row_order(
     """
     if stated is not None and setting not in ("auto", stated):
         raise CheckpointError(
-            f'checkpoint.initial_load_rope = "{setting}" contradicts {place}, which states '
+            f'checkpoint.initial_load_rope = "{setting}" contradicts {weights_path}, which states '
             f'"{stated}"; remove the setting'
         )
     if stated is not None or setting != "auto":
@@ -207,7 +207,7 @@ def row_order(
         logging.INFO if usual == "interleaved" else logging.WARNING,
         "%s does not state the row order of wq and wk. Assuming %s, as torchtitan 0.2 writes %s; "
         "otherwise set checkpoint.initial_load_rope",
-        place,
+        weights_path,
         usual,
         spec.name,
     )

@@ -110,10 +110,10 @@ OpenInitial = Callable[[LoadMode], WeightSource]
 
 def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
     """Return the layout of the ranks that saved a checkpoint."""
-    layout, known = manifest["layout"], {axis.name for axis in fields(ParallelDims)}
-    if not known.issuperset(layout) or not all(type(n) is int and n > 0 for n in layout.values()):
+    layout, degrees = manifest["layout"], {axis.name for axis in fields(ParallelDims)}
+    if not degrees.issuperset(layout) or not all(type(n) is int and n > 0 for n in layout.values()):
         raise CheckpointError(
-            f"{MANIFEST}: layout must have the degrees {', '.join(sorted(known))}, got {layout}"
+            f"{MANIFEST}: layout must have the degrees {', '.join(sorted(degrees))}, got {layout}"
         )
     return ParallelDims(**layout)
 
@@ -205,8 +205,8 @@ def choose_start(
         )
     requested: LoadMode = "finetune" if settings.initial_load_model_only else settings.mode
     source = open_initial(requested)
-    kind: SourceKind = "other folder" if isinstance(source, Checkpoint) else "weights"
-    mode = EFFECTIVE_MODE.get((kind, requested))
+    source_kind: SourceKind = "other folder" if isinstance(source, Checkpoint) else "weights"
+    mode = EFFECTIVE_MODE.get((source_kind, requested))
     if mode is None:
         raise CheckpointError(
             f"{source.path} has no {MANIFEST}: only its weights can be loaded; write "
@@ -237,12 +237,12 @@ def start_from_own(settings: CheckpointConfig, own: Checkpoint, *, compare: Comp
     if settings.initial_load_path is not None:
         logger.info("%s is not read: %s, of this run, takes precedence", INITIAL_PATH, own.path)
     is_excluded = then.exclude_from_loading == exclude
-    kind: SourceKind = "own folder"
+    source_kind: SourceKind = "own folder"
     if then.mode == settings.mode and is_excluded and not comparison.differences:
-        kind = "same job"
+        source_kind = "same job"
     elif comparison.is_longer or (exclude and not is_excluded):
-        kind = "extended run"
-    mode = EFFECTIVE_MODE[kind, settings.mode]
+        source_kind = "extended run"
+    mode = EFFECTIVE_MODE[source_kind, settings.mode]
     if mode == "recover":
         refuse_differences(own.path, comparison.differences)
         return Start(source=own, mode=mode, already_excluded=exclude if is_excluded else ())
@@ -264,14 +264,14 @@ def start_from_own(settings: CheckpointConfig, own: Checkpoint, *, compare: Comp
 
 
 def refuse_differences(
-    place: Path, differences: tuple[str, ...], *, has_checkpoint: bool = True
+    saved_path: Path, differences: tuple[str, ...], *, has_checkpoint: bool = True
 ) -> None:
     """Raise CheckpointError if settings make this job another training.
 
     Args:
-        place: Checkpoint or run folder of the other job.
+        saved_path: Checkpoint or run folder of the other job.
         differences: Settings that differ, a line each.
-        has_checkpoint: Whether `place` has a checkpoint from which a job could continue.
+        has_checkpoint: Whether `saved_path` has a checkpoint from which a job could continue.
     """
     if not differences:
         return
@@ -283,7 +283,7 @@ def refuse_differences(
             "weights)"
         )
     raise CheckpointError(
-        f"{place} was made by a job with other settings:\n  "
+        f"{saved_path} was made by a job with other settings:\n  "
         + "\n  ".join(differences)
         + f"\n{ways}; or choose another --job.dump_folder to start a new run"
     )

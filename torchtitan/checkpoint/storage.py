@@ -10,7 +10,7 @@ that dies or fills the disk while saving leaves the earlier checkpoints unchange
     .step-N.tmp       a draft; with a manifest it is complete and only lacks its name
     step-N            a checkpoint
     .step-N.deleted   being deleted
-    step-N.damaged    newer than the step that a run resumed from; never deleted
+    step-N.damaged    newer than the step that a run resumed from
 
 A process may die between any two lines: `recover_commits` finishes what was left to do.
 """
@@ -25,7 +25,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -34,6 +33,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.stored_json import StoredJSON, read_json
@@ -54,7 +54,7 @@ STATE = "state.json"
 METADATA = ".metadata"
 """DCP's list of the tensors in a folder."""
 STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-_TEMPORARY = re.compile(r"\.step-[0-9]+\.(tmp|deleted(-[0-9]+)?)")
+_TEMPORARY = re.compile(r"\.step-[0-9]+\.(tmp|deleted)")
 _MANIFEST_TYPES = {"step": int, "components": list, "layout": dict, "config": str}
 
 
@@ -133,8 +133,19 @@ def _save_tensors(
     writer, files = dcp.FileSystemWriter(folder, sync_files=False), HashingFileSystem()
     writer.fs = files
     # also without tensors, as with SGD: other ranks may have some, and readers expect metadata
-    dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+    dcp.save({}, storage_writer=writer, planner=_Planner(tensors), process_group=group)
     return files.records
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans `tensors`; `dcp.save` logs each entry that it gets, longer than a small write takes."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._tensors = dict(tensors)
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(self._tensors, *args, **kwargs)
 
 
 def _check_visible(draft: Path, all_records: list[dict[str, FileRecord]]) -> None:
@@ -181,7 +192,7 @@ def complete(
         all_records: Per rank, the records of the files that it wrote.
     """
     draft = draft_of(target)
-    records = {name: record for each in all_records for name, record in each.items()}
+    records = {name: record for part in all_records for name, record in part.items()}
     for name, component in components.items():
         if component.state is not None:
             records[f"{name}/{STATE}"] = write_json(draft / name / STATE, component.state)
@@ -196,18 +207,19 @@ def commit(target: Path) -> None:
     draft = draft_of(target)
     for folder in [*(path for path in draft.iterdir() if path.is_dir()), draft]:
         _sync_folder(folder)
-    trash = None
+    replaced = None
     if target.exists():  # from a start that died right afterwards, or had other settings
-        trash = target.rename(_free_name(target, ".{}.deleted"))
+        replaced = _rename_over(target, ".{}.deleted")
     try:
         draft.rename(target)
     except OSError:
-        if trash is not None:
-            trash.rename(target)
+        if replaced is not None:
+            replaced.rename(target)
         raise
     _sync_folder(target.parent)
-    for old in target.parent.glob(f".{target.name}.deleted*"):
-        _remove(old)
+    trash = target.with_name(f".{target.name}.deleted")
+    if trash.exists():  # also of a process that died here
+        _remove(trash)
 
 
 def recover_commits(folder: Path) -> None:
@@ -235,7 +247,7 @@ def delete(checkpoint: Path) -> None:
     A failure is logged: the newer checkpoints are there.
     """
     try:
-        trash = checkpoint.rename(_free_name(checkpoint, ".{}.deleted"))
+        trash = _rename_over(checkpoint, ".{}.deleted")
     except OSError as error:
         logger.warning("%s is no longer needed, but cannot be deleted: %s", checkpoint, error)
     else:
@@ -249,18 +261,20 @@ def _remove(path: Path) -> None:
         logger.warning("%s cannot be deleted; the next save tries again: %s", path, error)
 
 
-def set_aside_after(folder: Path, step: int, *, but: int) -> None:
-    """Rename the folders of all steps after `step` except `but` to `step-N.damaged`."""
-    for later in [n for n, _ in list_steps(folder) if n > step and n != but]:
+def set_aside_after(folder: Path, step: int, *, except_step: int) -> None:
+    """Rename the folders of all steps after `step` except `except_step` to `step-N.damaged`."""
+    for later in [n for n, _ in list_steps(folder) if n > step and n != except_step]:
         checkpoint = folder / f"step-{later}"
-        aside = checkpoint.rename(_free_name(checkpoint, "{}.damaged"))
+        aside = _rename_over(checkpoint, "{}.damaged")
         logger.warning("%s was not used at the start and is now %s", checkpoint, aside)
 
 
-def _free_name(checkpoint: Path, form: str) -> Path:
-    first = checkpoint.with_name(form.format(checkpoint.name))
-    names = (first.with_name(f"{first.name}-{number}") for number in count(2))
-    return first if not first.exists() else next(name for name in names if not name.exists())
+def _rename_over(checkpoint: Path, form: str) -> Path:
+    """Rename a checkpoint, and delete what an interrupted process left under the new name."""
+    target = checkpoint.with_name(form.format(checkpoint.name))
+    if target.exists():
+        shutil.rmtree(target)
+    return checkpoint.rename(target)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -292,10 +306,10 @@ def read_manifest(checkpoint: Path) -> StoredJSON:
                 f"{manifest.path} must list the folders beside it as components, got "
                 f"{str(name)[:60]!r}; use another checkpoint"
             )
-    named = step_of(checkpoint)
-    if named is not None and manifest.get("step", named) != named:
+    expected_step = step_of(checkpoint)
+    if expected_step is not None and manifest.get("step", expected_step) != expected_step:
         raise CheckpointError(
-            f"{checkpoint} must hold step {named}, but its {MANIFEST} has step "
+            f"{checkpoint} must hold step {expected_step}, but its {MANIFEST} has step "
             f"{manifest['step']}; rename it to step-{manifest['step']}, or move it away"
         )
     return manifest
@@ -325,7 +339,10 @@ def find_disks(
 
     on_every_rank(leave_mark, group=group)
     seen = on_every_rank(
-        lambda: tuple(other for other in range(num_ranks) if mark_of(other).exists()), group=group
+        lambda: tuple(
+            other_rank for other_rank in range(num_ranks) if mark_of(other_rank).exists()
+        ),
+        group=group,
     )
     on_every_rank(mark_of(rank).unlink, group=group)
     disks = sorted(set(seen))

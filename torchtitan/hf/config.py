@@ -34,7 +34,7 @@ class Size:
 
     field: str
     """Field of `DecoderConfig`."""
-    kind: type = int
+    value_type: type = int
     default: object = _REQUIRED
     """Value that transformers uses if the key is missing."""
 
@@ -47,10 +47,10 @@ SIZES: Mapping[str, Size] = {
     "num_key_value_heads": Size(field="num_kv_heads"),  # default: num_attention_heads
     "head_dim": Size(field="head_dim"),  # default: hidden_size / num_attention_heads
     "vocab_size": Size(field="vocab_size"),
-    "rms_norm_eps": Size(field="norm_eps", kind=float, default=1e-6),
-    "tie_word_embeddings": Size(field="tie_embeddings", kind=bool, default=False),
-    "rope_theta": Size(field="rope_theta", kind=float, default=10_000.0),
-    "rope_scaling": Size(field="rope_scaling", kind=dict, default=None),
+    "rms_norm_eps": Size(field="norm_eps", value_type=float, default=1e-6),
+    "tie_word_embeddings": Size(field="tie_embeddings", value_type=bool, default=False),
+    "rope_theta": Size(field="rope_theta", value_type=float, default=10_000.0),
+    "rope_scaling": Size(field="rope_scaling", value_type=dict, default=None),
 }
 """Sizes that all families share. `HFFormat` adds those of a family."""
 VISIBLE_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
@@ -89,10 +89,10 @@ def size_table(format: HFFormat) -> Mapping[str, Size]:
     """Return the sizes in a family's config.json by key."""
     table = {key: size for key, size in SIZES.items() if key not in format.lacks}
     for key, (field, default) in format.more_counts.items():
-        kind = int if default is None else type(default)
-        table[key] = Size(field=field, kind=kind, default=default)
+        value_type = int if default is None else type(default)
+        table[key] = Size(field=field, value_type=value_type, default=default)
     for key, field in format.first_layers.items():
-        table[key] = Size(field=field, kind=list, default=[])
+        table[key] = Size(field=field, value_type=list, default=[])
     return table
 
 
@@ -114,10 +114,13 @@ def find_inexpressible(architecture: DecoderConfig, format: HFFormat) -> str | N
     """
     stored = {size.field for size in size_table(format).values()}
     wrong = []
-    for one in fields(architecture):
-        value, constant = getattr(architecture, one.name), format.implied.get(one.name, one.default)
-        if one.name not in stored and not one.metadata.get("of_family") and value != constant:
-            wrong.append(f"{one.name} must be {constant}, got {value}")
+    for entry in fields(architecture):
+        value, constant = (
+            getattr(architecture, entry.name),
+            format.implied.get(entry.name, entry.default),
+        )
+        if entry.name not in stored and not entry.metadata.get("of_family") and value != constant:
+            wrong.append(f"{entry.name} must be {constant}, got {value}")
     return f"in a {format.architecture} {'; '.join(wrong)}" if wrong else None
 
 
@@ -128,11 +131,13 @@ def read_config(folder: Path) -> StoredJSON:
         CheckpointError: The file is missing or damaged.
     """
     content = read_json(folder / CONFIG)
-    given = {k: value for k, value in content.items() if value is not None or k in NULLABLE}
-    types = {key: size.kind for key, size in SIZES.items()}
+    values_in_file = {
+        k: value for k, value in content.items() if value is not None or k in NULLABLE
+    }
+    types = {key: size.value_type for key, size in SIZES.items()}
     types |= {"max_position_embeddings": int, "rope_parameters": dict}
-    types |= {key: int for key in NULLABLE if given.get(key) is not None}
-    config = StoredJSON(content.path, given)
+    types |= {key: int for key in NULLABLE if values_in_file.get(key) is not None}
+    config = StoredJSON(content.path, values_in_file)
     _check_types(config, types)
     return config
 
@@ -147,10 +152,10 @@ def stored_sizes(config: StoredJSON, format: HFFormat = NO_HF_FILES) -> Sizes:
     heads = config["num_attention_heads"]
     defaults = {key: size.default for key, size in table.items() if size.default is not _REQUIRED}
     defaults |= {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // max(heads, 1)}
-    given = {format.aliases.get(key, key): value for key, value in config.items()}
-    sizes = StoredJSON(config.path, {**defaults, **given})
+    values_in_file = {format.aliases.get(key, key): value for key, value in config.items()}
+    sizes = StoredJSON(config.path, {**defaults, **values_in_file})
     of_family = (*format.more_counts, *format.first_layers)
-    _check_types(sizes, {key: table[key].kind for key in of_family if sizes[key] is not None})
+    _check_types(sizes, {key: table[key].value_type for key in of_family if sizes[key] is not None})
     sizes["rope_theta"] = rope.get("rope_theta", sizes["rope_theta"])
     sizes["rope_scaling"] = scaling_table(read_scaling(rope))
     return {key: sizes[key] for key in table}
@@ -166,9 +171,9 @@ def family_of(config: StoredJSON, *, models: Mapping[str, ModelSpec]) -> ModelSp
         if config.get("architectures") == [spec.hf.architecture]:
             check_family(config, format=spec.hf)
             return spec
-    known = ", ".join(spec.hf.architecture for spec in models.values() if spec.hf.names)
+    families = ", ".join(spec.hf.architecture for spec in models.values() if spec.hf.names)
     raise CheckpointError(
-        f"{config.path}: architectures must be one of {known}, got "
+        f"{config.path}: architectures must be one of {families}, got "
         f"{config.get('architectures')!r:.200}"
     )
 
@@ -181,17 +186,25 @@ def check_family(config: StoredJSON, *, format: HFFormat) -> None:
             f'{config.get("architectures")}; set model.flavor = "hf" without model.name'
         )
     find_quantization(config)
-    given = {"partial_rotary_factor": rope_table(config).get("partial_rotary_factor", 1.0)}
-    given |= config
+    values_in_file = {"partial_rotary_factor": rope_table(config).get("partial_rotary_factor", 1.0)}
+    values_in_file |= config
     for key, value in format.each_layer.items():
-        if isinstance(given.get(key), list):
-            given[key] = next((kind for kind in given[key] if kind != value), value)
+        if isinstance(values_in_file.get(key), list):
+            values_in_file[key] = next(
+                (value_type for value_type in values_in_file[key] if value_type != value), value
+            )
     supported = {**format.fixed, **format.each_layer, "partial_rotary_factor": 1.0}
-    wrong = [key for key, value in supported.items() if key in given and given[key] != value]
+    wrong = [
+        key
+        for key, value in supported.items()
+        if key in values_in_file and values_in_file[key] != value
+    ]
     if wrong:
         raise CheckpointError(
             f"{config.path} has unsupported options: "
-            + "; ".join(f"{k} must be {supported[k]!r}, got {given[k]!r:.80}" for k in wrong)
+            + "; ".join(
+                f"{k} must be {supported[k]!r}, got {values_in_file[k]!r:.80}" for k in wrong
+            )
         )
 
 
@@ -239,7 +252,9 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
             value = len(value) or None
         elif key in format.none_as:
             value = value or None
-        values[size.field] = float(value) if size.kind is float else value  # JSON may have 10000
+        values[size.field] = (
+            float(value) if size.value_type is float else value
+        )  # JSON may have 10000
     values |= {**format.implied, "rope_scaling": read_scaling(rope_table(config))}
     architecture = spec.sizes(**values, **spec.of_family)
     if wrong := next(architecture.violations(), None):
@@ -249,7 +264,7 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
 
 def _check_counts(config: StoredJSON, sizes: Sizes, *, format: HFFormat) -> None:
     """Raise CheckpointError if a count is out of range."""
-    counts = {k: sizes[k] for k, size in size_table(format).items() if size.kind is int}
+    counts = {k: sizes[k] for k, size in size_table(format).items() if size.value_type is int}
     for key, count in counts.items():
         least = 0 if format.none_as.get(key) == 0 else 1
         most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
@@ -370,8 +385,10 @@ def rope_table(config: StoredJSON) -> StoredJSON:
     Raises:
         CheckpointError: A key is unsupported, or a value is not a positive number.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = StoredJSON(config.path, {k: value for k, value in given.items() if value is not None})
+    values_in_file = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = StoredJSON(
+        config.path, {k: value for k, value in values_in_file.items() if value is not None}
+    )
     unread = [key for key in rope if key not in _ROPE_READ]
     if rope.get("truncate", True) is not True:  # yarn's ramp starts and ends at full pairs only
         unread.append("truncate")
@@ -390,22 +407,25 @@ def read_scaling(rope: StoredJSON) -> RopeScaling | None:
     Raises:
         CheckpointError: The type is unsupported, or a key is missing.
     """
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
         return None
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
         raise CheckpointError(
-            f"{rope.path}: rope_type must be default, {' or '.join(ROPE_KEYS)}, got {kind!r:.60}"
+            f"{rope.path}: rope_type must be default, {' or '.join(ROPE_KEYS)}, got "
+            f"{rope_type!r:.60}"
         )
-    given = {name: rope.get(_rope_key(name)) for name in ROPE_KEYS[kind]}
-    missing = [name for name, value in given.items() if value is None and name in _ROPE_REQUIRED]
+    values = {name: rope.get(_rope_key(name)) for name in ROPE_KEYS[rope_type]}
+    missing = [name for name, value in values.items() if value is None and name in _ROPE_REQUIRED]
     if missing:
         raise CheckpointError(
-            f"{rope.path}: rope_type {kind!r:.60} needs {_rope_key(missing[0])!r}"
+            f"{rope.path}: rope_type {rope_type!r:.60} needs {_rope_key(missing[0])!r}"
         )
     if not rope["factor"] >= 1:
         raise CheckpointError(f"{rope.path}: rope factor must be at least 1, got {rope['factor']}")
-    return RopeScaling(type=kind, **{k: value for k, value in given.items() if value is not None})
+    return RopeScaling(
+        type=rope_type, **{k: value for k, value in values.items() if value is not None}
+    )
 
 
 def scaling_table(scaling: RopeScaling | None) -> Mapping[str, object] | None:
@@ -420,8 +440,10 @@ def scaling_table(scaling: RopeScaling | None) -> Mapping[str, object] | None:
 
 def _check_types(content: StoredJSON, types: Mapping[str, type]) -> None:
     """Raise CheckpointError for a present key of another type, or a float that is not above 0."""
-    content.check_types({key: kind for key, kind in types.items() if kind is not float})
-    for key in (key for key, kind in types.items() if kind is float and key in content):
+    content.check_types(
+        {key: value_type for key, value_type in types.items() if value_type is not float}
+    )
+    for key in (key for key, value_type in types.items() if value_type is float and key in content):
         value = content[key]
         if type(value) not in (int, float) or not 0 < value < inf:  # JSON's true is no number
             raise CheckpointError(

@@ -105,16 +105,16 @@ def open_folder(
                 text = "%s: %s in %s, %s in this job"
                 logger.info(text, key, stored[key], config.path, sizes[key])
         # not the job's number: layers that a smaller job lacks are not extra layers
-        found = _read_headers(
+        stored_tensors = _read_headers(
             path,
             names=Names(spec.hf, architecture),
             block=find_quantization(config),
             num_layers=stored["num_hidden_layers"],
         )
         if stored["tie_word_embeddings"]:
-            found.pop(OUTPUT, None)  # some writers save the tied head again
-        check_match(path, found, spec=spec, architecture=architecture, filter=filter)
-        return found
+            stored_tensors.pop(OUTPUT, None)  # some writers save the tied head again
+        check_match(path, stored_tensors, spec=spec, architecture=architecture, filter=filter)
+        return stored_tensors
 
     tensors = on_first_rank(survey, group=group)
     return HFWeights(path=path, tensors=tensors, filter=filter, group=group)
@@ -205,7 +205,7 @@ def _read_headers(
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a folder by parameter."""
     index = _read_index(path)
-    found: dict[Slot, StoredTensor] = {}
+    stored_tensors: dict[Slot, StoredTensor] = {}
     scales: dict[str, StoredTensor] = {}
     extra: set[str] = set()
     seen: set[tuple[str, str]] = set()
@@ -227,17 +227,17 @@ def _read_headers(
             if block is not None and name.endswith(SCALE):
                 scales[name] = tensor
             else:
-                add_once(found, slot, tensor, path=path)
+                add_once(stored_tensors, slot, tensor, path=path)
     missing = {(n, file) for n, file in index.items() if not ROPE_BUFFER.fullmatch(n)} - seen
     if missing:
-        places = [f"{name} in {file}" for name, file in sorted(missing)]
-        raise CheckpointError(f"{path / INDEX} names missing tensors: {summarize(places)}")
+        missing_files = [f"{name} in {file}" for name, file in sorted(missing)]
+        raise CheckpointError(f"{path / INDEX} names missing tensors: {summarize(missing_files)}")
     if extra:
         text = "%s: %d tensors of extra layers are not read, e.g. %s"
         logger.info(text, path, len(extra), min(extra))
     if block is not None:
-        found = attach_scales(path, found, scales, block=block)
-    return stack_parts(path, found)
+        stored_tensors = attach_scales(path, stored_tensors, scales, block=block)
+    return stack_parts(path, stored_tensors)
 
 
 def _read_index(path: Path) -> dict[str, str]:

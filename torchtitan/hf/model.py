@@ -71,13 +71,13 @@ def read_model(path: Path, settings: ModelConfig) -> ModelConfig:
     return to_settings(spec, architecture_of(config, spec=spec))
 
 
-def with_model_of(found: ModelConfig, settings: ModelConfig) -> ModelConfig:
+def with_model_of(stored_model: ModelConfig, settings: ModelConfig) -> ModelConfig:
     """Return the settings with family and sizes of `found`, where they do not give their own."""
-    kind = ALL_SIZES if settings.name == HF else find_spec(settings).sizes
-    sizes = {**given_sizes(found, of=kind), **given_sizes(settings, of=kind)}
+    sizes_type = ALL_SIZES if settings.name == HF else find_spec(settings).sizes
+    sizes = {**given_sizes(stored_model, of=sizes_type), **given_sizes(settings, of=sizes_type)}
     own_scaling = settings.rope_scaling.type != "flavor"
-    scaling = settings.rope_scaling if own_scaling else found.rope_scaling
-    return replace(settings, name=found.name, rope_scaling=scaling, **sizes)
+    scaling = settings.rope_scaling if own_scaling else stored_model.rope_scaling
+    return replace(settings, name=stored_model.name, rope_scaling=scaling, **sizes)
 
 
 def warn_beyond_positions(
@@ -111,7 +111,11 @@ def warn_of_own_module(spec: ModelSpec, *, name: str) -> None:
     """
     if not is_import_path(name) or not spec.hf.names:
         return
-    same = [one.build for one in MODELS.values() if one.hf.architecture == spec.hf.architecture]
+    same = [
+        known_spec.build
+        for known_spec in MODELS.values()
+        if known_spec.hf.architecture == spec.hf.architecture
+    ]
     if spec.build not in same:
         logger.warning(
             "%s writes %s; nothing checks that its module computes the same. If it does not, set "

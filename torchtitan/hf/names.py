@@ -39,9 +39,9 @@ class Names:
 
     def to_hf(self, name: str) -> str:
         """Return the tensor name of a parameter, with `EACH` in place of an index."""
-        found = _translate(name, self.format.names)
-        assert found is not None, f"{self.format.architecture} has no name for {name}"
-        return found
+        translated = _translate(name, self.format.names)
+        assert translated is not None, f"{self.format.architecture} has no name for {name}"
+        return translated
 
     def from_hf(self, name: str) -> Slot | None:
         """Return the parameter that a tensor fills, None if the model has no such parameter."""
@@ -78,27 +78,27 @@ class Names:
         """
         if not self.format.names:
             return "the family has no Hugging Face format (hf)"
-        named = {
+        numbered = {
             name.replace("*", str(layer))
             for name in self.format.names
             for layer in range(self.architecture.num_layers if "*" in name else 1)
         }
-        expected = set(filter(self.architecture.has_parameter, named))
+        expected = set(filter(self.architecture.has_parameter, numbered))
         problems = {
             f"{self.format.architecture} has no name for": set(parameters) - expected,
             "the model lacks": expected - set(parameters),
         }
-        found = [
+        translated = [
             f"{problem} {', '.join(sorted(names)[:4])}{' ...' if len(names) > 4 else ''}"
             for problem, names in problems.items()
             if names
         ]
-        return "; ".join(found) or None
+        return "; ".join(translated) or None
 
 
 def _translate(name: str, table: Mapping[str, str]) -> str | None:
-    found, layer = table.get(_any_layer(name)), _LAYER.search(name)
-    return found if found is None or layer is None else found.replace("*", layer[1])
+    translated, layer = table.get(_any_layer(name)), _LAYER.search(name)
+    return translated if translated is None or layer is None else translated.replace("*", layer[1])
 
 
 def _any_layer(name: str) -> str:

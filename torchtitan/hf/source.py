@@ -64,18 +64,18 @@ def open_initial(
         exclude=() if requested == "recover" else settings.exclude_from_loading,
         optional=optional if requested == "finetune" else None,
     )
-    how: dict[str, Any] = {"filter": chosen, "group": group}
+    options: dict[str, Any] = {"filter": chosen, "group": group}
     sizes: dict[str, Any] = {"spec": spec, "architecture": architecture}
     if settings.initial_load_in_hf:
         if not on_first_rank(path.is_dir, group=group):
             raise missing_folder(path)
-        found = open_folder(path, may_differ=chosen_rotation(model), **sizes, **how)
+        weights = open_folder(path, may_differ=chosen_rotation(model), **sizes, **options)
         warn_beyond_positions(path, scaling=architecture.rope_scaling, lengths=lengths)
-        return found
+        return weights
     if on_first_rank(lambda: is_hf_folder(path), group=group):
         raise CheckpointError(
             f"{INITIAL_PATH} {path} is a Hugging Face folder; to start from its weights write "
             f"checkpoint.initial_load_in_hf = true"
         )
     head_dim = Names(spec.hf, architecture).rope_head_dim
-    return open_step(path, settings=settings, spec=spec, rope_head_dim=head_dim, **how)
+    return open_step(path, settings=settings, spec=spec, rope_head_dim=head_dim, **options)

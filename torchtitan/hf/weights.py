@@ -72,25 +72,25 @@ class StoredTensor:
 
 
 def add_once(
-    found: dict[Slot, StoredTensor], slot: Slot, tensor: StoredTensor, *, path: Path
+    by_slot: dict[Slot, StoredTensor], slot: Slot, tensor: StoredTensor, *, path: Path
 ) -> None:
     """Add a tensor; raise CheckpointError if another one fills the same parameter."""
-    if slot in found:
+    if slot in by_slot:
         raise CheckpointError(
-            f"{path} must store '{slot[0]}' once, got '{found[slot].name}' and '{tensor.name}'"
+            f"{path} must store '{slot[0]}' once, got '{by_slot[slot].name}' and '{tensor.name}'"
         )
-    found[slot] = tensor
+    by_slot[slot] = tensor
 
 
-def stack_parts(path: Path, found: Mapping[Slot, StoredTensor]) -> dict[str, StoredTensor]:
+def stack_parts(path: Path, by_slot: Mapping[Slot, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors by parameter; combine those that are entries of one parameter.
 
     Raises:
         CheckpointError: An entry is missing, or entries have different shapes or types.
     """
-    stacked = {name: tensor for (name, index), tensor in found.items() if index is None}
+    stacked = {name: tensor for (name, index), tensor in by_slot.items() if index is None}
     entries: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
-    for (name, index), tensor in found.items():
+    for (name, index), tensor in by_slot.items():
         if index is not None:
             entries[name][index] = tensor
     for name, by_index in entries.items():
@@ -112,7 +112,7 @@ def stack_parts(path: Path, found: Mapping[Slot, StoredTensor]) -> dict[str, Sto
 
 def attach_scales(
     path: Path,
-    found: Mapping[Slot, StoredTensor],
+    by_slot: Mapping[Slot, StoredTensor],
     scales: Mapping[str, StoredTensor],
     *,
     block: tuple[int, int],
@@ -122,8 +122,8 @@ def attach_scales(
     Raises:
         CheckpointError: Scales are missing or have a wrong shape or type.
     """
-    scaled = dict(found)
-    for slot, tensor in found.items():
+    scaled = dict(by_slot)
+    for slot, tensor in by_slot.items():
         if tensor.dtype != FLOAT8:
             continue
         scale = scales.get(f"{tensor.name}{SCALE}")
@@ -206,9 +206,9 @@ def _entry(tensor: StoredTensor) -> TensorStorageMetadata:
     start = torch.Size([0] * len(size))
     chunks = [ChunkStorageMetadata(offsets=start, sizes=size)]
     if tensor.parts:
-        one = torch.Size([1, *size[1:]])
+        single = torch.Size([1, *size[1:]])
         chunks = [
-            ChunkStorageMetadata(offsets=torch.Size([index, *start[1:]]), sizes=one)
+            ChunkStorageMetadata(offsets=torch.Size([index, *start[1:]]), sizes=single)
             for index in range(len(tensor.parts))
         ]
     return TensorStorageMetadata(
@@ -273,7 +273,7 @@ def add_rows(weight_VD: Tensor, num_rows: int) -> Tensor:
 
 def check_match(
     path: Path,
-    found: Mapping[str, StoredTensor],
+    by_slot: Mapping[str, StoredTensor],
     *,
     spec: ModelSpec,
     architecture: DecoderConfig,
@@ -283,12 +283,12 @@ def check_match(
     names = Names(spec.hf, architecture)
 
     def both_names(name: str) -> str:
-        hf_name = found[name].name if name in found else names.to_hf(name)
+        hf_name = by_slot[name].name if name in by_slot else names.to_hf(name)
         return f"'{name}'" if name == hf_name else f"'{name}' ({hf_name})"
 
     check_tensors(
         path,
-        {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()},
+        {name: (tensor.shape, tensor.dtype) for name, tensor in by_slot.items()},
         {
             name: (tuple(parameter.shape), DTYPES)
             for name, parameter in spec.build_meta(architecture).named_parameters()
