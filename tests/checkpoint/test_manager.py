@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.checkpoint.test_storage import refuse_to_remove
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import TINY
@@ -56,6 +56,18 @@ def test_retention_that_cannot_delete_ends_no_run(ranks: RankPool, tmp_path: Pat
     job = [*jobs.write_job(tmp_path), "--checkpoint.interval=1", "--checkpoint.keep_latest_k=1"]
     assert ranks.run(fail_to_delete, [*job, "--training.steps=3"], world=1) == ["no error"]
     assert steps(tmp_path) == [3]
+
+
+def refuse_to_remove(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an NFS server does while a file is open: the folder is not empty."""
+    correct = shutil.rmtree
+
+    def rmtree(path: Path, *args: object, **kwargs: object) -> None:
+        if ".deleted" in str(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        correct(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
 
 
 def fail_to_delete(job: list[str]) -> str:
