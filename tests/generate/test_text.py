@@ -64,7 +64,7 @@ def random_generator(path: str) -> Generator:
 
 def whole_characters(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     pieces = StreamDecoder(tokenizer)
-    return [piece for i in ids if (piece := pieces.add([i]))] + [pieces.rest()]
+    return [piece for i in ids if (piece := pieces.add([i]))] + [pieces.flush()]
 
 
 def test_pieces_are_the_text_and_hold_whole_characters(path: str) -> None:

@@ -219,8 +219,8 @@ class ChatTemplate:
         """
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         text = self.render(Conversation(turns, None, "to find the token that ends a turn"))
-        found = self._special_at_start.match(text.rpartition(PROBE)[2])
-        return found[0].strip() if found else None
+        match = self._special_at_start.match(text.rpartition(PROBE)[2])
+        return match[0].strip() if match else None
 
     def divide(self, conversation: Conversation) -> Rendered:
         """Return the text and the parts to train on.

@@ -1,9 +1,9 @@
 """Samples for supervised fine-tuning: one or more examples each, with the loss on the answers only.
 
 Examples are tokenized once, and packing is planned once. Both results are token stores in the
-cache, mapped by all ranks and workers; the second holds indices of examples in place of tokens. The
-order of samples is that of any `Dataset`, so a position is one number, and a run resumes on the
-next sample in any layout.
+cache, mapped by all ranks and workers; the second holds indices of examples in place of tokens. A
+`Dataset` orders the samples, so a position is one number, and a run resumes on the next sample in
+any layout.
 
 The tensors of a sample are made when it is read. An example of n tokens takes n - 1 positions,
 since its last token is only a label, and no label crosses from one example to the next. The rest is
@@ -314,8 +314,8 @@ def warn_of_encoded(name: str, notes: Mapping[str, int], unread_keys: Mapping[st
             plural(notes["null_arguments"], "example"),
         )
     if unread_keys:
-        named = ", ".join(f"{k!r} in {plural(num, 'message')}" for k, num in unread_keys.items())
-        logger.warning("%s: nothing reads these keys of messages: %s", name, named)
+        keys = ", ".join(f"{k!r} in {plural(num, 'message')}" for k, num in unread_keys.items())
+        logger.warning("%s: nothing reads these keys of messages: %s", name, keys)
     if notes["without_end"]:
         logger.warning(
             "The chat template's {%% generation %%} tags leave out the token that ends the turn in "
@@ -348,7 +348,7 @@ def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], *, capacity: int, window: int) -> Iterator[list[int]]:
-    """Yield the groups of the first `window` lengths, then those of the next, and so on.
+    """Yield the groups of the first `window` lengths, then of the next `window`, and so on.
 
     So examples are packed with others near them, and a search covers at most a window.
     """

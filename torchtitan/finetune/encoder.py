@@ -108,23 +108,23 @@ class Encoder:
     def _completions(self, examples: Sequence[Completion]) -> Iterator[Labelled]:
         for example in examples:
             self._check_special(example)
-        texts = [text for each in examples for text in (each.prompt, each.completion)]
+        texts = [text for e in examples for text in (e.prompt, e.completion)]
         rows: Sequence[Sequence[int]] = (
-            [one.ids for one in self._tokenizer.encode_special(texts)]
+            [encoded.ids for encoded in self._tokenizer.encode_special(texts)]
             if self._encodes_special
-            else [one.tolist() for one in self._tokenizer.encode_batch(texts)]
+            else [ids.tolist() for ids in self._tokenizer.encode_batch(texts)]
         )
         for example, prompt, completion in zip(examples, rows[::2], rows[1::2], strict=True):
-            given = with_begin(prompt, begin_ids=self._tokenizer.begin_ids)
+            prefix = with_begin(prompt, begin_ids=self._tokenizer.begin_ids)
             has_end = example.completion.rstrip().endswith(self._written_ends)
             end = [self._tokenizer.eos_id] if completion and not has_end else []
-            ids = np.array([*given, *completion, *end], np.int64)
-            yield ids, np.arange(len(ids)) >= len(given)
+            ids = np.array([*prefix, *completion, *end], np.int64)
+            yield ids, np.arange(len(ids)) >= len(prefix)
 
     def _conversations(self, examples: Sequence[Conversation]) -> Iterator[Labelled]:
         templates = [self._check(example) for example in examples]
         rendered = [t.divide(example) for t, example in zip(templates, examples, strict=True)]
-        encoded = self._tokenizer.encode_special([each.text for each in rendered])
+        encoded = self._tokenizer.encode_special([text for text, _ in rendered])
         for template, example, text, (ids, ends) in zip(
             templates, examples, rendered, encoded, strict=True
         ):
@@ -142,10 +142,10 @@ class Encoder:
                 names = REASONING_KEYS if key in REASONING_KEYS else (key,)
                 if key in READ_HERE or not template.names.isdisjoint(names):
                     continue
-                kind = (message["role"], key)
-                if kind not in self._is_read:
-                    self._is_read[kind] = template.reads(example, number=number, key=key)
-                if not self._is_read[kind]:
+                role_key = (message["role"], key)
+                if role_key not in self._is_read:
+                    self._is_read[role_key] = template.reads(example, number=number, key=key)
+                if not self._is_read[role_key]:
                     self.unread_keys[key] += 1
 
     def _check(self, example: Conversation) -> ChatTemplate:
@@ -165,9 +165,9 @@ class Encoder:
         return (example.tools and self.template.with_tools) or self.template
 
     def _check_special(self, example: Example) -> None:
-        for found in filter(None, map(self._forbidden.search, _texts_of(example))):
+        for match in filter(None, map(self._forbidden.search, _texts_of(example))):
             raise WrittenSpecialTokenError(
-                f"{example.where}: text must not contain special tokens, got {found[0]!r}"
+                f"{example.where}: text must not contain special tokens, got {match[0]!r}"
             )
 
 
@@ -200,7 +200,7 @@ def overlaps_spans(
     """
     stops = np.array(ends, np.int64)
     starts = np.minimum(np.concatenate([[0], stops])[:-1], stops - 1)
-    found = np.zeros(len(stops), np.bool_)
+    overlaps = np.zeros(len(stops), np.bool_)
     for first, last in spans:
-        found |= (starts < last) & (stops > first)
-    return found
+        overlaps |= (starts < last) & (stops > first)
+    return overlaps

@@ -4,7 +4,7 @@ A row of a file becomes a conversation, or a prompt with its completion. Its key
 OpenAI's messages, prompts and completions (as text, or as messages like TRL's), or ShareGPT's
 conversations. If a row has the keys of several formats, the first format counts.
 
-Messages are normalized once, whatever file they come from, as `apply_chat_template` of transformers
+Messages of all file formats are normalized once, as `apply_chat_template` of transformers
 does: keys whose value is null are dropped, and reasoning is written under each of its names.
 Arguments of tool calls may be JSON text, as OpenAI writes them; templates expect their value.
 """
@@ -54,7 +54,7 @@ Row = dict[str, Any]
 class Format(NamedTuple):
     """A format of rows."""
 
-    shown: str
+    sample: str
     """A row, for messages."""
     keys: frozenset[str]
     """Keys that a row of this format has."""
@@ -71,9 +71,9 @@ def parse_example(row: object, *, where: str) -> Example:
             for text in strings_in(row):
                 check_characters(text, where=where)
             return format.parse(row, where)
-    shown = ", ".join(format.shown for format in FORMATS)
+    sample = ", ".join(format.sample for format in FORMATS)
     got = f"keys {', '.join(map(repr, row))}" if row else "no keys"
-    raise DataError(f"{where} must be one of {shown}, got {got}")
+    raise DataError(f"{where} must be one of {sample}, got {got}")
 
 
 def _openai(row: Row, where: str) -> Conversation:
@@ -97,7 +97,7 @@ def _sharegpt(row: Row, where: str) -> Conversation:
         raise DataError(f"{where}: conversations must be a list of objects, got {turns!r:.60}")
     messages = []
     for number, turn in enumerate(turns, start=1):
-        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        message = {key: value for key, value in turn.items() if key not in ("from", "value")}
         if "from" in turn:
             speaker = turn["from"]
             if not isinstance(speaker, str) or speaker not in SPEAKERS:
@@ -108,8 +108,8 @@ def _sharegpt(row: Row, where: str) -> Conversation:
             key, value = "content", turn.get("value")
             if speaker == "function_call":
                 key, value = "tool_calls", _calls(value, where=f"{where}: turn {number}")
-            rest = {"role": SPEAKERS[speaker], key: value, **rest}
-        messages.append(rest)
+            message = {"role": SPEAKERS[speaker], key: value, **message}
+        messages.append(message)
     return _conversation(messages, row, where)
 
 
@@ -215,8 +215,8 @@ def _are_objects(value: object) -> bool:
 def has_null_arguments(message: Message) -> bool:
     """Return whether a call of a tool has an argument that is null."""
     functions = (call.get("function", call) for call in message.get("tool_calls") or ())
-    arguments = (f.get("arguments") for f in functions if isinstance(f, dict))
-    return any(isinstance(each, dict) and None in each.values() for each in arguments)
+    arguments = [f.get("arguments") for f in functions if isinstance(f, dict)]
+    return any(isinstance(a, dict) and None in a.values() for a in arguments)
 
 
 def strings_in(value: object) -> Iterator[str]:

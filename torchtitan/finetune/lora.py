@@ -72,7 +72,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted_weight(name: str) -> str:
-    """Return the weight that has the row order of a parameter: B has that of its matrix."""
+    """Return the weight whose row order a parameter has: B has the order of its matrix."""
     module, _, last = name.rpartition(".")
     return f"{module}.weight" if last == UP else name
 

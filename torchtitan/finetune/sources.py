@@ -74,8 +74,8 @@ def _check(part: Corpus) -> None:
 def label_all(source: Corpus, encoder: Encoder) -> Iterator[tuple[Example, Numbers]]:
     """Yield each example with its numbers.
 
-    A mistake is raised at the end, together with those of other files and examples. After the first
-    one at most `MAX_CHECKED` examples are read.
+    Mistakes in all files and examples are raised together at the end. After the first one at most
+    `MAX_CHECKED` examples are read.
 
     Raises:
         DataError: Files, examples or the template are wrong, or examples name special tokens.

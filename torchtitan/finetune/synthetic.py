@@ -31,9 +31,9 @@ def synthetic_examples(*, held_out: bool = False) -> Corpus:
 def _rows(name: str, held_out: bool) -> Iterator[Row]:
     values = _draw(random.Random(21), num=NUM_EXAMPLES)
     if held_out:
-        known = [*values]
+        trained = [*values]
         drawn = _draw(random.Random(23), num=2 * NUM_HELD_OUT)
-        values = islice((row for row in drawn if row not in known), NUM_HELD_OUT)
+        values = islice((row for row in drawn if row not in trained), NUM_HELD_OUT)
     for number, value in enumerate(values, start=1):
         yield Row(value, f"{name} {number}")
 

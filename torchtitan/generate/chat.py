@@ -1,7 +1,7 @@
 """A chat in the terminal that streams its answers and remembers the conversation.
 
 Each question is sent with all earlier messages, which the model reads again in one pass. So an
-answer equals the one that the same messages give elsewhere, and a template may render earlier
+answer equals the answer to the same messages elsewhere, and a template may render earlier
 messages differently once later ones follow. Keeping the KV cache between questions would save the
 pass, but needs attention from several new tokens to a cache.
 

@@ -90,7 +90,7 @@ class Pretrained:
 
 
 def build_generator(
-    found: Pretrained,
+    pretrained: Pretrained,
     *,
     device: torch.device,
     mesh: DeviceMesh | None = None,
@@ -100,7 +100,7 @@ def build_generator(
     """Build a model and read its weights.
 
     Args:
-        found: The model on disk.
+        pretrained: The model on disk.
         device: Where the weights are read to.
         mesh: Ranks that share the matrices. None: this process only.
         chats: Whether to read the chat template.
@@ -110,36 +110,36 @@ def build_generator(
         UserError: The tokenizer is missing or does not fit, or the ranks cannot share the model.
     """
     try:
-        tokenizer = build_tokenizer(found.tokenizer)
+        tokenizer = build_tokenizer(pretrained.tokenizer)
     except DataError as error:
         raise DataError(f"{error}; name the model's tokenizer by --tokenizer") from error
-    check_vocabulary(tokenizer, model_vocab_size=found.model.config.vocab_size)
+    check_vocabulary(tokenizer, model_vocab_size=pretrained.model.config.vocab_size)
     template = None
     if chats:
         template = find_template(
-            found.chat_template, tokenizer=tokenizer, tokenizer_path=found.tokenizer
+            pretrained.chat_template, tokenizer=tokenizer, tokenizer_path=pretrained.tokenizer
         )
-    _parallelize(found, mesh=mesh)
+    _parallelize(pretrained, mesh=mesh)
     return Generator(
-        model=read_model(found, device=device, dtype=dtype),
+        model=read_model(pretrained, device=device, dtype=dtype),
         tokenizer=tokenizer,
         template=template,
-        stop_ids=found.stop_ids | {tokenizer.eos_id},
-        begin_ids=tokenizer.begin_ids if found.begins else (),
-        context=found.context,
+        stop_ids=pretrained.stop_ids | {tokenizer.eos_id},
+        begin_ids=tokenizer.begin_ids if pretrained.begins else (),
+        context=pretrained.context,
     )
 
 
-def read_model(found: Pretrained, *, device: torch.device, dtype: str | None) -> LanguageModel:
+def read_model(pretrained: Pretrained, *, device: torch.device, dtype: str | None) -> LanguageModel:
     """Return the model with its weights in `dtype`, None for the stored type."""
-    model = cast(found.model, getattr(torch, found.dtype)).to_empty(device=device)
-    found.weights.read(dict(model.named_parameters()))
-    return cast(model, getattr(torch, dtype or found.dtype))
+    model = cast(pretrained.model, getattr(torch, pretrained.dtype)).to_empty(device=device)
+    pretrained.weights.read(dict(model.named_parameters()))
+    return cast(model, getattr(torch, dtype or pretrained.dtype))
 
 
-def _parallelize(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
+def _parallelize(pretrained: Pretrained, *, mesh: DeviceMesh | None) -> None:
     """Shard the model over the ranks of a mesh, in place."""
-    model, spec = found.model, found.spec
+    model, spec = pretrained.model, pretrained.spec
     if "cache" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
             f"{spec.name} cannot generate text: its forward has no argument `cache` "

@@ -150,21 +150,14 @@ def _check(
     top_k: int | None,
 ) -> None:
     """Raise UserError for an invalid prompt or setting."""
-    vocab_size = model.config.vocab_size
-    mistakes = []
-    for prompt in prompts:
-        if not prompt:
-            mistakes.append("a prompt must have at least one token")
-        elif not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            mistakes.append(
-                f"token ids must be in 0..{vocab_size - 1}, got {min(prompt)}..{max(prompt)}; use "
-                f"the model's tokenizer"
-            )
+    last_id = model.config.vocab_size - 1
+    if not all(prompts):
+        raise UserError("a prompt must have at least one token")
+    if any(not 0 <= min(prompt) <= max(prompt) <= last_id for prompt in prompts):
+        raise UserError(f"token ids must be in 0..{last_id}; use the model's tokenizer")
     if max_new_tokens < 1:
-        mistakes.append(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if not 0 <= temperature < inf:  # NaN too
-        mistakes.append(f"temperature must be 0 or a positive number, got {temperature}")
+        raise UserError(f"temperature must be 0 or a positive number, got {temperature}")
     if top_k is not None and top_k < 1:
-        mistakes.append(f"top_k must be at least 1, got {top_k}")
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+        raise UserError(f"top_k must be at least 1, got {top_k}")

@@ -89,7 +89,7 @@ def stream_tokens(
     for _, token in draw(generator.model, [ids], stop_ids=stop_ids, **sampling):
         if token not in stop_ids and (text := decoder.add([token])):
             yield text
-    if text := decoder.rest():
+    if text := decoder.flush():
         yield text
 
 
@@ -110,14 +110,14 @@ class StreamDecoder:
     def add(self, ids: Sequence[int]) -> str:
         """Add tokens; return the text that they complete."""
         self._held += ids
-        text = self.rest()
+        text = self.flush()
         if text.endswith(REPLACEMENT):
             return ""
         if text:
             self._before, self._held = self._held, []
         return text
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Return the text of the held tokens, with U+FFFD for an incomplete character."""
         return self._decode(self._before + self._held)[len(self._decode(self._before)) :]
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.base.custom import trusting_stored
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.files import read_text
 from torchtitan.data.text import check_characters
 from torchtitan.tools.verbs import add_model_options, build_parser, report_errors
 
@@ -191,7 +192,7 @@ def _check(args: argparse.Namespace) -> list[str]:
 
 def _read_prompts(file: Path) -> list[str]:
     try:
-        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line for line in read_text(file).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"--prompts_file must be UTF-8 text with one prompt per line; {file} cannot be read: "
