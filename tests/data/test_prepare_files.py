@@ -95,6 +95,13 @@ def test_held_out_documents_are_a_store_beside(tmp_path: Path, num_workers: int)
     assert find_files(str(tmp_path / "stores")) == [tmp_path / "stores" / "store.idx"]
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_file_that_is_named_twice_is_read_twice(tmp_path: Path, num_workers: int) -> None:
+    files = corpus_of(tmp_path / "texts").files[:2]
+    notes = prepare(file_corpus(files * 2), tmp_path / "store", num_workers)
+    assert TokenStore(tmp_path / "store").num_documents == notes["num_documents"] == 6
+
+
 def test_finished_parts_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A start that is killed goes on with the parts that it had finished."""
     corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"

@@ -214,7 +214,7 @@ def _tokenize(
     folders = [folder / f"part-{_hash(part.identity())}" for part in parts]
     unfinished = [
         (part, target, tokenizer, fraction)
-        for part, target in zip(parts, folders, strict=True)
+        for target, part in dict(zip(folders, parts, strict=True)).items()  # files may be repeated
         if not (target / ABOUT).exists()
     ]
     num_processes = min(num_processes, len(unfinished))
@@ -238,7 +238,7 @@ def _tokenize(
             for target in folders:  # one store open at a time: each holds several files
                 if (target / f"{name}.idx").exists():
                     writer.add_store(TokenStore(target / name))
-    for target in folders:
+    for target in set(folders):
         shutil.rmtree(target)
     return {"source": corpus.name, "tokenizer": tokenizer.fingerprint, **total}
 

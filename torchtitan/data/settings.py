@@ -115,10 +115,10 @@ class TrainingConfig:
     max_norm: Annotated[float, Range(gt=0)] = 1.0
     """Gradients are clipped to this global norm; inf never clips."""
     attn_mask_type: Literal["causal", "block_causal"] = "causal"
-    """causal: a token attends to all previous tokens of its sample. block_causal: only to those of
-    its document, and no label crosses a document's end."""
+    """causal: a token attends to all previous tokens of its sample. block_causal: only to previous
+    tokens of its document, and no label crosses a document's end."""
     reset_positions: bool = False
-    """Count positions from 0 in each document, instead of through the whole sample."""
+    """Count positions from 0 in each document, instead of through the sample."""
     dataset: DatasetKind = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels per sample masked, to compare layouts; files: the files
@@ -129,9 +129,9 @@ class TrainingConfig:
     )
     """Keyword arguments of a custom dataset."""
     dataset_path: Annotated[tuple[Text, ...], Requires("dataset", READS_FILES)] = ()
-    """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .tsv, .parquet, .arrow),
-    token stores (.bin/.idx), folders of datasets.save_to_disk; text compressed as .gz, .bz2, .xz
-    and .zst; globs and folders of these; or URLs, as s3://bucket/corpus/**/*.jsonl."""
+    """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .parquet, .arrow), token
+    stores (.bin/.idx), folders of datasets.save_to_disk; text compressed as .gz and .zst; globs and
+    folders of these; or URLs, as s3://bucket/corpus/**/*.jsonl."""
     dataset_weights: Annotated[tuple[FinitePositive, ...], Requires("dataset", "files")] = ()
     """One weight per dataset_path: samples are drawn in this proportion. Empty: one source."""
     dataset_mixture: Annotated[
@@ -253,7 +253,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """Validation on data that are not trained on. Other settings are those of [training]."""
+    """Validation on data that are not trained on. Other settings are taken from [training]."""
 
     enable: bool = False
     """Measure the loss on held-out data. It changes no number of the training."""
