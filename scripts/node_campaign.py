@@ -59,7 +59,7 @@ class ElasticRun(Run):
             "--training.local_batch_size=1",
             f"--training.global_batch_size={12 * self.ranks}",  # for one to four nodes
             "--checkpoint.interval=5",
-            "--debug.log_sample_hashes",
+            "--training.callbacks=examples.sample_log:SampleLog",
         )
         self.store = TCPStore(
             "127.0.0.1",

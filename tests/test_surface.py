@@ -43,7 +43,7 @@ JOBS = {
     # all that a run can write
     "dense": (
         2,
-        f"{DENSE} training.steps=4 checkpoint.last_save_in_hf=true debug.log_sample_hashes=true "
+        f"{DENSE} training.steps=4 checkpoint.last_save_in_hf=true "
         "profiling.enable_profiling=true profiling.profile_freq=4 profiling.profiler_warmup=1",
     ),
     "experts": (1, f"{EXPERTS} training.steps=2 router.log_layers=true"),

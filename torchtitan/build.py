@@ -116,7 +116,7 @@ def build_run(
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     progress = Progress()
-    loader = build_loader(config, samples=samples(), layout=layout, mesh=mesh, progress=progress)
+    loader = build_loader(config, samples=samples(), layout=layout, mesh=mesh)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     events = EventLog(folder) if launch.rank == 0 else None
@@ -376,21 +376,9 @@ def build_training_samples(config: Config, *, layout: Layout, once: Once) -> Map
     return samples
 
 
-def build_loader(
-    config: Config, *, samples: MapSamples, layout: Layout, mesh: Mesh, progress: Progress
-) -> Loader:
+def build_loader(config: Config, *, samples: MapSamples, layout: Layout, mesh: Mesh) -> Loader:
     """Build this rank's share of the samples."""
-    training, on_sample = config.training, None
-    if config.debug.log_sample_hashes:
-        from torchtitan.data.sample_log import SampleLog
-
-        on_sample = SampleLog(
-            Path(config.job.dump_folder) / "samples",
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            writes=mesh.is_first_of_dp_rank,
-            step=lambda: progress.step + 1,  # samples are drawn for the next step
-        )
+    training = config.training
     return Loader(
         samples,
         local_batch_size=training.local_batch_size,
@@ -399,7 +387,6 @@ def build_loader(
         dp_degree=mesh.dims.dp,
         settings=training.dataloader,
         skipped=SkippedSamples(training.skip_samples),
-        on_sample=on_sample,
     )
 
 

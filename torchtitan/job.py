@@ -78,8 +78,6 @@ class DebugConfig:
         False
     )
     """Warn of such operators instead. Backward of flash attention is then not reproducible."""
-    log_sample_hashes: bool = False
-    """Write step, number and hash of every sample drawn to samples/rank_N.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)

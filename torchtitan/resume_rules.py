@@ -61,7 +61,6 @@ IGNORED: Mapping[Path, str] = {
     ("lora", "export_format"): "what is written at the end",
     ("debug", "deterministic"): _ROUNDING,
     ("debug", "deterministic_warn_only"): "what is warned of",
-    ("debug", "log_sample_hashes"): "what is recorded",
 }
 """Settings that may differ, and why. A section includes all of its keys except `COUNTS`."""
 COUNTS: Mapping[Path, str] = {

@@ -28,7 +28,6 @@ from scripts.benchmarks.loops import (
 from scripts.benchmarks.pairs import Spent, check_close, read_clocks, spent_since, timed
 from torchtitan.base.device import device_name, local_device, memory_peak_gib, peak_flops
 from torchtitan.build import build_loader, build_run, build_training_samples
-from torchtitan.checkpoint.state import Progress
 from torchtitan.job import load_config
 from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import build_mesh
@@ -99,7 +98,7 @@ def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path
     layout = find_layout(config, world_size=settings["ranks"])
     mesh = build_mesh(layout.dims, device_type=device.type)
     samples = build_training_samples(config, layout=layout, once=OncePerMachine())
-    loader = build_loader(config, samples=samples, layout=layout, mesh=mesh, progress=Progress())
+    loader = build_loader(config, samples=samples, layout=layout, mesh=mesh)
     part = build_shard(config.parallelism, training=config.training, mesh=mesh)
     return [part.take(samples) for _ in range(config.training.steps) for samples in next(loader)]
 

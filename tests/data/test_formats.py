@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from examples.sample_log import hash_tokens
 from tests.data.helpers import dataset_of
 from tests.naming import naming
 from torchtitan.base.errors import DataError
@@ -24,7 +25,6 @@ from torchtitan.data import readers
 from torchtitan.data.corpus import file_corpus
 from torchtitan.data.files import find_files
 from torchtitan.data.prepare import cached_store
-from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.tokenizer import ByteTokenizer
 
 TEXTS = ['quotes " and, commas\nand lines\r\n', "zwölf \U0001f600 \\n\t", "'", "", " ", "end" * 900]

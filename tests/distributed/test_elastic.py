@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from examples.sample_log import hash_tokens
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import CONTINUE
 from tests.finetune.chats import write_lines
-from torchtitan.data.sample_log import hash_tokens
 
 pytestmark = pytest.mark.slow
 
 BATCH = ("--training.local_batch_size=2", "--training.global_batch_size=12")
-LOGGED = "--debug.log_sample_hashes=true"
+LOGGED = "--training.callbacks=examples.sample_log:SampleLog"
 
 
 def samples(folder: Path) -> list[tuple[int, int, str]]:

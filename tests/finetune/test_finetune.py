@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from examples.sample_log import hash_tokens
 from tests.data.helpers import loader_of, rows, training
 from tests.finetune.chats import CHAT, CHATML, write_lines, write_tokenizer
 from tests.models.reference import TINY, random_decoder
@@ -20,7 +21,6 @@ from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.holdout import ALL, Holdout
-from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.finetune.data import build_examples

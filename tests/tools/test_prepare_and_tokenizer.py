@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.sample_log import hash_tokens
 from tests.data.helpers import dataset_of, write_texts
 from tests.naming import naming
-from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import build_tokenizer, read_ranks
 from torchtitan.tools import prepare as prepare_data

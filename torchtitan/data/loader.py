@@ -158,7 +158,6 @@ class Loader:
         settings: Workers and prefetch.
         position: Number of the first sample.
         skipped: Samples to pass over.
-        on_sample: Called with number and tokens of each sample.
     """
 
     def __init__(
@@ -172,10 +171,11 @@ class Loader:
         settings: DataLoaderConfig,
         position: int = 0,
         skipped: SkippedSamples | None = None,
-        on_sample: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_degree
-        self.dataset, self._settings, self._on_sample = dataset, settings, on_sample
+        self.dataset, self._settings = dataset, settings
+        self.on_sample: Callable[[int, torch.Tensor], None] | None = None
+        """Called with number and tokens of each sample, if a callback has set it."""
         self._blocks = Blocks(
             position=position,
             num_samples=dataset.num_samples,
@@ -208,12 +208,12 @@ class Loader:
             step = self._read_step()
         if not step:
             raise StopIteration
-        if self._on_sample is not None:
+        if self.on_sample is not None:
             blocks = islice(self._blocks, self._blocks.accumulation)
             numbers = (k for block in blocks for k in block)
             samples = (tokens for batch in step for tokens in batch["tokens"])
             for number, tokens in zip(numbers, samples, strict=True):
-                self._on_sample(number, tokens)
+                self.on_sample(number, tokens)
         self._move_to(self._blocks.end_of_step)
         return step
 

@@ -330,8 +330,8 @@ def read_parquet(data: BinaryIO, file: Path, columns: Collection[str]) -> Iterat
     import pyarrow.parquet as parquet
 
     def batches() -> Iterator[Any]:
-        # without pre_buffer, a row group is read when it is used
-        table = parquet.ParquetFile(data, pre_buffer=False)
+        # opened by its path and without pre_buffer, pages are read when they are used
+        table = parquet.ParquetFile(file, pre_buffer=False)
         yield from table.iter_batches(
             ROWS_AT_ONCE, columns=_select(table.schema_arrow.names, columns)
         )

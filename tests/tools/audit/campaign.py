@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from examples.sample_log import append
 from torchtitan.config.settings import to_toml
 from torchtitan.data.loader import Loader
-from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.job import load_config
@@ -79,7 +79,7 @@ SMALL = (
     "--training.seq_len=32",
     f"--training.local_batch_size={LOCAL_BATCH}",
     "--training.global_batch_size=8",
-    "--debug.log_sample_hashes",
+    "--training.callbacks=examples.sample_log:SampleLog",
     "--lr_scheduler.warmup_steps=2",
 )
 
@@ -125,13 +125,8 @@ def drive(run: Path, arguments: list[str], *, world: int, steps: int) -> None:
     for rank in range(world // dims.pp):
         dp_rank, others = divmod(rank, dims.cp * dims.tp)
         done = 0
-        log = SampleLog(
-            run / "samples",
-            rank=rank,
-            world_size=world,
-            writes=others == 0,
-            step=lambda: done + 1,  # noqa: B023 - called in this turn of the loop
-        )
+        file = run / "samples" / f"rank_{rank}.jsonl"
+        file.parent.mkdir(exist_ok=True)
         loader = Loader(
             dataset,
             local_batch_size=local,
@@ -140,8 +135,14 @@ def drive(run: Path, arguments: list[str], *, world: int, steps: int) -> None:
             dp_degree=dims.dp,
             settings=config.training.dataloader,
             skipped=SkippedSamples(config.training.skip_samples),
-            on_sample=log,
         )
+        if others == 0:
+            loader.on_sample = lambda number, tokens: append(
+                file,  # noqa: B023 - called in this turn of the loop
+                step=done + 1,  # noqa: B023
+                number=number,
+                tokens=tokens,
+            )
         while done < steps:
             next(loader)
             done += 1

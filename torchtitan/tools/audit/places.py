@@ -8,6 +8,7 @@ again, to leave out the same ones.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from torchtitan.data.documents import TextSource, find_corpora
 from torchtitan.data.holdout import goes_to_holdout
 from torchtitan.data.loader import MapSamples, Samples, StreamSamples
 from torchtitan.data.prepare import read_notes
-from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -87,16 +87,16 @@ class Places:
         """Return a sample. Raise DataError for a stream, which cannot go back."""
         if isinstance(self.dataset, StreamSamples):
             raise DataError(
-                f"'{self.config.training.dataset}' is a stream, whose samples cannot be read "
-                f"again; set debug.log_sample_hashes to log them"
+                f"'{self.config.training.dataset}' is a stream, whose samples cannot be read again"
             )
         return self.dataset[k]
 
     def hash(self, k: int) -> str | None:
-        """Return the hash of a sample as it is logged. None: a stream."""
+        """Return the hash of a sample as examples/sample_log.py logs it. None: a stream."""
         if isinstance(self.dataset, StreamSamples):
             return None
-        return hash_tokens(self.read(k)["tokens"])
+        tokens = self.read(k)["tokens"]
+        return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
 
     def spans(self, k: int) -> list[Span]:
         """Return the documents in a sample. Empty for custom data, which do not have documents."""
