@@ -32,8 +32,8 @@ RUN = """
 import sys
 from contextlib import ExitStack
 from torchtitan.train import main
-with ExitStack() as undo:
-    exit_code = main(sys.argv[1:], undo=undo)
+with ExitStack() as cleanup:
+    exit_code = main(sys.argv[1:], cleanup=cleanup)
 print(exit_code, *sys.modules)
 """
 
@@ -76,7 +76,7 @@ def test_garbage_is_looked_for_again_once_all_is_imported(monkeypatch: pytest.Mo
     """But not in what is imported."""
     seen = []
 
-    def main(argv: object, *, undo: object) -> int:
+    def main(argv: object, *, cleanup: object) -> int:
         seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
         return 0
 

@@ -167,8 +167,8 @@ def test_mistakes_are_told_together(path: str | None, overrides: Any, said: list
 def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     """Bit for bit, its result is what it has written, and nothing stays in the process."""
     command = [*write_job(tmp_path, name="command"), "--training.steps=4"]
-    with ExitStack() as undo:
-        train_command([*command, "--debug.deterministic"], stop=StopRequest(), undo=undo)
+    with ExitStack() as cleanup:
+        train_command([*command, "--debug.deterministic"], stop=StopRequest(), cleanup=cleanup)
     before = process_state()
     config = job(tmp_path, **{"training.steps": 4, "debug.deterministic": True})
     result = train(config)

@@ -54,13 +54,13 @@ def process_state() -> dict[str, Any]:
 
 
 def run(argv: list[str]) -> None:
-    with ExitStack() as undo:
-        train(argv, stop=StopRequest(), undo=undo)
+    with ExitStack() as cleanup:
+        train(argv, stop=StopRequest(), cleanup=cleanup)
 
 
 def code_of(argv: list[str]) -> int:
-    with ExitStack() as undo:
-        return main(argv, undo=undo)
+    with ExitStack() as cleanup:
+        return main(argv, cleanup=cleanup)
 
 
 def losses(folder: Path) -> list[float]:

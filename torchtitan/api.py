@@ -154,8 +154,8 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     trust(text for _, text in import_paths(config))  # dataclasses.replace may have named others
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
-    with watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
-        launch = prepare_process(undo)
+    with watch_signals(leave=interrupt) as stop, ExitStack() as cleanup, torch.enable_grad():
+        launch = prepare_process(cleanup)
         if launch.world_size > 1:
             _has_trained_ranks.set()
         try:
@@ -163,7 +163,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
                 config,
                 launch=launch,
                 stop=stop,
-                undo=undo,
+                cleanup=cleanup,
                 wording=nullcontext(),
                 callbacks=callbacks,
             )

@@ -80,7 +80,7 @@ def build_run(
     *,
     launch: RankInfo,
     color: bool,
-    undo: ExitStack,
+    cleanup: ExitStack,
     callbacks: Sequence[object] = (),
 ) -> Run:
     """Build a run, resumed where there is a checkpoint. The process group must exist.
@@ -89,7 +89,7 @@ def build_run(
         config: The settings.
         launch: Rank and world size.
         color: Whether the console shows colors.
-        undo: Receives a callback that unlocks the run's folder.
+        cleanup: Receives a callback that unlocks the run's folder.
         callbacks: Callbacks beside those of the settings.
 
     Raises:
@@ -108,7 +108,7 @@ def build_run(
     )
     # lazy: read after choose_start, or inside it if a checkpoint's steps depend on the data
     samples = cache(partial(build_training_samples, config, layout=layout, once=OncePerMachine()))
-    lock_folder(folder, undo=undo)
+    lock_folder(folder, cleanup=cleanup)
     start = choose_start(config, layout=layout, samples=samples, io=io)
 
     device = local_device(launch.local_rank)

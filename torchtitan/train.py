@@ -69,15 +69,17 @@ from torchtitan.trainer import Trainer
 logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when this is started
 
 
-def train(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
+def train(argv: Sequence[str], *, stop: StopRequest, cleanup: ExitStack) -> None:
     """Run the job of the command line on this rank. Arguments as in `train_job`.
 
     Raises:
         UserError: The user must fix something, or the run was stopped.
     """
-    launch = prepare_process(undo)
+    launch = prepare_process(cleanup)
     job = load_job(argv)
-    _, stopped = train_job(job.config, launch=launch, stop=stop, undo=undo, wording=job.wording())
+    _, stopped = train_job(
+        job.config, launch=launch, stop=stop, cleanup=cleanup, wording=job.wording()
+    )
     if stopped is not None:
         raise StoppedError(stopped)
 
@@ -88,7 +90,7 @@ def train_job(
     *,
     launch: RankInfo,
     stop: StopRequest,
-    undo: ExitStack,
+    cleanup: ExitStack,
     wording: AbstractContextManager[None],
     callbacks: Sequence[object] = (),
 ) -> tuple[Trainer, str | None]:
@@ -98,7 +100,7 @@ def train_job(
         config: The settings.
         launch: Rank and world size.
         stop: Requests to stop.
-        undo: Receives callbacks that restore the process and release the folder's lock.
+        cleanup: Receives callbacks that restore the process and release the folder's lock.
         wording: Context that adds to a mistake where its setting was given.
         callbacks: Callbacks beside those of the settings.
 
@@ -112,15 +114,15 @@ def train_job(
     shown = log_to(folder, launch=launch, color=color)
     note_in_file(f"rank {launch.rank} on {os.uname().nodename}, process {os.getpid()}", "INFO")
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
-    undo.callback(end_process_group)  # only a group that this call created
+    cleanup.callback(end_process_group)  # only a group that this call created
     began = time.monotonic()
     with wording:
         check_alike(config)
-        run = build_run(config, launch=launch, color=color, undo=undo, callbacks=callbacks)
+        run = build_run(config, launch=launch, color=color, cleanup=cleanup, callbacks=callbacks)
     done, steps, show = run.progress.step, run.training.steps, shows_bar(launch.rank, shown=shown)
     bar = ProgressBar(done_steps=done, total_steps=steps, show=show, color=color)
     trainer = Trainer(run, stop=stop, status=bar.status)
-    undo.callback(trainer.close_after_failure)
+    cleanup.callback(trainer.close_after_failure)
     sync_before_training(stop)
     if done < steps:
         why = f": {config.compile.backend} compiles blocks" if config.compile.enable else ""
@@ -159,15 +161,15 @@ def train_job(
     return trainer, None
 
 
-def prepare_process(undo: ExitStack) -> RankInfo:
-    """Register in `undo` the process settings that a run changes, and log to the console.
+def prepare_process(cleanup: ExitStack) -> RankInfo:
+    """Register in `cleanup` the process settings that a run changes, and log to the console.
 
     Raises:
         ConfigError: The launcher's environment or LOG_RANK is invalid.
     """
     launch = read_rank_info(os.environ)
-    undo.enter_context(keep_process_settings())
-    undo.enter_context(keep_logging())
+    cleanup.enter_context(keep_process_settings())
+    cleanup.enter_context(keep_logging())
     # reading the settings, which name the folder, may log already
     log_to(None, launch=launch, color=False)
     return launch
@@ -204,14 +206,14 @@ def summarize(trainer: Trainer, *, config: Config, seconds: float) -> dict[str, 
     return entries
 
 
-def main(argv: Sequence[str], *, undo: ExitStack) -> int:
+def main(argv: Sequence[str], *, cleanup: ExitStack) -> int:
     """Train and return the exit code. Call it from the main thread, which receives signals.
 
-    `undo` receives callbacks that restore the process.
+    `cleanup` receives callbacks that restore the process.
     """
     with watch_signals() as stop:
         try:
-            train(argv, stop=stop, undo=undo)
+            train(argv, stop=stop, cleanup=cleanup)
         except UserError as error:
             _report(error)
             return error.exit_code
@@ -240,7 +242,7 @@ def main_and_exit(argv: Sequence[str]) -> None:
     gc.freeze()  # later collections skip the imported objects
     gc.enable()
     try:
-        leave(main(argv, undo=ExitStack()))
+        leave(main(argv, cleanup=ExitStack()))
     except (Exception, CheckpointException) as error:
         if is_communication_error(error):  # another rank failed; this traceback is in the log
             text = f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"

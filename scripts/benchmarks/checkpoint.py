@@ -177,13 +177,13 @@ def _compare_uploads(folder: Path, args: argparse.Namespace) -> list[Comparison]
     import boto3
 
     command = s3_server.MOTO if args.s3 == "moto" else args.s3
-    with ExitStack() as undo:
+    with ExitStack() as cleanup:
         (folder / "server").mkdir()
         server = s3_server.S3Server(command, folder=folder / "server")
         server.start()
-        undo.callback(server.kill)
+        cleanup.callback(server.kill)
         environ = s3_server.environ_of(server.port, key=args.key, secret=args.secret)
-        undo.enter_context(patch.dict(os.environ, environ))
+        cleanup.enter_context(patch.dict(os.environ, environ))
         client = boto3.client("s3")
         client.create_bucket(Bucket=s3_server.BUCKET)
         return _transfer(folder, client, size=int(args.size_gib * 2**30), num_pairs=args.pairs)

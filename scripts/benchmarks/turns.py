@@ -89,7 +89,7 @@ def describe_job(settings: dict[str, Any], *, folder: Path) -> list[str]:
 def build_job(settings: dict[str, Any], *, launch: RankInfo, folder: Path) -> Run:
     """Build the library's run as a job builds it."""
     config = load_config(describe_job(settings, folder=folder))
-    return build_run(config, launch=launch, color=False, undo=ExitStack())
+    return build_run(config, launch=launch, color=False, cleanup=ExitStack())
 
 
 def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path) -> list[Batch]:

@@ -91,7 +91,7 @@ def start(arguments: list[str]) -> Run:
     launch = RankInfo(
         rank=dist.get_rank(), local_rank=dist.get_rank(), world_size=dist.get_world_size()
     )
-    return build_run(load_config(arguments), launch=launch, color=False, undo=ExitStack())
+    return build_run(load_config(arguments), launch=launch, color=False, cleanup=ExitStack())
 
 
 def train(arguments: list[str]) -> Result:

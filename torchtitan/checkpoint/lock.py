@@ -29,15 +29,15 @@ SECONDS_TO_END = 5
 """Time that a run that was just killed may take to end."""
 
 
-def lock_folder(folder: Path, *, undo: ExitStack) -> None:
-    """Lock `folder` for this job until `undo` is closed or rank 0's process ends. Collective.
+def lock_folder(folder: Path, *, cleanup: ExitStack) -> None:
+    """Lock `folder` for this job until `cleanup` is closed or rank 0's process ends. Collective.
 
     Raises:
         CheckpointError: Another run is writing to the folder, or it is not writable.
     """
     file = on_first_rank(lambda: hold(folder), group=dist.group.WORLD)
     if dist.get_rank() == 0:
-        undo.callback(os.close, file)  # releases the lock
+        cleanup.callback(os.close, file)  # releases the lock
 
 
 def hold(folder: Path) -> int:

@@ -64,17 +64,17 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
         ConfigError: There is no such family or flavor, or the sizes do not fit together.
     """
     spec = find_spec(settings)
-    given = given_sizes(settings, of=spec.sizes)
+    sizes = given_sizes(settings, of=spec.sizes)
     if settings.flavor == HF:
-        if missing := spec.sizes.missing(given):
+        if missing := spec.sizes.missing(sizes):
             rule = (
                 f'"hf" needs checkpoint.initial_load_in_hf, or all sizes of the model, and '
                 f"{', '.join(missing)} are not given"
             )
             raise ConfigError.at(("model.flavor", "checkpoint.initial_load_in_hf"), rule)
-        architecture = spec.sizes(**given, **spec.of_family)
+        architecture = spec.sizes(**sizes, **spec.of_family)
     elif settings.flavor in spec.flavors:
-        architecture = replace(spec.flavors[settings.flavor], **given)
+        architecture = replace(spec.flavors[settings.flavor], **sizes)
     else:
         flavors = (*spec.flavors, HF)
         rule = (
@@ -84,8 +84,8 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
         raise ConfigError.at(("model.flavor", "model.name"), rule)
     if settings.rope_scaling.type != "flavor":
         architecture = replace(architecture, rope_scaling=settings.rope_scaling.build())
-    others = f"; sizes that are not given are those of {settings.flavor}" if given else ""
-    wrong = [replace(one, rule=one.rule + others) for one in architecture.violations()]
+    note = f"; sizes that are not given are those of {settings.flavor}" if sizes else ""
+    wrong = [replace(broken, rule=broken.rule + note) for broken in architecture.violations()]
     built_in = replace(settings, options={})
     keys = {*given_sizes(built_in, of=ALL_SIZES), *architecture.given(of_family=False)}
     wrong += [
@@ -106,9 +106,9 @@ def _as_setting(violation: Violation, settings: ModelConfig) -> Violation:
 
 def describe_model(settings: ModelConfig, *, spec: ModelSpec) -> str:
     """Return the flavor, and the sizes that replace its own."""
-    given = given_sizes(settings, of=spec.sizes)
-    sizes = ", ".join(f"{name} {value or 0}" for name, value in given.items())
-    return f"{settings.flavor} ({sizes})" if sizes else settings.flavor
+    sizes = given_sizes(settings, of=spec.sizes)
+    text = ", ".join(f"{name} {value or 0}" for name, value in sizes.items())
+    return f"{settings.flavor} ({text})" if text else settings.flavor
 
 
 def to_settings(spec: ModelSpec, architecture: DecoderConfig) -> ModelConfig:
@@ -156,5 +156,5 @@ def find_spec(settings: ModelConfig) -> ModelSpec:
 def _has_size(spec: ModelSpec, key: str) -> bool:
     """Return whether a family has a size. A family without Hugging Face files may have a window."""
     if key != "window":
-        return any(one.name == key for one in fields(spec.sizes))
+        return any(size.name == key for size in fields(spec.sizes))
     return not spec.hf.names or any(ours == "window" for ours, _ in spec.hf.more_counts.values())

@@ -93,9 +93,9 @@ class RopeScalingConfig:
         """Return the scaling of these settings, whose type is not "flavor"."""
         if self.type == "none":
             return None
-        given = {key: getattr(self, key) for key in ROPE_KEYS[self.type]}
+        values = {key: getattr(self, key) for key in ROPE_KEYS[self.type]}
         return RopeScaling(
-            type=self.type, **{key: value for key, value in given.items() if value is not None}
+            type=self.type, **{key: value for key, value in values.items() if value is not None}
         )
 
     def violations(self) -> Iterator[Violation]:
@@ -147,7 +147,7 @@ def given_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str, 
     Raises:
         ConfigError: An option is no size of `of`, or has the wrong type.
     """
-    names = [one.name for one in fields(of) if one.name != "rope_scaling"]
+    names = [size.name for size in fields(of) if size.name != "rope_scaling"]
     values = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
     sizes = {n: None if repr(v) == "0" else v for n, v in values.items() if v is not None}
     return sizes | _custom_sizes(settings, of=of)
@@ -157,7 +157,7 @@ def _custom_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str
     if not settings.options:
         return {}
     hints = get_type_hints(of)
-    names = [one.name for one in fields(of) if not hasattr(settings, one.name)]
+    names = [size.name for size in fields(of) if not hasattr(settings, size.name)]
     sizes = {}
     for name, value in settings.options.items():
         if name not in names:

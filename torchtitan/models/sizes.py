@@ -121,17 +121,19 @@ class DecoderConfig:
     def given(self, *, of_family: bool) -> dict[str, Any]:
         """Return the fields that are not None: those of the family, or those that a job may set."""
         return {
-            one.name: value
-            for one in fields(self)
-            if one.metadata.get("of_family", False) == of_family
-            and one.name != "rope_scaling"
-            and (value := getattr(self, one.name)) is not None
+            size.name: value
+            for size in fields(self)
+            if size.metadata.get("of_family", False) == of_family
+            and size.name != "rope_scaling"
+            and (value := getattr(self, size.name)) is not None
         }
 
     @classmethod
     def missing(cls, sizes: Mapping[str, Any]) -> list[str]:
         """Return the required fields that are not in `sizes`."""
-        return [one.name for one in fields(cls) if one.default is MISSING and one.name not in sizes]
+        return [
+            size.name for size in fields(cls) if size.default is MISSING and size.name not in sizes
+        ]
 
     @property
     def head_width(self) -> int:

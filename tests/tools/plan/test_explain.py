@@ -97,8 +97,8 @@ def test_a_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     job, run = tmp_path / "job.toml", tmp_path / "run"
     job.write_text(TINY)
     arguments = [f"--job.config_file={job}", f"--job.dump_folder={run}", "--metrics.log_freq=1"]
-    with ExitStack() as undo:
-        assert train([*arguments, "--training.steps=3"], undo=undo) == 0
+    with ExitStack() as cleanup:
+        assert train([*arguments, "--training.steps=3"], cleanup=cleanup) == 0
     text = explained(capsys, run)
     assert "Not compared: step time" in text
     assert "% off" not in text
