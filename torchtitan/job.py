@@ -244,6 +244,20 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
     return loaded
 
 
+def written_names(config: Config) -> list[str]:
+    """Return the names that a run writes in its folder."""
+    from torchtitan.checkpoint.lock import LOCK
+    from torchtitan.metrics.events import EVENTS
+    from torchtitan.metrics.rows import RECORD
+
+    return [
+        *(CONFIG_FILE, f"{RECORD}.jsonl", f"{RECORD}.jsonl.tmp", EVENTS, "logs", "wandb"),
+        *(config.checkpoint.local_folder, config.metrics.save_tb_folder, LOCK),
+        *(config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder),
+        config.comm.save_traces_folder,
+    ]
+
+
 def load_config(argv: Sequence[str]) -> Config:
     """Load a job and return only its settings."""
     return load_job(argv).config

@@ -23,6 +23,7 @@ import shlex
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from torch.distributed.run import (
 )
 
 from torchtitan.base.errors import NonFiniteError, StoppedError, UserError, printable
+from torchtitan.mesh.ranks import STORE
 from torchtitan.mesh.stop import STARTED
 
 SHUTDOWN_SECONDS = 3600
@@ -72,7 +74,10 @@ def main(argv: Sequence[str]) -> int:
     for name in SIGNALS:  # until torchrun handles them itself
         signal.signal(getattr(signal, name), lambda *_: sys.exit(StoppedError.exit_code))
     try:
-        run(arguments)
+        with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+            if max_nodes == 1:
+                meet_in_files(arguments, folder=Path(folder))
+            run(arguments)
     except SignalException:
         return StoppedError.exit_code
     except ChildFailedError as error:
@@ -80,6 +85,21 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(describe_failure(error, places))
         return exit_code_of_job(error, places)
     return 0
+
+
+def meet_in_files(arguments: argparse.Namespace, *, folder: Path) -> None:
+    """Let torchrun and the ranks of one machine meet in files instead of a store on a port.
+
+    torchrun's store listens on all interfaces and unpickles what it receives.
+    """
+    arguments.standalone = False
+    arguments.rdzv_backend, arguments.rdzv_id = "c10d", folder.name
+    arguments.rdzv_endpoint = str(folder / "rendezvous")
+    # each sign of life makes the file longer, and there is no other machine to wait for it
+    arguments.rdzv_conf = "store_type=file,keep_alive_interval=3600"
+    arguments.local_addr = "127.0.0.1"
+    os.environ[STORE] = str(folder / "store")
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # which torchrun starts for the ranks
 
 
 @dataclass(frozen=True, kw_only=True)

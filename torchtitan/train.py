@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.base.determinism import keep_process_settings
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, NonFiniteError, StoppedError, UserError
+from torchtitan.base.files import refuse_links
 from torchtitan.base.log import (
     erase_line,
     init_logging,
@@ -43,7 +44,7 @@ from torchtitan.base.log import (
 )
 from torchtitan.base.urls import is_url
 from torchtitan.build import build_run
-from torchtitan.job import Config, load_job
+from torchtitan.job import Config, load_job, written_names
 from torchtitan.mesh.faults import (
     dump_stacks_on_stall,
     exit_code_of,
@@ -111,6 +112,7 @@ def train_job(
     stop.end_after(config.job.time_limit_seconds, started=launcher_started(os.environ))
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
+    refuse_links(folder, [*written_names(config), f"logs/rank_{launch.rank}.log"])
     shown = log_to(folder, launch=launch, color=color)
     note_in_file(f"rank {launch.rank} on {os.uname().nodename}, process {os.getpid()}", "INFO")
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import ConfigError, DataError
 
 Once = Callable[[Callable[[], Any]], Any]
 """Calls a function in one process of this machine and returns its result, a JSON value, in all."""
@@ -30,6 +30,19 @@ def user_path(path: str, *, key: str) -> Path:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError.at(key, f"cannot look for {path!r:.200}: {reason}") from error
     return expanded
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Raise ConfigError if a name that a run writes in its folder is a symbolic link.
+
+    A folder may come from a stranger, and writing would follow the link out of it.
+    """
+    for name in names:
+        parts = Path(name).parts
+        for path in (folder.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)):
+            if path.is_symlink():
+                rule = f"must hold no links at names that the run writes, and {path} is one"
+                raise ConfigError.at("job.dump_folder", rule)
 
 
 def check_is_file(path: Path) -> None:

@@ -47,6 +47,8 @@ from torchtitan.config.settings import CONFIG_FILE, literal, values_of
 from torchtitan.mesh.faults import enable_recorder
 from torchtitan.mesh.settings import CommConfig
 
+STORE = "TORCHTITAN_STORE"
+"""Set by the launcher of a job on one machine: the file in which its ranks meet."""
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 SECONDS_FOR_RANK_0_TO_REPORT = 5
@@ -89,13 +91,25 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
 def init_process_group(
     launch: RankInfo, *, device_type: str, settings: CommConfig, dump_folder: Path
 ) -> None:
-    """Initialize the process group: NCCL on CUDA, gloo for host tensors and on CPU."""
+    """Initialize the process group: NCCL on CUDA, gloo for host tensors and on CPU.
+
+    Ranks of one machine listen on the loopback interface only, and meet in the launcher's file.
+    """
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     enable_recorder(settings, dump_folder=dump_folder, rank=launch.rank)
+    store: dist.Store | None = None
+    if launch.world_size == 1:
+        store = dist.HashStore()
+    elif STORE in os.environ:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.FileStore(f"{os.environ[STORE]}.{attempt}", launch.world_size)
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == str(launch.world_size):
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
+            os.environ.setdefault(variable, str(loopback))
     dist.init_process_group(
         backend,
-        # no port needed
-        store=dist.HashStore() if launch.world_size == 1 else None,
+        store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=settings.init_timeout_seconds),
