@@ -19,7 +19,10 @@ from tests.distributed.jobs import train as jobs_train
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import TINY
 from tests.test_two_runs import code_of
-from torchtitan.base.errors import StoppedError
+from tests.naming import naming
+from torchtitan.base.errors import ConfigError, StoppedError
+from torchtitan.base.files import refuse_links
+from torchtitan.job import load_config, written_names
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -351,3 +354,15 @@ def test_a_failed_save_does_not_hide_a_loss_that_is_not_finite(tmp_path: Path) -
     done = run([sys.executable, "-c", PATCHED, "nan", *write_job(tmp_path)])
     assert done.returncode == 3
     assert re.search(r"step 3 .*\n.*the disk is gone", done.stderr)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "logs", "logs/rank_0.log", "tb"])
+def test_a_link_in_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine") if "." in name else elsewhere.mkdir()
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(elsewhere)
+    config = load_config([f"--job.dump_folder={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match=naming("dump_folder", link)):
+        refuse_links(tmp_path / "run", [*written_names(config), "logs/rank_0.log"])

@@ -45,7 +45,7 @@ def sockets(pid: int) -> set[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_only_the_loopback_interface_is_listened_on(ranks: int, tmp_path: Path) -> None:
+def test_only_loopback_is_listened_on(ranks: int, tmp_path: Path) -> None:
     launcher = ["-m", "torchtitan.launch", "--standalone", f"--nproc_per_node={ranks}"]
     start = [*launcher, "-m", "torchtitan.train"] if ranks > 1 else ["-m", "torchtitan.train"]
     job = [
