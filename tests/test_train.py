@@ -18,8 +18,8 @@ from tests.distributed.jobs import listening, places_of_ranks, read_rows, write_
 from tests.distributed.jobs import train as jobs_train
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import TINY
-from tests.test_two_runs import code_of
 from tests.naming import naming
+from tests.test_two_runs import code_of
 from torchtitan.base.errors import ConfigError, StoppedError
 from torchtitan.base.files import refuse_links
 from torchtitan.job import load_config, written_names
@@ -125,7 +125,7 @@ def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--job.config_file=nowhere.toml"], "no such file: nowhere.toml"),
+        (["--job.config_file=nowhere.toml"], "nowhere.toml"),
         (["--training.stepz=3"], "did you mean --training.steps?"),
         (["--parallelism.data_parallel_shard_degree=4"], "start NGPU=4 ranks"),
         (["--model.tokenizer_path=bpe_2048"], "--model.tokenizer_path bpe_2048: "),
