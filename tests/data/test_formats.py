@@ -6,6 +6,8 @@ import csv
 import gzip
 import io
 import json
+import os
+import pickle
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -122,6 +124,46 @@ def test_a_dataset_saved_by_datasets(tmp_path: Path) -> None:
     (tmp_path / "saved" / "state.json").write_text("[]")
     with pytest.raises(DataError, match=r"saved/state\.json"):
         find_files(str(tmp_path / "saved"))
+
+
+class Attack:
+    """Its pickle makes a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.promise("no-code-from-data")
+@pytest.mark.parametrize("name", ["a.arrow", "a.parquet", "saved"])
+def test_reading_runs_no_code(tmp_path: Path, name: str) -> None:
+    """A type of Arrow that older libraries unpickle, and a saved dataset of files elsewhere."""
+    payload = pickle.dumps(Attack(tmp_path / "run"))
+    pickle.loads(payload)
+    (tmp_path / "run").rmdir()  # the attack works
+    metadata = {
+        "ARROW:extension:name": "arrow.py_extension_type",
+        "ARROW:extension:metadata": payload,
+    }
+    field = pa.field("text", pa.string(), metadata=metadata)
+    whole = pa.table([pa.array(["a"])], schema=pa.schema([field]))
+    file = tmp_path / ("a.arrow" if name == "saved" else name)
+    if name == "a.parquet":
+        pq.write_table(whole, file)
+    else:
+        with pa.ipc.new_stream(file, whole.schema) as writer:
+            writer.write_table(whole)
+    if name == "saved":
+        (tmp_path / "saved").mkdir()
+        state = json.dumps({"_data_files": [{"filename": "../a.arrow"}]})
+        (tmp_path / "saved" / "state.json").write_text(state)
+        with pytest.raises(DataError, match=r"saved/state\.json"):
+            find_files(str(tmp_path / "saved"))
+    else:
+        assert read(file) == ["a"]
+    assert not (tmp_path / "run").exists()
 
 
 WIDE = [{"text": "a" * 4000, "more": str(i) * 4000} for i in range(3000)]

@@ -66,6 +66,7 @@ def test_a_store_is_that_of_one_reader(tmp_path: Path, num_workers: int) -> None
     assert counts.items() <= summary.items()
 
 
+@pytest.mark.promise("validation")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_held_out_documents_are_a_store_beside(tmp_path: Path, num_workers: int) -> None:
     texts = [f"text {i % 90}" for i in range(200)]

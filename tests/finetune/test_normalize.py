@@ -51,6 +51,7 @@ CASES = {
 }
 
 
+@pytest.mark.promise("chat-masks")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_the_text_is_that_of_transformers(tmp_path: Path, case: str, suffix: str) -> None:
@@ -75,6 +76,7 @@ def test_the_text_is_that_of_transformers(tmp_path: Path, case: str, suffix: str
         assert template.render(example) == expected
 
 
+@pytest.mark.promise("chat-masks")
 @pytest.mark.parametrize(
     "row",
     [
@@ -102,6 +104,7 @@ def test_arguments_that_are_text_are_not_quoted_twice(tmp_path: Path, row: objec
     assert sorted(text) == sorted(expected)  # ShareGPT's order of keys may differ
 
 
+@pytest.mark.promise("chat-masks")
 def test_conversations_with_tools_have_their_template(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     file = folder / "tokenizer_config.json"

@@ -133,7 +133,10 @@ def file_identity(file: Path) -> str:
 def _files_of_saved_dataset(folder: Path, *, key: str) -> list[Path]:
     try:
         state = json.loads((folder / SAVED).read_bytes())
-        files = [folder / file["filename"] for file in state["_data_files"]]
+        names = [Path(file["filename"]) for file in state["_data_files"]]
+        if any(name.name != str(name) for name in names):
+            raise ValueError("a file must be in the folder itself")
+        files = [folder / name for name in names]
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"{folder / SAVED} must list the files of a saved dataset: {error}"
         raise DataError.at(key, rule) from error
