@@ -1,4 +1,4 @@
-"""Causal self-attention: grouped queries, documents and windows. `cache.py` has that of decoding.
+"""Causal self-attention: grouped queries, documents and windows. Decoding is in `cache.py`.
 
 Everything runs through fused kernels, on GPU and CPU alike, so that no S x S matrix of scores and
 no S x S mask is ever in memory. Causality and grouped queries are flags of

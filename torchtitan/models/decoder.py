@@ -93,7 +93,7 @@ class Block(nn.Module):
 class Decoder(LanguageModel):
     """The transformer from tokens to logits, or one pipeline stage of it.
 
-    With tied embeddings there is no `output.weight`, because a parameter under two names would be
+    Tied embeddings have no `output.weight`, because a parameter under two names would be
     untied by meta construction with `to_empty()`. The head then multiplies by
     `tok_embeddings.weight` outside that module's own forward. So `tok_embeddings` must stay in the
     root's FSDP group, which is gathered for the entire forward, and never form a group of its own.
@@ -129,7 +129,7 @@ class Decoder(LanguageModel):
             documents: Documents that attention keeps apart.
             labels: Next tokens (B, S). With labels the loss is returned.
             cache: Keys and values of earlier tokens. With a cache only the logits of the last token
-                of each sequence are returned, because those of a long prompt would be large:
+                of each sequence are returned, because the logits of a long prompt would be large:
                 (1, P, V) for P prompts in one row, then (B, 1, V).
         """
         if positions is None:

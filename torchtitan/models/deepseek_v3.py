@@ -7,7 +7,7 @@ layers have no experts.
 
 `671B` is the published model, without the layers that predict further tokens. `16B` is the model
 of that name in torchtitan 0.2: the sizes of DeepSeek-V2-Lite (arXiv:2405.04434), whose router takes
-a softmax, with V3's bias. Its files are those of the family deepseek_v2. The `mscale` of V2-Lite is
+a softmax, with V3's bias. Its files have the format of deepseek_v2. The `mscale` of V2-Lite is
 0.707, which torchtitan rounds to 0.70 and ignores up to 4096 tokens. `tiny` and `tiny8` are for
 tests.
 """

@@ -84,7 +84,7 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
         raise ConfigError.at(("model.flavor", "model.name"), rule)
     if settings.rope_scaling.type != "flavor":
         architecture = replace(architecture, rope_scaling=settings.rope_scaling.build())
-    note = f"; sizes that are not given are those of {settings.flavor}" if sizes else ""
+    note = f"; other sizes are from {settings.flavor}" if sizes else ""
     wrong = [replace(broken, rule=broken.rule + note) for broken in architecture.violations()]
     built_in = replace(settings, options={})
     keys = {*given_sizes(built_in, of=ALL_SIZES), *architecture.given(of_family=False)}
@@ -125,7 +125,7 @@ def find_spec(settings: ModelConfig) -> ModelSpec:
     """Look up the family that the settings name.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: No family has that name.
     """
     if (name := settings.name) in MODELS:
         return MODELS[name]

@@ -283,7 +283,7 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def prune_to_stage(self, modules: Container[str]) -> None:
-        """Remove all parts but those of a pipeline stage, such as tok_embeddings, layers.0, norm.
+        """Keep only the parts of a pipeline stage, such as tok_embeddings, layers.0, norm.
 
         With tied embeddings the last stage keeps the embedding, as a copy to multiply by.
         """
@@ -412,7 +412,7 @@ class Counts:
     num_parameters: int
     """All parameters. A tied matrix counts once."""
     num_multiplied: int
-    """Weights that multiply each token, including those of the experts that it is sent to."""
+    """Weights that multiply each token, including the experts that it is sent to."""
     num_head: int
     """Weights of the output head, which are part of `num_multiplied`."""
     attention_width: int
@@ -428,7 +428,7 @@ class Counts:
 
     @property
     def num_active(self) -> int:
-        """Parameters without those of the experts that a token is not sent to."""
+        """Parameters without the experts that a token is not sent to."""
         return self.num_parameters - self.num_idle
 
     def flops_per_token(self, seq_len: int) -> int:

@@ -272,11 +272,11 @@ def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor
 
 
 MAX_ELEMENTS = 2**31 - 1
-"""Of the rows of a grouped product. The kernel cannot address more (torchtitan issue 1932)."""
+"""Most rows of a grouped product. The kernel cannot address more (torchtitan issue 1932)."""
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """Returns the weights. Those of empty experts get gradients of zero, whatever backward says."""
+    """Returns the weights. The gradients of empty experts are zero, whatever backward returns."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, empty_E: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ on the meta device. Computing them costs S x D/2 cosines, which is negligible be
 Angles are float64, since float32 is off by 0.008 rad at position 131072. The rotation is float32 in
 every dtype of the model.
 
-For contexts longer than those of pretraining the frequencies are scaled (`RopeScaling`).
+For contexts longer than in pretraining the frequencies are scaled (`RopeScaling`).
 
 Shapes: B batch, S sequence, H heads, D width of a head, P = D/2 pairs.
 """

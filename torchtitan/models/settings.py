@@ -31,7 +31,7 @@ from torchtitan.config.settings import (
 from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, MLAConfig, RopeScaling
 
 HF = "hf"
-"""The flavor, and the name, of a job whose model is that of a Hugging Face folder."""
+"""The flavor, and the name, of a job whose model comes from a Hugging Face folder."""
 ALL_SIZES = MLAConfig
 """Has the sizes of every built-in family."""
 
@@ -46,7 +46,7 @@ LLAMA3, YARN = _types_using("low_freq_factor"), _types_using("beta_fast")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScalingConfig:
-    """Growth of the rotary wavelengths, for contexts longer than those of pretraining."""
+    """Growth of the rotary wavelengths, for contexts longer than in pretraining."""
 
     # a key that the type does not use is refused, so a key that is not given is None, and the
     # defaults are those of RopeScaling
@@ -55,11 +55,11 @@ class RopeScalingConfig:
         Requires("factor", GIVEN, "set it", of=WITH_FACTOR),
         Requires("original_max_position", GIVEN, "set it", of=WITH_ORIGINAL),
     ] = "flavor"
-    """flavor: that of model.flavor; none: no scaling; linear: all wavelengths grow (position
+    """flavor: as in model.flavor; none: no scaling; linear: all wavelengths grow (position
     interpolation); llama3: only long wavelengths grow, as in Llama 3.1; yarn: the same by YaRN's
     rule, and attention is sharpened."""
     factor: Annotated[float | None, finite, Range(ge=1), Requires("type", WITH_FACTOR)] = None
-    """Long wavelengths grow by this factor: the new context length over that of pretraining."""
+    """Long wavelengths grow by this factor: the new context length over the original one."""
     original_max_position: Annotated[PositiveInt | None, Requires("type", WITH_ORIGINAL)] = None
     """Context length of pretraining, in tokens."""
     low_freq_factor: Annotated[FinitePositive | None, Requires("type", LLAMA3)] = None
@@ -119,7 +119,7 @@ class ModelConfig:
     ModelSpec, "package.module:SPEC"."""
     flavor: Text = "debugmodel"
     """Size within the family, e.g. debugmodel, small, 1B, 3B, 8B, 70B, 405B; or "hf": family, sizes
-    and tokenizer are those of the Hugging Face folder in checkpoint.initial_load_path. "hf" is the
+    and tokenizer come from the Hugging Face folder in checkpoint.initial_load_path. "hf" is the
     default if initial_load_in_hf is true."""
     tokenizer_path: LocalPath = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json

@@ -33,7 +33,7 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary wavelengths grow for contexts longer than those of pretraining.
+    """How rotary wavelengths grow for contexts longer than in pretraining.
 
     A model adapts to a longer context with far fewer tokens of training if distances look as they
     did before. The fields are the keys of [model.rope_scaling], described by
@@ -119,7 +119,7 @@ class DecoderConfig:
     """Number of tokens that a token attends to, itself included. Default: all up to itself."""
 
     def given(self, *, of_family: bool) -> dict[str, Any]:
-        """Return the fields that are not None: those of the family, or those that a job may set."""
+        """Return the fields that are not None, set by the family or by a job."""
         return {
             size.name: value
             for size in fields(self)

@@ -22,10 +22,10 @@ where s' are the scores of a token divided by their sum. The first is DeepSeek-V
 ranks split a sequence, its counts are summed over them, and the rest is a sum over the tokens of
 any rank. The second follows arXiv:2501.11873: over a global batch experts may specialize, which a
 balance within each sequence, or within each rank's few, prevents. The counts of a step are known
-only after it, so those of the previous step are used. The loss is then a sum over tokens too, equal
-for any split of the batch into ranks and microbatches. The third is ST-MoE's (arXiv:2202.08906).
-Their gradients join those of the model where the router computes its weights. The model's loss does
-not change, and each auxiliary loss is reported separately.
+only after it, so the counts of the previous step are used. The loss is then a sum over tokens too,
+equal for any split of the batch into ranks and microbatches. The third is ST-MoE's
+(arXiv:2202.08906). Their gradients join the gradients of the model where the router computes its
+weights. The loss of the model does not change, and each auxiliary loss is reported separately.
 
 Only training counts: not forwards without gradients, not the second forward of a recomputed block,
 and not padding.

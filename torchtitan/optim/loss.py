@@ -1,6 +1,6 @@
 """The loss: the sum of the cross-entropies of valid tokens over the number of valid tokens.
 
-Labels hold `IGNORE_INDEX` where no loss is due, and there is no other mask. The sum is computed
+Labels hold `IGNORE_INDEX` where no loss is due, without any other mask. The sum is computed
 here. The step loop divides it by the valid tokens of the global batch, so that the result does not
 depend on the split of the batch into microbatches, accumulation steps or ranks. (A mean per
 microbatch would give more weight to the tokens of a microbatch with few valid ones.)
@@ -127,7 +127,7 @@ class _Head:
 
         The gradient of the weight is float32.
         """
-        weight_VC = weight_VC.to(x_NC.dtype)  # on one rank it comes as it is stored
+        weight_VC = weight_VC.to(x_NC.dtype)  # on one rank it has its stored dtype
         dx_NC = torch.empty_like(x_NC) if is_wanted[0] else None
         dweight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if is_wanted[1] else None
         loss_N = torch.empty_like(labels_N, dtype=torch.float32)

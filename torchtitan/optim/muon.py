@@ -174,14 +174,14 @@ def plan_work(
         shapes: Shape of each parameter.
         boxes: For each rank, the parts of the parameters that it holds.
     """
-    found: list[Matrix] = []
+    planned: list[Matrix] = []
     work: Counter[int] = Counter()
     matrices = [
         (name, index, tuple(shape[-2:]))
         for name, shape in shapes.items()
         for index in ([None] if len(shape) == 2 else range(shape[0]))
     ]
-    for name, index, shape in sorted(matrices, key=lambda one: -cost(one[2])):
+    for name, index, shape in sorted(matrices, key=lambda matrix: -cost(matrix[2])):
         parts = {}
         for rank, held in enumerate(boxes):
             part = _part(held.get(name), index)
@@ -191,8 +191,8 @@ def plan_work(
         owner = min(whole or parts, key=lambda rank: (work[rank], rank))
         work[owner] += cost(shape)
         senders = _choose_senders(parts, owner=owner)
-        found.append(Matrix(name, index, shape, parts, owner, senders))
-    return found
+        planned.append(Matrix(name, index, shape, parts, owner, senders))
+    return planned
 
 
 def _part(box: Box | None, index: int | None) -> Box | None:
@@ -213,8 +213,8 @@ def _choose_senders(parts: Mapping[int, Box], *, owner: int) -> frozenset[int]:
     holders: dict[Box, list[int]] = {}
     for rank in sorted(parts):
         holders.setdefault(parts[rank], []).append(rank)
-    place = holders[parts[owner]].index(owner)
-    return frozenset(ranks[place % len(ranks)] for ranks in holders.values())
+    index = holders[parts[owner]].index(owner)
+    return frozenset(ranks[index % len(ranks)] for ranks in holders.values())
 
 
 def _replace(old: Tensor, new: Tensor, *, skip: Tensor | None) -> None:
@@ -303,7 +303,7 @@ class Muon(SkippingOptimizer):
 
     def _momenta(self, skip: Tensor | None) -> dict[str, Tensor]:
         """Update this rank's parts of the momentum, and return Nesterov's momentum."""
-        found = {}
+        momenta = {}
         for group in self._groups:
             for p in group["params"]:
                 if p.grad is None:  # a parameter that the loss does not depend on
@@ -312,8 +312,8 @@ class Muon(SkippingOptimizer):
                     grad, buffer = local_part(p.grad), local_part(self.state[p]["momentum_buffer"])
                     _replace(buffer, buffer.lerp(grad, 1 - group["momentum"]), skip=skip)
                     momentum = grad.lerp(buffer, group["momentum"])
-                found[self._names[p]] = momentum.to(self._nothing.dtype)
-        return found
+                momenta[self._names[p]] = momentum.to(self._nothing.dtype)
+        return momenta
 
     def _gather(self, momenta: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
         """Return the unsharded matrices that this rank owns."""

@@ -1,7 +1,7 @@
 """The learning rate: warmup, stable, decay, as a pure function of the step.
 
 Nothing is kept between steps, so a resumed run cannot read a stale rate and two runs with the same
-settings agree to the last digit. The shape is that of "MiniCPM" (arXiv 2404.06395): linear warmup
+settings agree to the last digit. The shape follows "MiniCPM" (arXiv 2404.06395): linear warmup
 to the peak, a flat part, and a decay over the last `decay_ratio` of the schedule.
 
 A decay that reached 0 at the last step would waste that step. So the decay ends one step after the

@@ -22,7 +22,7 @@ from torchtitan.config.settings import (
     Text,
 )
 
-# docs/optimizers.md says why torch's other classes are missing
+# docs/optimizers.md explains why torch's other classes are missing
 OPTIMIZERS = (
     "Adadelta",
     "Adagrad",
@@ -154,8 +154,8 @@ class RouterConfig:
     """Load balancing of experts; all off by default."""
 
     bias_update_rate: Annotated[FiniteNonNegative, Requires("lora.rank", 0)] = 0.0
-    """After each step the bias of an expert with fewer tokens than the mean grows by this, that of
-    one with more falls; 0: biases stay. Needs a model with expert_bias."""
+    """After each step the bias of an expert with fewer tokens than the mean grows by this, and the
+    bias of one with more falls; 0: biases stay. Needs a model with expert_bias."""
     sequence_loss_weight: FiniteNonNegative = 0.0
     """Weight of the loss that balances the experts within each sequence; 0: no such loss."""
     global_loss_weight: FiniteNonNegative = 0.0

@@ -83,7 +83,7 @@ def has_opaque_attention(model: nn.Module, *, cp: int, attn_mask_type: str) -> b
 def check_recomputation(
     model: nn.Module, settings: ActivationCheckpointConfig, *, cp: int, attn_mask_type: str
 ) -> None:
-    """Check that blocks that are recomputed by operator are compiled as a whole.
+    """Check that blocks that are recomputed by operator are compiled completely.
 
     Raises:
         ConfigError: A part of them is not compiled.
@@ -97,7 +97,7 @@ def check_recomputation(
     if uncompiled := [part for part, is_uncompiled in parts.items() if is_uncompiled]:
         raise ConfigError.at(
             ("activation_checkpoint.selective_ac_option", "compile.enable"),
-            f'"op" selects operators of blocks that are compiled as a whole, and '
+            f'"op" selects operators of completely compiled blocks, and '
             f"{' and '.join(uncompiled)} of this job is not",
         )
 

@@ -7,8 +7,8 @@ product. The remaining computation stays bfloat16, and weights and optimizer flo
 parameter stays the same, so checkpoints are interchangeable.
 
 Under tensor parallelism factors are DTensors. torchao takes the largest value of a sharded tensor
-over all of its shards, so the scales are those of one rank. Weights and activations are gathered in
-bfloat16.
+over all of its shards, so the scales equal the scales on one rank. Weights and activations are
+gathered in bfloat16.
 
 The output head stays bfloat16, because the loss is most sensitive to its rounding. So do experts,
 which are not linear layers, and their router, which computes in float32.

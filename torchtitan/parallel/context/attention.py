@@ -10,7 +10,7 @@ Causal attention over a sharded sequence takes one of three forms:
     all-gather  every rank gets all keys and values at once. Simple, and fastest on fast links, but
                 each rank holds the keys and values of the full sequence
     ring        keys and values pass from rank to rank, and the next ones arrive while the current
-                ones are used (arXiv:2310.01889). Memory is that of a rank's own part
+                ones are used (arXiv:2310.01889). A rank holds only its own part
     ulysses     an all-to-all turns parts of the sequence into parts of the heads, each rank attends
                 over the full sequence with its heads, and a second all-to-all turns back
                 (arXiv:2309.14509). Needs enough heads
@@ -68,7 +68,7 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
 
     Raises:
         ConfigError: A block has no `AttentionModule`, or a window, which only Ulysses supports, or
-            the heads are not a multiple of the ranks of Ulysses times those of tensor parallelism.
+            the heads are not a multiple of the Ulysses degree times the tensor parallel degree.
     """
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     for name, block in model.layers.items():
@@ -189,7 +189,7 @@ class Ring:
         yield (rank + 1) % degree, kv_2BKSD
 
     def add(self, source: int, grad_2BKSD: Tensor) -> None:
-        """Add the gradient to that of earlier ranks, and send the sum on to the keys' owner."""
+        """Add the gradient to the sum of earlier ranks, and send it on to the keys' owner."""
         if self._in_transit is not None:
             grad_2BKSD += self._in_transit.receive()
         self._in_transit = Message(grad_2BKSD, ranks=self._ranks)

@@ -255,17 +255,17 @@ def _swap_chunks(assigned: list[list[int]], sums: list[int], costs: Sequence[int
     best: tuple[int, int, int, int] | None = None
     for rank in sorted(range(len(assigned)), key=lambda rank: sums[rank]):
         gap = sums[busiest] - sums[rank]
-        for i, given in enumerate(assigned[busiest]):
+        for i, moved in enumerate(assigned[busiest]):
             for j, taken in enumerate(assigned[rank]):
-                less = costs[given] - costs[taken]
-                # both sums stay below that of the busiest rank, so the loop ends
+                less = costs[moved] - costs[taken]
+                # both sums stay below the sum of the busiest rank, so the loop ends
                 if 0 < less < gap and (best is None or abs(gap - 2 * less) < best[0]):
                     best = abs(gap - 2 * less), rank, i, j
     if best is None:
         return False
     _, rank, i, j = best
-    given, taken = assigned[busiest][i], assigned[rank][j]
-    assigned[busiest][i], assigned[rank][j] = taken, given
-    sums[busiest] -= costs[given] - costs[taken]
-    sums[rank] += costs[given] - costs[taken]
+    moved, taken = assigned[busiest][i], assigned[rank][j]
+    assigned[busiest][i], assigned[rank][j] = taken, moved
+    sums[busiest] -= costs[moved] - costs[taken]
+    sums[rank] += costs[moved] - costs[taken]
     return True

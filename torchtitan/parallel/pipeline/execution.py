@@ -2,7 +2,7 @@
 
 Each batch of a step runs through the schedule's table, microbatch by microbatch. Gradients are
 summed in the parameters. The last stage computes the loss, summed and divided by the valid tokens
-of the global batch, so the result is that of the full model on one device.
+of the global batch, so the result equals the full model on one device.
 
 **Tied embeddings.** The first stage looks up rows of the embedding, and the last stage multiplies
 by it. The first stage owns the parameter, and the last one has a copy. After the backwards of a
@@ -89,7 +89,7 @@ class Pipeline:
         """Run a batch of any number of microbatches forward through the stages."""
         num_samples, seq_len = shape = tuple(batch.tokens.shape)
         if shape not in self._evaluations:
-            if len(self._evaluations) == 2:  # each holds buffers for what its stages receive
+            if len(self._evaluations) == 2:  # each holds receive buffers
                 self._evaluations.pop(next(iter(self._evaluations)))
             num_microbatches, rest = divmod(num_samples, self._layout.microbatch_size)
             assert not rest, f"{num_samples} samples are not a multiple of a microbatch"

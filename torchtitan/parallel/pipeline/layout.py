@@ -17,7 +17,7 @@ the unit is their mean.
 
 Layers stay in order, so a cut is a list of layer counts. The best one is found exactly, by dynamic
 programming over (stages, layers). If there are more stages than layers, the first stage may have
-the embedding alone, and the last one norm and head alone.
+only the embedding, and the last one only norm and head.
 
 `pipeline_parallel_layers_per_stage` sets the number of stages as in torchtitan 0.2: embedding and
 head count as layers (1 each if not given).
@@ -148,7 +148,7 @@ def check_split_backward(
     torch computes the gradients of weights for the parameters that exist at that time, so the
     gradients of freed weights would be lost silently. It requests them group by group, and each
     time recomputes a checkpointed block: eleven forwards instead of two. So `selective`, which is
-    the default, recomputes nothing here, and a warning says so. The backward of a compiled
+    the default, recomputes nothing here, and a warning is logged. The backward of a compiled
     block is one operator and cannot be split.
 
     Raises:
