@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.test_two_runs import code_of
 from torchtitan.base.errors import ConfigError, StoppedError
 from torchtitan.base.files import refuse_links
 from torchtitan.job import load_config, written_names
+from torchtitan.tools.convert import main as convert
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -266,13 +268,16 @@ def test_a_finished_run_says_that_there_is_nothing_to_train(
     job = [*write_job(tmp_path), "--training.steps=1"]
     assert code_of(job) == 0
     assert "training finished" in capsys.readouterr().err
-    assert code_of([*job, "--checkpoint.last_save_in_hf"]) == 0
+    assert code_of(job) == 0
     again = capsys.readouterr().err
     assert "is at step 1 of 1 already" in again
     assert "training finished" not in again
     assert "Starting at" not in again
-    assert (tmp_path / "run" / "checkpoint" / "export" / "step-1" / "config.json").is_file()
-    on = again.rpartition("continue it with ")[2].splitlines()[0].replace("steps N", "steps=2")
+    on, _, export = again.rpartition("continue it with ")[2].splitlines()[0].partition("; to write")
+    [_, arguments] = export.split("torchtitan convert ")
+    assert convert(shlex.split(arguments.replace("OUT", str(tmp_path / "out")))) == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+    on = on.replace("steps N", "steps=2")
     assert code_of([*job, *on.replace("mode continue", "mode=continue").split()]) == 0
 
 

@@ -545,10 +545,9 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
     Raises:
         UserError: The job's tokenizer, or the folder that it started from, is damaged or missing.
     """
-    from torchtitan.hf import describe, model
+    from torchtitan.hf import describe
 
     spec, architecture = find_model(config.model)
-    model.warn_of_own_module(spec, name=config.model.name)
     description = config.job.description
     return describe.describe_export(
         spec,

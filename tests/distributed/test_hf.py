@@ -16,6 +16,7 @@ from tests.distributed import test_reference as by_torch
 from tests.distributed.rank_pool import RankPool
 from tests.hf.test_deepseek import float8_folder
 from tests.hf.test_folders import imported
+from tests.jobs import UNSAVED
 from tests.models.reference import LATENT, new_decoder, random_decoder, reference_of
 from tests.naming import naming
 from torchtitan.models import llama3
@@ -217,14 +218,14 @@ def test_a_run_without_checkpoints_starts_from_weights_and_saves_none(
     before = sorted(steps.rglob("*"))
     for folder in (tmp_path, tmp_path / "b"):  # checkpoints of its own folder are not resumed
         folder.mkdir(exist_ok=True)
-        job = [*job_from(folder, source, "--training.steps=2"), jobs.UNSAVED]
+        job = [*job_from(folder, source, "--training.steps=2"), UNSAVED]
         [result] = ranks.run(jobs.train, [*job, "--checkpoint.last_save_in_hf"], world=1)
         assert all(torch.equal(result.initial[n], p) for n, p in model.state_dict().items())
         assert [row["loss"] for row in result.rows] == [row["loss"] for row in saved.rows]
     assert sorted(steps.rglob("*")) == before
     assert not (tmp_path / "b" / "run" / "checkpoint").exists()
     longer = ("--training.steps=3", "--checkpoint.initial_load_model_only=false")
-    job = [*jobs.write_job(tmp_path, name="c"), jobs.UNSAVED, "--training.local_batch_size=4"]
+    job = [*jobs.write_job(tmp_path, name="c"), UNSAVED, "--training.local_batch_size=4"]
     job += [f"--checkpoint.initial_load_path={steps}", "--checkpoint.mode=continue", *longer]
     [result] = ranks.run(jobs.train, job, world=1)
     assert [row["step"] for row in result.rows] == [3]

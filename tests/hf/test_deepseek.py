@@ -160,7 +160,6 @@ SAID_BY_ALL = (
         ({"n_group": 3}, naming("num_experts", 3, 256)),
         ({"num_key_value_heads": 64}, naming(64, 128)),
         ({"qk_rope_head_dim": 63}, naming("qk_rope_head_dim", 63)),
-        ({"kv_lora_rank": 0}, naming("kv_lora_rank", 0)),
         ({"routed_scaling_factor": "2"}, naming("routed_scaling_factor", "'2'")),
         ({"quantization_config": {"quant_method": "gptq"}}, naming("quant_method", "gptq")),
         (

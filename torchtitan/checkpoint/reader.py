@@ -49,7 +49,6 @@ from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file
-from torchtitan.base.log import plural
 from torchtitan.checkpoint.rows import HeadDim, Places, overlap
 from torchtitan.checkpoint.storage import METADATA
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank, reason, reasons, union
@@ -425,19 +424,12 @@ class TensorReader(PieceReader):
     def check_whole(self, names: Collection[str]) -> None:
         """Raise CheckpointError for a tensor with missing elements: they would not change."""
         tensors = {name: self.entries[name] for name in names if is_tensor(self.entries.get(name))}
-        matches = {name: find_misses(entry) for name, entry in tensors.items()}
-        wrong = sorted(
-            f"'{name}' {problem}" for name, problem in matches.items() if problem is not None
-        )
+        problems = {name: find_misses(entry) for name, entry in tensors.items()}
+        wrong = [f"'{name}' {problem}" for name, problem in problems.items() if problem]
         if wrong:
             raise CheckpointError(
-                f"{self.path} must have every element of a tensor once, "
-                f"{plural(len(wrong), 'tensor')} differ:\n  "
-                + "; ".join(wrong[:8])
-                + (" ..." if len(wrong) > 8 else "")
-                + "\nlikely only one of several ranks saved its part (dcp.save with no_dist, or "
-                "not called on all ranks); save it again from all ranks, or skip these tensors: "
-                "checkpoint.exclude_from_loading"
+                f"{self.path} must have every element of a tensor once: {'; '.join(wrong[:8])}; "
+                f"save it from all ranks, or skip these tensors: checkpoint.exclude_from_loading"
             )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -79,8 +79,6 @@ NAMES_CODE = frozenset(
     {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
 )
 """Keys by which transformers loads code of others."""
-MAX_COUNT, MAX_LAYERS = 10**8, 10**4
-"""Limits of counts in a file, because the model is built before its weights are read."""
 Sizes = dict[str, Any]
 """Values by their keys in config.json."""
 
@@ -240,7 +238,6 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
     """
     format = spec.hf
     sizes, table = stored_sizes(config, format), size_table(format)
-    _check_counts(config, sizes, format=format)
     values: dict[str, Any] = {}
     for key, size in table.items():
         value = sizes[key]
@@ -260,18 +257,6 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
     if wrong := next(architecture.violations(), None):
         raise CheckpointError(f"{config.path} has impossible sizes: {wrong}")
     return architecture
-
-
-def _check_counts(config: StoredJSON, sizes: Sizes, *, format: HFFormat) -> None:
-    """Raise CheckpointError if a count is out of range."""
-    counts = {k: sizes[k] for k, size in size_table(format).items() if size.value_type is int}
-    for key, count in counts.items():
-        least = 0 if format.none_as.get(key) == 0 else 1
-        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
-        if count is not None and not least <= count <= most:
-            raise CheckpointError(
-                f"{config.path}: {key} must be from {least} to {most}, got {str(count)[:20]}"
-            )
 
 
 def new_config(

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError, Mistakes
 from torchtitan.checkpoint.manager import EXPORT
 from torchtitan.hf.config import (
@@ -100,29 +99,6 @@ def warn_beyond_positions(
         if stated < seq_len:
             text = "%s is %d, beyond max_position_embeddings = %d in %s"
             logger.warning(text, key, seq_len, stated, folder / CONFIG)
-
-
-def warn_of_own_module(spec: ModelSpec, *, name: str) -> None:
-    """Log a warning if a custom family exports a module of its own: only its names are checked.
-
-    Args:
-        spec: The family.
-        name: The run's model.name.
-    """
-    if not is_import_path(name) or not spec.hf.names:
-        return
-    same = [
-        known_spec.build
-        for known_spec in MODELS.values()
-        if known_spec.hf.architecture == spec.hf.architecture
-    ]
-    if spec.build not in same:
-        logger.warning(
-            "%s writes %s; nothing checks that its module computes the same. If it does not, set "
-            "hf = NO_HF_FILES",
-            name,
-            spec.hf.architecture,
-        )
 
 
 def missing_folder(path: Path) -> ConfigError:

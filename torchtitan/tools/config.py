@@ -95,7 +95,7 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, Layout
     from torchtitan.base.device import device_type
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
     from torchtitan.finetune.lora import warn_of_random_base
-    from torchtitan.hf.model import warn_beyond_positions, warn_of_own_module
+    from torchtitan.hf.model import warn_beyond_positions
     from torchtitan.hf.names import CONFIG
     from torchtitan.layout import find_layout
     from torchtitan.models.positions import warn_beyond_rope
@@ -113,8 +113,6 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, Layout
     folder = Path(checkpoint.initial_load_path or "")
     if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
         warn_beyond_positions(folder, scaling=scaling, lengths=config.sequence_lengths)
-    if checkpoint.last_save_in_hf:
-        warn_of_own_module(layout.spec, name=config.model.name)
     if checkpoint.initial_load_path is None:
         warn_of_random_base(config.lora)
     try:
