@@ -1,8 +1,8 @@
 """Read tensors of a DCP folder piece by piece, and execute nothing in it.
 
 DCP plans the pieces of tensors that each rank needs in any layout, and a rank reads only these.
-`PieceReader` runs the plan; subclasses open the pieces: `TensorReader` those of DCP files,
-`hf/weights.py` those of Hugging Face files.
+`PieceReader` runs the plan; subclasses open the pieces: `TensorReader` for DCP files,
+`hf/weights.py` for Hugging Face files.
 
 DCP's `.metadata` lists name, shape and type of each tensor, and the file of each piece. It is a
 pickle, that is, a program that calls functions. `_MetadataUnpickler` replaces each class or
@@ -538,7 +538,7 @@ def read_tensors(
         into: Tensors to fill, by name.
         group: Ranks that load together. None: this process only.
         may_skip: Whether a stored tensor that is not in `into` may stay unread.
-        accepts: Types to convert, e.g. torch.bfloat16. Others must be those of `into`.
+        accepts: Types to convert, e.g. torch.bfloat16. Other tensors must have the type of `into`.
         rope_head_dim: Head width of a tensor that is stored in the half-split order (`rows.py`),
             None if it has the interleaved order.
 

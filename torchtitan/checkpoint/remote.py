@@ -1,17 +1,15 @@
 """Checkpoints of a run in an object store, by fsspec.
 
-With a URL as `checkpoint.folder`, each checkpoint is first saved to a local folder, as without a
-store, and then uploaded; it counts as saved once it is in the store.
+With a URL as `checkpoint.folder`, each checkpoint is first saved to a local folder and then
+uploaded; it counts as saved once it is in the store.
 
     s3://bucket/run/step-20/3f9c21d0/model/__0_0.distcp ...   the files of one attempt to upload
     s3://bucket/run/step-20/manifest.json                     written last: names the attempt
     s3://bucket/run/.owner                                    the run that may commit
 
-A store has no rename, so the manifest commits a checkpoint: rank 0 writes it after all ranks have
-uploaded their files and a listing shows each with its size. No object is ever overwritten but the
-manifest. A checkpoint is deleted by removing its manifest first. The next start uploads a
-checkpoint that was saved but not uploaded when the run died, so a run resumes from the store. Each
-request is repeated until it succeeds or `checkpoint.upload_timeout_seconds` have passed.
+A store has no rename, so the manifest commits a checkpoint: rank 0 writes it after a listing shows
+the files of all ranks with their sizes, and removes it first to delete the checkpoint. The next
+start uploads a checkpoint that was not uploaded when the run died.
 """
 
 from __future__ import annotations

@@ -169,8 +169,8 @@ def skipped_optimizer_state(
 ) -> set[str]:
     """Return the names of optimizer state that a continued run does not read. Collective.
 
-    They are those of excluded parameters, of parameters that were frozen when the checkpoint was
-    saved, and of those that are frozen now. The last two are logged.
+    They belong to excluded parameters, to parameters that were frozen when the checkpoint was
+    saved, or to parameters that are frozen now. The last two are logged.
 
     Args:
         wanted: Names of the optimizer state on this rank.
@@ -244,7 +244,7 @@ def _restore_train_state(state: RunState, source: Checkpoint) -> None:
 
 
 def set_rng(states: Mapping[str, Tensor]) -> None:
-    """Set this rank's random generators to `states`, all or some of those of `rng_tensors`."""
+    """Set this rank's random generators to `states`, all or some of `rng_tensors`."""
     setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
     for name, state in states.items():
         setters[name.rpartition(".")[2]](state)

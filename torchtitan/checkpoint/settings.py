@@ -97,7 +97,7 @@ class CheckpointConfig:
     ] = "auto"
     """Row order of wq and wk in a DCP folder of another writer. interleaved: channels (2i, 2i + 1)
     of a head are rotated together, as in this library. halves: channels (i, i + D/2), as in Hugging
-    Face files. auto: the order that the folder states, else that of torchtitan 0.2: Llama
+    Face files. auto: the order that the folder states, else the order of torchtitan 0.2: Llama
     interleaved, Qwen3 halves."""
     exclude_from_loading: tuple[Text, ...] = ()
     """Parts that keep their initial values: components (model, optimizer, dataloader, train_state),

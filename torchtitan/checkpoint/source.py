@@ -71,7 +71,7 @@ class ParameterFilter:
     def wanted(
         self, into: Mapping[str, Tensor], *, names: Callable[[], Collection[str]]
     ) -> dict[str, Tensor]:
-        """Return the parameters of `into` to read; `names` lists those of the source."""
+        """Return the parameters of `into` to read; `names` lists the parameters of the source."""
         wanted = {name: t for name, t in into.items() if not self.excludes(name)}
         optional = self.optional
         if optional is not None and not any(map(optional, names())):

@@ -92,7 +92,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Comparison of this job with the one that saved a checkpoint."""
+    """Comparison of this job with the job that saved a checkpoint."""
 
     differences: tuple[str, ...]
     """Settings that shape the training and differ, a line each."""
@@ -134,7 +134,7 @@ def find_start(
         run_folder: The folder of the run, which this job has locked.
         io: What ranks load through. None if nothing is saved or loaded.
         compare: Compares this job with a checkpoint's manifest.
-        compare_results: Returns how this job differs from the one that wrote `run_folder`.
+        compare_results: Returns how this job differs from the job that wrote `run_folder`.
         open_initial: Opens `initial_load_path`.
 
     Raises:
@@ -444,7 +444,7 @@ def open_step(
                 f"this library; remove it"
             )
         return Checkpoint(path=step, filter=filter, group=group)
-    logger.info("%s has no checksums and no sizes: they are those of model.flavor", step)
+    logger.info("%s has no checksums and no sizes: the sizes of model.flavor are used", step)
     order = row_order(
         step,
         stated=on_first_rank(lambda: stated_order(step), group=group),

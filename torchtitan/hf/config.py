@@ -52,7 +52,7 @@ SIZES: Mapping[str, Size] = {
     "rope_theta": Size(field="rope_theta", value_type=float, default=10_000.0),
     "rope_scaling": Size(field="rope_scaling", value_type=dict, default=None),
 }
-"""Sizes that all families share. `HFFormat` adds those of a family."""
+"""Sizes that all families share. `HFFormat` adds the sizes of a family."""
 VISIBLE_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
 """Sizes that the names and shapes of the tensors determine."""
 NULLABLE = ("sliding_window", "q_lora_rank")
@@ -78,7 +78,7 @@ OURS = frozenset(
 NAMES_CODE = frozenset(
     {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
 )
-"""Keys by which transformers loads code of others."""
+"""Keys that make transformers load code from other places."""
 Sizes = dict[str, Any]
 """Values by their keys in config.json."""
 

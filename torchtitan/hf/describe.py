@@ -123,8 +123,8 @@ def describe_generation(
 ) -> dict[str, Any] | None:
     """Return the generation_config.json of a model that was trained to end its turn.
 
-    The first end token is the one that ends a turn; others are those of the tokenizer, of the file
-    beside it, and of `carried`, the base model's config.json. None if the model was not trained on
+    The first end token ends a turn; then follow the end tokens of the tokenizer, of the file beside
+    it, and of `carried`, the base model's config.json. None if the model was not trained on
     turns, or if its template writes no token there.
     """
     if training.dataset not in SUPERVISED:

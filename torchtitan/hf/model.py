@@ -54,7 +54,7 @@ def read_model(path: Path, settings: ModelConfig) -> ModelConfig:
 
     Args:
         path: The folder.
-        settings: Its `name` is a family, or "hf" for that of the folder.
+        settings: Its `name` is a family, or "hf" for the family of the folder.
 
     Raises:
         UserError: The folder does not exist, or its model is not built here.
@@ -87,7 +87,7 @@ def warn_beyond_positions(
     Args:
         folder: The folder.
         scaling: The model's. With YaRN's, `warn_beyond_rope` does this; with another one than the
-            folder's, the folder does not say how far it reaches.
+            folder's, the folder does not state how far it reaches.
         lengths: Tokens of the sequences by key.
     """
     config = read_config(folder)
@@ -108,7 +108,7 @@ def missing_folder(path: Path) -> ConfigError:
         remedy = (
             f'nothing is downloaded here: run "hf download {path} --local-dir DIR", and name DIR'
         )
-    return ConfigError.at("checkpoint.initial_load_path", f"there is no folder {path}; {remedy}")
+    return ConfigError.at("checkpoint.initial_load_path", f"folder {path} does not exist; {remedy}")
 
 
 def check_names_and_sizes(model: LanguageModel, *, spec: ModelSpec, keys: Sequence[str]) -> None:

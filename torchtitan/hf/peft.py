@@ -1,9 +1,9 @@
 """LoRA adapters in an export: merged into the weights, or separate in PEFT's format.
 
 PEFT stores an adapter as one safetensors file and a small JSON file. B has the rows of its weight,
-so its row order changes with that of the weight.
+so its row order follows the weight.
 
-Embedding and output head that were trained in full are stored whole, as PEFT's `modules_to_save`.
+Embedding and output head that were trained in full are stored in full, as PEFT's `modules_to_save`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AdapterExport:
         return merged(weight, a, b, scale=self.alpha / self.rank)
 
     def to_hf(self, name: str, *, names: Names) -> str:
-        """Return PEFT's name of A or B, or of a parameter that is stored whole."""
+        """Return PEFT's name of A or B, or of a parameter that is stored in full."""
         module, _, last = name.rpartition(".")
         if last not in _ENDINGS:
             return f"{_PREFIX}{names.to_hf(name)}"

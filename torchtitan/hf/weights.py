@@ -251,7 +251,7 @@ class ScaledMatrix:
 
 
 def add_rows(weight_VD: Tensor, num_rows: int) -> Tensor:
-    """Return a vocabulary's matrix with `num_rows` rows appended, near the mean of the others.
+    """Return a vocabulary's matrix with `num_rows` rows appended, near the mean of the old rows.
 
     Rows from the distribution of a new model have another length than trained ones, so that their
     logits are far off. transformers' resize_token_embeddings draws new rows from a normal
