@@ -11,7 +11,6 @@ import pytest
 
 from tests import warm_python as warm
 from tests.distributed.rank_pool import RankPool, start_server
-from torchtitan.base.custom import trusting_stored
 
 # before torch is imported, here and in what tests start: two test processes share the cores, and
 # threads that wait for each other spin, for several times the work itself at these sizes
@@ -75,11 +74,4 @@ def warm_starts(warm_python: Path) -> Iterator[None]:
     """All that a file starts by `sys.executable` starts warm."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", str(warm_python))
-        yield
-
-
-@pytest.fixture
-def trusted_code() -> Iterator[None]:
-    """Import paths that a test hands to a builder are trusted, as those of a job are."""
-    with trusting_stored(True):
         yield

@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.base.errors import ConfigError
 from torchtitan.callbacks import HOOKS, CallbackRunner, build_callbacks
 
-pytestmark = pytest.mark.usefixtures("trusted_code")
-
 CPU = torch.device("cpu")
 
 

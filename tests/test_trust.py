@@ -5,6 +5,7 @@ The run is a stranger's: its folder holds a module, and its settings name it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import pickle
@@ -20,11 +21,11 @@ from typing import Any
 import pytest
 
 from torchtitan import api as torchtitan
-from torchtitan.base import custom
 from torchtitan.base.errors import UserError
+from torchtitan.base.imports import load_object
 from torchtitan.base.stored_json import read_json
 from torchtitan.checkpoint.checksums import MANIFEST, seal, write_bytes
-from torchtitan.config.settings import keys, to_toml, value_at
+from torchtitan.config.settings import checked, import_paths, keys, to_toml, value_at
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.metrics.events import EVENTS
 from torchtitan.models.decoder import Decoder
@@ -111,7 +112,6 @@ def workplace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "text.txt").write_text("some text " * 20)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1]), *sys.path])
-    monkeypatch.setattr(custom, "_trusted", set())
     before = {*sys.modules}
     yield tmp_path
     for name in {*sys.modules} - before:
@@ -247,7 +247,6 @@ def test_trust_code_imports_it_where_it_is_needed(
         return
     assert not starts
     assert code == 0, said
-    assert not custom.is_trusted("outputs.dl.evil:x")  # once the tool is done
 
 
 @pytest.mark.parametrize("path", ["os:abort", "torch.hub:load", "torchtitan.train:main"])
@@ -357,7 +356,6 @@ def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.Monkey
     own_decay = {"lr_scheduler.decay_type": "examples.own_hooks:quadratic"}
     first = {**settings, **own_decay, "checkpoint": {"enable": True}}
     torchtitan.train(torchtitan.load_config(**first))
-    monkeypatch.setattr(custom, "_trusted", set())
     settings["training"]["steps"] = 2
     assert torchtitan.train(torchtitan.load_config(**settings)).step == 2
 
@@ -380,3 +378,14 @@ def test_a_tools_output_is_no_url() -> None:
         with pytest.raises(SystemExit) as ended:
             tool([*given, f"{option}=s3://bucket/x"])
         assert ended.value.code == 2
+
+
+def test_a_stored_path_stays_one(tmp_path: Path) -> None:
+    config = Job.stored('[model]\nname = "m:SPEC"\n[training]\ncallbacks = ["m:C"]').config
+    copies = [config, replace(config.model), copy.deepcopy(config), checked(config)]
+    name = copies.pop(1).name  # type: ignore[union-attr]
+    paths = [path for one in copies for _, path in import_paths(one)]
+    assert len(paths) == 6
+    for path in (name, *paths, pickle.loads(pickle.dumps(name))):
+        with pytest.raises(UserError, match="trust_code"):
+            load_object(path, key="model.name")

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.base.custom import trust, trusting_stored
+from torchtitan.base.custom import trusting_stored
 from torchtitan.base.device import local_device
 from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.base.log import note_in_file
@@ -40,7 +40,6 @@ from torchtitan.config.settings import (
     Setting,
     checked,
     flatten,
-    import_paths,
 )
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -151,7 +150,6 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
         raise ConfigError(
             "train has run in this process with several ranks; train in another process"
         )
-    trust(text for _, text in import_paths(config))  # dataclasses.replace may have named others
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
     with watch_signals(leave=interrupt) as stop, ExitStack() as cleanup, torch.enable_grad():

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from torchtitan.base.custom import is_import_path, trust
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import CheckpointError, Violation
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config.old_names import OLD_NAMES, OTHER_DEFAULTS
@@ -26,7 +26,6 @@ from torchtitan.config.settings import (
     Range,
     Requires,
     Text,
-    import_paths,
     load,
     to_toml,
     value_at,
@@ -234,7 +233,6 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
         SystemExit: After `--help` was printed.
     """
     loaded = use_model_of_folder(load(Config, argv, old_names=OLD_NAMES))
-    trust(text for _, text in import_paths(loaded.config))
     if loaded.old_file is not None:
         for key, (switch, difference) in OTHER_DEFAULTS.items():
             is_on = switch is None or value_at(loaded.config, tuple(switch.split(".")))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from torchtitan.base.custom import note_stored
+from torchtitan.base.custom import mark_stored
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.files import read_text
 from torchtitan.base.stored_json import StoredJSON
@@ -26,7 +26,6 @@ from torchtitan.config.settings import (
     Path,
     build,
     flatten,
-    import_paths,
     literal,
     parse,
     values_of,
@@ -101,12 +100,12 @@ class Job:
             ConfigError: The settings cannot be read.
         """
         try:
-            layer = flatten(parse(toml, origin=str(file)), origin=str(file), tree=Config)
+            table = mark_stored(parse(toml, origin=str(file)), file=str(file))
+            layer = flatten(table, origin=str(file), tree=Config)
             # the version that stored them has checked them by its own rules
             loaded, mistakes = build(Config, [layer], old_names=OLD_NAMES, check_rules=False)
             if mistakes:
                 raise ConfigError(mistakes)
-            note_stored((text for _, text in import_paths(loaded.config)), file=str(file))
             return cls(config=loaded.config, dp=dp)
         except ConfigError as error:
             raise ConfigError(
@@ -221,6 +220,8 @@ def resolve_model(config: Config) -> Config:
     stored = pathlib.Path(run) / CONFIG_FILE
     if not (folder / CONFIG).is_file() and stored.is_file():
         model = Job.stored_in(stored).config.model
+        if model.name == config.model.name:  # the user names the same family
+            model = replace(model, name=config.model.name)
     else:
         model = read_model(folder, config.model)
     return replace(config, model=with_model_of(model, config.model))

@@ -19,8 +19,6 @@ from torchtitan.data.hub import HubText
 from torchtitan.data.loader import MapSamples
 from torchtitan.data.tokenizer import ByteTokenizer
 
-pytestmark = pytest.mark.usefixtures("trusted_code")
-
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:

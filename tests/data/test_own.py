@@ -21,8 +21,6 @@ from torchtitan.data.loader import Loader, MapSamples
 from torchtitan.data.settings import DataLoaderConfig
 from torchtitan.data.tokenizer import ByteTokenizer
 
-pytestmark = pytest.mark.usefixtures("trusted_code")
-
 MODULE = '''
 import itertools
 

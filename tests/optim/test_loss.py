@@ -23,8 +23,6 @@ from torchtitan.optim.loss import (
     find_loss,
 )
 
-pytestmark = pytest.mark.usefixtures("trusted_code")
-
 B, S, C, V = 2, 6, 5, 24
 WEIGHT = 0.3
 """What the step loop multiplies the loss by; no power of two, so that it rounds."""

@@ -17,8 +17,6 @@ from torchtitan.optim.optimizer import build_optimizer, check_optimizer
 from torchtitan.optim.schedule import set_lr
 from torchtitan.optim.settings import OptimizerConfig
 
-pytestmark = pytest.mark.usefixtures("trusted_code")
-
 NAME = "examples.own_optimizer:Lion"
 
 

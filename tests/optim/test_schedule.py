@@ -13,8 +13,6 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.optim.schedule import build_schedule, find_decay, set_lr
 from torchtitan.optim.settings import LRSchedulerConfig
 
-pytestmark = pytest.mark.usefixtures("trusted_code")
-
 
 def rates(steps: int, **settings: object) -> list[float]:
     schedule = build_schedule(LRSchedulerConfig(**settings), peak_lr=2.0, training_steps=steps)

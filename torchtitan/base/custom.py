@@ -1,9 +1,9 @@
 """Custom code, named by import path: "package.module:NAME".
 
 There is no registry, and no module is imported for its side effects: a setting names the object,
-and `imports.py` imports it. Importing a module runs it. So a path is imported only if the user has
-named it: in a job's file, on the command line or from Python. A path in a stored file, which may
-come from a stranger, needs `--trust_code`.
+and `imports.py` imports it. Importing a module runs it. So a path is imported if the user gave it:
+in a job's file, on the command line or from Python. A path that a stored file names, which may come
+from a stranger, is a `StoredPath`, which is refused without `--trust_code`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ from __future__ import annotations
 import argparse
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from torchtitan.base.errors import ConfigError, UserError
 
 _PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
-_trusted: set[str] = set()
-"""Import paths that the user of this process has named. It grows as `sys.modules` does."""
-_stored_in: dict[str, str] = {}
-"""File that names an import path, for messages."""
 _trusts_stored: ContextVar[bool] = ContextVar("trusts_stored", default=False)
 
 
@@ -31,19 +27,31 @@ def is_import_path(text: object) -> TypeGuard[str]:
     return isinstance(text, str) and _PATH.fullmatch(text) is not None
 
 
-def trust(paths: Iterable[str]) -> None:
-    """Allow import paths that the user has named."""
-    _trusted.update(paths)
+class StoredPath(str):
+    """An import path that a stored file names."""
+
+    file: str
+
+    def __new__(cls, path: str, file: str = "") -> StoredPath:  # noqa: D102
+        stored = super().__new__(cls, path)
+        stored.file = file
+        return stored
 
 
-def note_stored(paths: Iterable[str], *, file: str) -> None:
-    """Remember that a stored file names import paths."""
-    _stored_in.update(dict.fromkeys(paths, file))
+def mark_stored(value: object, *, file: str) -> Any:
+    """Return a stored value with each import path as a `StoredPath`, unless code is trusted."""
+    if _trusts_stored.get():
+        return value
+    if isinstance(value, dict):
+        return {key: mark_stored(item, file=file) for key, item in value.items()}
+    if isinstance(value, list):
+        return [mark_stored(item, file=file) for item in value]
+    return StoredPath(value, file) if is_import_path(value) else value
 
 
 @contextmanager
 def trusting_stored(does: bool) -> Iterator[None]:
-    """Allow import paths of stored settings inside, if `does`."""
+    """Trust the import paths of stored settings that are read inside, if `does`."""
     token = _trusts_stored.set(does)
     try:
         yield
@@ -60,18 +68,13 @@ def add_trust_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_trusted(path: str) -> bool:
-    """Return whether an import path may be imported."""
-    return path in _trusted or _trusts_stored.get()
-
-
-def check_trusted(path: str, *, key: str) -> None:
-    """Raise ConfigError for setting `key` unless the import path may be imported."""
-    if not is_trusted(path):
+def refuse_stored(path: str, *, key: str) -> None:
+    """Raise ConfigError for setting `key` if only a stored file names the import path."""
+    if isinstance(path, StoredPath):
         raise ConfigError.at(
             key,
-            f"{_stored_in.get(path, 'a stored file')} names '{path}', which would run its code; "
-            "pass --trust_code (in Python: trust_code=True) to import it",
+            f"{path.file} names '{path}', which would run its code; pass --trust_code (in Python: "
+            f"trust_code=True) to import it",
         )
 
 

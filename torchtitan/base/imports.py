@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-from torchtitan.base.custom import check_trusted, convert_errors, wrap_error
+from torchtitan.base.custom import convert_errors, refuse_stored, wrap_error
 from torchtitan.base.errors import ConfigError, did_you_mean
 
 
@@ -23,7 +23,7 @@ def load_module(path: str, *, key: str) -> ModuleType:
     Raises:
         ConfigError: The module is not trusted, does not exist or raises an error; names `key`.
     """
-    check_trusted(path, key=key)
+    refuse_stored(path, key=key)
     name = path.partition(":")[0]
     folder, before = os.getcwd(), [*sys.path]
     try:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.base.custom import is_import_path, is_trusted
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import CheckpointError, DataError, Mistakes
 from torchtitan.base.patterns import matches
 from torchtitan.checkpoint.checksums import MANIFEST
@@ -258,7 +258,7 @@ def report_rate(state: RunState, *, start: Start) -> None:
     assert isinstance(source, Checkpoint)
     stored = source.state("lr_scheduler")
     decay = stored.get("decay_type")
-    if is_import_path(decay) and not is_trusted(decay):  # code of another user
+    if is_import_path(decay) and decay != state.lr_settings["decay_type"]:  # of another user
         return
     try:
         planned = _rebuild(stored)(step)
