@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -232,6 +233,11 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
         ConfigError: Lists every mistake in the file and on the command line.
         SystemExit: After `--help` was printed.
     """
+    if not isinstance(argv, dict) and {"-h", "--help"} & {*argv}:
+        from torchtitan.config.help import format_help
+
+        sys.stdout.write(f"{format_help(Config)}\n")
+        raise SystemExit(0)
     loaded = use_model_of_folder(load(Config, argv, old_names=OLD_NAMES))
     if loaded.old_file is not None:
         for key, (switch, difference) in OTHER_DEFAULTS.items():

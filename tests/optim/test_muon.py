@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from tests.distributed.rank_pool import RankPool
 from tests.test_host_waits import Waits
-from torchtitan.optim.muon import Box, Muon, build_muon, cost, orthogonalize, plan_work
+from torchtitan.optim.muon import Box, Muon, cost, orthogonalize, plan_work
 from torchtitan.optim.optimizer import build_optimizer, optimizer_step, supports_found_inf
 from torchtitan.optim.settings import OptimizerConfig
 
@@ -262,10 +262,8 @@ def test_what_a_rank_holds_as_a_whole_it_orthogonalises_itself() -> None:
 
 def decisions() -> list[bool]:
     """Whether Muon without a matrix takes the flag of a norm on a CPU, and of one on a GPU."""
-    vectors = {"norm.weight": torch.ones(4, requires_grad=True)}
-    place = torch.device("cpu")
-    settings = OptimizerConfig(name="Muon")
-    optimizer = build_muon(vectors, settings=settings, dtype=torch.float32, device=place)
+    model = nn.ParameterDict({"norm": nn.Parameter(torch.ones(4))})
+    optimizer = build_optimizer(model, settings=OptimizerConfig(name="Muon"))
     assert not optimizer.param_groups[0]["params"]
     return [supports_found_inf(optimizer, device=torch.device(kind)) for kind in ("cpu", "cuda")]
 

@@ -719,13 +719,7 @@ def load(tree: type[T], argv: Sequence[str] | Layer, *, old_names: OldNames) -> 
 
     Raises:
         ConfigError: Lists every mistake.
-        SystemExit: After `--help` was printed.
     """
-    if not isinstance(argv, dict) and {"-h", "--help"} & {*argv}:
-        from torchtitan.config.help import format_help
-
-        sys.stdout.write(f"{format_help(tree)}\n")
-        raise SystemExit(0)
     options, mistakes = argv, list[str]()
     if not isinstance(options, dict):
         options, mistakes = parse_command_line(options, tree=tree)

@@ -72,3 +72,10 @@ def clip_gradients(
         return
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(grads, scale.to(grads[0].device))
+
+
+class SkippingOptimizer(torch.optim.Optimizer):
+    """Base of optimizers whose `step` honours `found_inf`, as torch's fused kernels do."""
+
+    found_inf: Tensor | None = None
+    device: torch.device  # of the parameters; a rank may have no parameters

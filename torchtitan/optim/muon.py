@@ -31,12 +31,7 @@ from torch import Tensor
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.patterns import check_pattern, matches
 from torchtitan.models.init import local_offsets, local_part
-from torchtitan.optim.optimizer import (
-    SkippingOptimizer,
-    build_groups,
-    build_torch,
-    create_state,
-)
+from torchtitan.optim.clip import SkippingOptimizer
 from torchtitan.optim.settings import OptimizerConfig
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -58,36 +53,6 @@ def check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> N
     if not any(uses_muon(name, p, settings) for name, p in trained.items()):
         rule = "must leave Muon a matrix to train, got none"
         raise ConfigError.at("optimizer.muon_excluded_params", rule)
-
-
-def build_muon(
-    named: Mapping[str, Tensor],
-    *,
-    settings: OptimizerConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Muon:
-    """Build Muon over the matrices of the named parameters, with AdamW for the rest. Collective.
-
-    Args:
-        named: Parameters to train, by name.
-        settings: The section [optimizer].
-        dtype: Dtype of the iteration.
-        device: Device of the parameters. A rank may have no parameters.
-    """
-    matrices = {name: p for name, p in named.items() if uses_muon(name, p, settings)}
-    vectors = {name: p for name, p in named.items() if name not in matrices}
-    adamw = build_torch(build_groups(vectors, settings), settings=settings)
-    create_state(adamw)
-    return Muon(
-        build_groups(matrices, settings),
-        names={p: name for name, p in matrices.items()},
-        adamw=adamw,
-        lr=settings.lr,
-        momentum=settings.muon_momentum,
-        dtype=dtype,
-        device=device,
-    )
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from torchtitan.models.interface import (
     TrainableParams,
     router_biases,
 )
+from torchtitan.optim.clip import SkippingOptimizer
 from torchtitan.optim.settings import WITH_BETAS, GroupConfig, OptimizerConfig
 
 logger = logging.getLogger(__name__)
@@ -60,10 +61,21 @@ def build_optimizer(
         return build_custom(build_groups(named, settings), settings=settings)
     if settings.name != "Muon":
         return build_torch(build_groups(named, settings), settings=settings)
-    from torchtitan.optim.muon import build_muon
+    from torchtitan.optim.muon import Muon, uses_muon
 
-    device = next(p.device for _, p in model.named_parameters())
-    return build_muon(named, settings=settings, dtype=dtype, device=device)
+    matrices = {name: p for name, p in named.items() if uses_muon(name, p, settings)}
+    vectors = {name: p for name, p in named.items() if name not in matrices}
+    adamw = build_torch(build_groups(vectors, settings), settings=settings)
+    create_state(adamw)
+    return Muon(
+        build_groups(matrices, settings),
+        names={p: name for name, p in matrices.items()},
+        adamw=adamw,
+        lr=settings.lr,
+        momentum=settings.muon_momentum,
+        dtype=dtype,
+        device=next(p.device for _, p in model.named_parameters()),
+    )
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
@@ -81,13 +93,6 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor):
                 value.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of decays
-
-
-class SkippingOptimizer(torch.optim.Optimizer):
-    """Base of optimizers whose `step` honours `found_inf`, as torch's fused kernels do."""
-
-    found_inf: Tensor | None = None
-    device: torch.device  # of the parameters; a rank may have no parameters
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:
