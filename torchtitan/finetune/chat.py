@@ -30,7 +30,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.files import user_path
+from torchtitan.base.files import read_text, user_path
 from torchtitan.base.log import plural
 from torchtitan.data.text import any_of
 from torchtitan.data.tokenizer import (
@@ -50,8 +50,6 @@ PROBE = "an answer"
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. Examples have it under each; see `finetune/examples.py`."""
 CONTENT_KEYS = ("content", "tool_calls", *REASONING_KEYS)
-MAX_CHARS = 1 << 20
-"""Longest template. Those of known models have fewer than 20,000 characters."""
 # BOS separates role and content, so that no token is part of both
 BUILT_IN_TEMPLATE = (
     "{% for message in messages %}"
@@ -135,18 +133,6 @@ def _tojson(
     )
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-        extensions=[GenerationTags, loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    return environment
-
-
 class ChatTemplate:
     """A compiled chat template.
 
@@ -158,7 +144,7 @@ class ChatTemplate:
         with_tools: The template of conversations with tools, if it is another one.
 
     Raises:
-        DataError: The text is too long or not valid Jinja.
+        DataError: The text is not valid Jinja.
     """
 
     def __init__(
@@ -170,10 +156,14 @@ class ChatTemplate:
         special: Collection[str],
         with_tools: ChatTemplate | None = None,
     ) -> None:
-        if len(source) > MAX_CHARS:
-            rule = f"{origin} must have at most {MAX_CHARS} characters"
-            raise DataError.at("chat_template", rule)
-        environment = _environment()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=StrictUndefined,
+            extensions=[GenerationTags, loopcontrols],
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
@@ -379,14 +369,11 @@ def find_template(
 
 def _read(file: Path) -> str:
     try:
-        # utf-8-sig: a byte order mark would be written into every conversation
-        with file.open(encoding="utf-8-sig") as opened:
-            return opened.read(MAX_CHARS + 1)
-    except OSError as error:
-        rule = f"must name a Jinja file, cannot read {file}: {error.strerror}"
+        # a byte order mark would be written into every conversation
+        return read_text(file).removeprefix("\ufeff")
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"must name a Jinja file in UTF-8, cannot read {file}: {error}"
         raise DataError.at("chat_template", rule) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"the chat template {file} must be UTF-8: {error}") from error
 
 
 def _stored_templates(config: dict[str, Any]) -> dict[str, str]:

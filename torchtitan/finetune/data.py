@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # parts of fingerprints: raise them if the same examples get other tokens or samples
-FORMAT, ORDER = "examples 4", "1"
+FORMAT, ORDER = "examples 5", "1"
 Fate = Literal["kept", "cut", "without an answer", "without one within seq_len", "too long"]
 """Result for an example: "kept" and "cut" are trained on, the rest is left out."""
 PACKING_WINDOW = 1 << 14
@@ -142,7 +142,10 @@ def build_examples(
         build=plan,
     )
     samples = TokenStore(folder / "samples")
-    _log(encoded, planned, training, holdout=holdout)
+    num_examples, num_held_out = encoded["num_examples"], planned["other_side"]
+    total = plural(num_examples - encoded["without_answer"], "example")
+    holdout.log(source.name, num_held_out, total)
+    _log(encoded, planned, training, num_left=num_examples - num_held_out)
     return Dataset(
         [ExampleSource(examples, samples, training, pad_id=tokenizer.eos_id)],
         seed=seed,
@@ -227,7 +230,7 @@ def _plan(
     seq_len = training.seq_len
     # shuffled, as neighbors in a file are alike; source 0 is the order of the samples
     order = Permutation(examples.num_documents, seed=seed, epoch=0, source=1)
-    counts: Counter[str] = Counter()
+    counts = Counter(other_side=0, too_long=0, answer_cut_off=0, num_labels=0)
     indices: list[int] = []
     lengths: list[int] = []
     for index in (order[i] for i in range(examples.num_documents)):
@@ -260,7 +263,7 @@ def _plan(
         writer.add(np.array([indices[i] for i in group]), ends_document=True)
     return {
         "num_used": len(indices),
-        "num_places": sum(lengths),
+        "num_padding": writer.num_documents * seq_len - sum(lengths),
         "num_samples": writer.num_documents,
         **counts,
     }
@@ -271,37 +274,40 @@ def _log(
     planned: Mapping[str, Any],
     training: TrainingConfig,
     *,
-    holdout: Holdout,
+    num_left: int,
 ) -> None:
-    """Log how many examples are held out, used, padded, cut and skipped."""
-    seq_len, num_other = training.seq_len, planned.get("other_side", 0)
-    num_answered = encoded["num_examples"] - encoded["without_answer"]
-    holdout.log(encoded["source"], num_other, plural(num_answered, "example"))
+    """Log how many examples are used, padded, cut and skipped."""
+    name, seq_len = encoded["source"], training.seq_len
     capacity = planned["num_samples"] * seq_len
+    used = f"{planned['num_used']} of {plural(num_left, 'example')}"
+    samples = f"{plural(planned['num_samples'], 'sample')} of {plural(seq_len, 'token')}"
+    padding, loss = (planned[key] / capacity for key in ("num_padding", "num_labels"))
     logger.info(
-        "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",
-        encoded["source"],
-        planned["num_used"],
-        plural(encoded["num_examples"] - num_other, "example"),
-        plural(planned["num_samples"], "sample"),
-        plural(seq_len, "token"),
-        100 - 100 * planned["num_places"] / capacity,
-        100 * planned["num_labels"] / capacity,
+        "%s: %s in %s, %.1f %% padding, loss on %.1f %%",
+        name,
+        used,
+        samples,
+        100 * padding,
+        100 * loss,
     )
-    num_long, num_cut = planned.get("too_long", 0), planned.get("answer_cut_off", 0)
-    if num_long or num_cut or encoded["without_answer"]:
+    num_long, num_cut, num_empty = (
+        planned["too_long"],
+        planned["answer_cut_off"],
+        encoded["without_answer"],
+    )
+    if num_long or num_cut or num_empty:
+        long = f"longer than seq_len = {seq_len}: {plural(num_long, 'example')}"
+        empty = f"{plural(num_empty, 'example')} without an answer"
         logger.warning(
-            "%s: longer than seq_len = %d: %s (long_examples: %s); skipped: %s without an answer, "
-            "and %d without one in the first %s",
-            encoded["source"],
-            seq_len,
-            plural(num_long, "example"),
+            "%s: %s (long_examples: %s); skipped: %s, and %d without one in the first %s",
+            name,
+            long,
             training.long_examples,
-            plural(encoded["without_answer"], "example"),
+            empty,
             num_cut,
             plural(seq_len, "token"),
         )
-    warn_of_encoded(encoded["source"], encoded, encoded["unread_keys"])
+    warn_of_encoded(name, encoded, encoded["unread_keys"])
 
 
 def warn_of_encoded(name: str, notes: Mapping[str, int], unread_keys: Mapping[str, int]) -> None:
