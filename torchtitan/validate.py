@@ -28,9 +28,8 @@ from torch import Tensor
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import DataError, NonFiniteError
 from torchtitan.base.log import plural
-from torchtitan.data.dataset import build_samples
+from torchtitan.data.dataset import PadToBatch, build_samples
 from torchtitan.data.loader import Loader
-from torchtitan.data.padding import PadToBatch
 from torchtitan.data.settings import TrainingConfig, ValidationConfig
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.mesh.dims import Mesh

@@ -14,8 +14,7 @@ from tests.data.helpers import SEQ_LEN, dataset_of, training, write_texts
 from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
-from torchtitan.data.documents import build_text
-from torchtitan.data.masked import labelled_run
+from torchtitan.data.documents import build_text, labelled_run
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 

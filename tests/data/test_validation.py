@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.data.helpers import dataset_of, loader_of
-from torchtitan.data.padding import PadToBatch
+from torchtitan.data.dataset import PadToBatch
 from torchtitan.data.synthetic import synthetic_corpus
 
 

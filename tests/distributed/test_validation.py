@@ -23,7 +23,7 @@ from tests.naming import naming
 from torchtitan import validate
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import read_manifest
-from torchtitan.data.padding import PadToBatch
+from torchtitan.data.dataset import PadToBatch
 from torchtitan.job import load_config
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.models.families import MODELS

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.files import Once, alone
@@ -112,6 +114,32 @@ class Dataset:
     def stores(self) -> list[TokenStore]:
         """Return the stores of all sources."""
         return [store for source in self.sources for store in source.stores]
+
+
+class PadToBatch:
+    """The first samples of a dataset, padded to full batches with samples without labels.
+
+    Args:
+        dataset: Samples with an end.
+        batch: Samples per batch over all ranks.
+        num_batches: Maximum number of batches. None reads all samples.
+    """
+
+    def __init__(self, dataset: MapSamples, *, batch: int, num_batches: int | None) -> None:
+        assert dataset.num_samples is not None, "validation data have an end"
+        self._dataset = dataset
+        self.num_drawn = dataset.num_samples
+        if num_batches is not None:
+            self.num_drawn = min(self.num_drawn, num_batches * batch)
+        self.num_batches = -(-self.num_drawn // batch)
+        self.num_samples: int | None = self.num_batches * batch
+        self.fingerprint, self.stores = dataset.fingerprint, dataset.stores
+
+    def __getitem__(self, k: int) -> Samples:
+        if k < self.num_drawn:
+            return self._dataset[k]
+        sample = self._dataset[0]
+        return {**sample, "labels": torch.full_like(sample["labels"], IGNORED)}
 
 
 def has_document_lengths(training: TrainingConfig) -> bool:

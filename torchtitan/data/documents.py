@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from torchtitan.data.dataset import IGNORED, ORDER, Dataset, has_document_length
 from torchtitan.data.files import divide, find_all
 from torchtitan.data.holdout import ALL, Holdout, held_out_prefix
 from torchtitan.data.loader import Samples
-from torchtitan.data.masked import MaskedDataset
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.sampler import Mixture
 from torchtitan.data.settings import TrainingConfig
@@ -100,6 +100,34 @@ class TextSource:
         """Return a SHA-256 of the contents of all stores."""
         hashes = "".join(store.content_hash() for store in self.stores)
         return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+class MaskedDataset(Dataset):
+    """Keeps the labels of a pseudo-random run in each sample and sets the rest to -100.
+
+    Layouts are compared on it: with equal numbers of labels a wrong divisor would not show.
+    """
+
+    def __getitem__(self, k: int) -> Samples:
+        sample = super().__getitem__(k)
+        labels = sample["labels"].clone()
+        first, last = labelled_run(k, seq_len=len(labels), seed=self._seed)
+        labels[:first] = IGNORED
+        labels[last:] = IGNORED
+        return {**sample, "labels": labels}
+
+
+def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
+    """Return start and end of the labels that sample k keeps: no label, all, or a run."""
+    draw = random.Random(f"labels/{seed}/{k}").random
+    choice = draw()
+    if choice < 1 / 8:
+        return 0, 0
+    if choice < 1 / 4:
+        return 0, seq_len
+    length = int(draw() * (seq_len + 1))
+    first = int(draw() * (seq_len - length + 1))
+    return first, first + length
 
 
 def build_text(

@@ -17,8 +17,8 @@ from typing import Any
 
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError
+from torchtitan.data.dataset import PadToBatch
 from torchtitan.data.loader import Loader
-from torchtitan.data.padding import PadToBatch
 from torchtitan.data.settings import DataLoaderConfig
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools.evaluate.command import parse_domains

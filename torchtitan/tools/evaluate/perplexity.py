@@ -20,10 +20,9 @@ from pathlib import Path
 import torch
 
 from torchtitan.base.errors import DataError, UserError
-from torchtitan.data.dataset import Dataset
+from torchtitan.data.dataset import Dataset, PadToBatch
 from torchtitan.data.documents import build_text
 from torchtitan.data.loader import Loader
-from torchtitan.data.padding import PadToBatch
 from torchtitan.data.prepare import read_notes
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.store import TokenStore
