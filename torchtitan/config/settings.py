@@ -670,7 +670,8 @@ class OldNames:
 
 
 def _as_list(value: object) -> list[Any]:
-    return [item for item in (value if isinstance(value, list) else [value]) if item.__hash__]
+    items = value if isinstance(value, list | tuple) else [value]
+    return [item for item in items if not isinstance(item, list | tuple | dict)]
 
 
 # --- load --------------------------------------------------------------------------------------
