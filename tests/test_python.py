@@ -423,7 +423,7 @@ def test_a_model_of_ones_own_and_one_with_adapters(
     model: dict[str, object], lora: int, tmp_path: Path
 ) -> None:
     train(job(tmp_path, model=model, lora={"rank": lora} if lora else {}, training={"steps": 1}))
-    loaded = load_model(tmp_path / "run")
+    loaded = load_model(tmp_path / "run", trust_code=True)
     logits = loaded(TOKENS)
     wanted = F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten(), reduction="sum")
     torch.testing.assert_close(loaded(TOKENS, labels=TOKENS), wanted)

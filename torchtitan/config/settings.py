@@ -83,12 +83,12 @@ class Condition:
     holds: Callable[[Any], bool]
 
 
-def is_given(value: object) -> bool:
+def has_value(value: object) -> bool:
     """Return whether a value is neither None nor empty."""
     return value not in (None, (), [], {}, "")
 
 
-GIVEN = Condition("{}", is_given)
+GIVEN = Condition("{}", has_value)
 IMPORT_PATH = Condition("{} = package.module:NAME", is_import_path)
 ENABLED = Condition("{} >= 1", lambda value: isinstance(value, int) and value >= 1)
 
@@ -119,11 +119,11 @@ class Requires:
             return self.wanted.text.format(self.key)
         return f"{self.key} = {' or '.join(map(literal, self._alternatives))}"
 
-    def is_met_by(self, other: object) -> bool:
-        """Return whether the other setting has a required value."""
+    def is_met_by(self, value: object) -> bool:
+        """Return whether a value of the other setting is a required one."""
         if isinstance(self.wanted, Condition):
-            return self.wanted.holds(other)
-        return any(same(other, value) for value in self._alternatives)
+            return self.wanted.holds(value)
+        return any(same(value, wanted) for wanted in self._alternatives)
 
     @property
     def _alternatives(self) -> tuple[object, ...]:
@@ -149,15 +149,15 @@ class ImportPath:
 
     Args:
         names: Built-in choices.
-        others: Whether any other string is left to a later check.
+        any_name: Whether any other string is left to a later check.
     """
 
-    def __init__(self, *names: str, others: bool = False) -> None:
-        self.names, self._others = names, others
+    def __init__(self, *names: str, any_name: bool = False) -> None:
+        self.names, self._any_name = names, any_name
 
     def __call__(self, value: str) -> None:
         """Raise ValueError if it is neither."""
-        if value not in self.names and not self._others and not is_import_path(value):
+        if value not in self.names and not self._any_name and not is_import_path(value):
             names = f"one of {', '.join(self.names)}, or " if self.names else ""
             rule = f"must be {names}an import path, my_package.my_module:NAME"
             raise ValueError(f"{rule}{did_you_mean(value, self.names)}")
@@ -413,21 +413,21 @@ class Key:
 
 
 def _keys(tree: Any) -> Mapping[Path, Key]:
-    known, hints = dict[Path, Key](), typing.get_type_hints(tree, include_extras=True)
+    paths, hints = dict[Path, Key](), typing.get_type_hints(tree, include_extras=True)
     for item in dataclasses.fields(tree):
         hint = hints[item.name]
         inner = keys(hint) if is_dataclass(hint) else {(): Key(item, hint, tree)}
-        known |= {(item.name, *path): key for path, key in inner.items()}
-    return known
+        paths |= {(item.name, *path): key for path, key in inner.items()}
+    return paths
 
 
 def _sections(tree: Any) -> Mapping[Path, type]:
-    known = dict[Path, type]()
+    paths = dict[Path, type]()
     for name, hint in typing.get_type_hints(tree).items():
         if is_dataclass(hint):
-            known[name,] = typing.cast(type, hint)
-            known |= {(name, *path): section for path, section in sections(hint).items()}
-    return known
+            paths[name,] = typing.cast(type, hint)
+            paths |= {(name, *path): section for path, section in sections(hint).items()}
+    return paths
 
 
 keys: Callable[[Any], Mapping[Path, Key]] = functools.cache(_keys)
@@ -502,10 +502,10 @@ def flatten(
 ) -> Layer:
     """Return nested tables as a layer. A table of any keys of the tree stays one value."""
     layer: Layer = {}
-    known = {} if tree is None else keys(tree)
+    tree_keys = {} if tree is None else keys(tree)
     for name, value in table.items():
         path = (*prefix, name)
-        is_value = path in known and known[path].kind is dict
+        is_value = path in tree_keys and tree_keys[path].kind is dict
         if isinstance(value, dict) and value and not is_value:
             layer |= flatten(value, origin=origin, tree=tree, prefix=path)
         else:
@@ -732,10 +732,10 @@ def load(tree: type[T], argv: Sequence[str] | Layer, *, old_names: OldNames) -> 
         except ConfigError as error:
             mistakes += map(str, error.mistakes)
             is_read = False
-    loaded, more = build(tree, [*layers, options], old_names=old_names, check_rules=is_read)
+    loaded, wrong = build(tree, [*layers, options], old_names=old_names, check_rules=is_read)
     for notice in loaded.notices:
         logger.warning(notice)
-    if mistakes := [*mistakes, *more]:
+    if mistakes := [*mistakes, *wrong]:
         raise ConfigError(mistakes)
     return loaded
 
@@ -762,11 +762,11 @@ def build(
             mistakes.append(f"{file.where()}: {rule}")
         _merge(_rename(layer, old_names, mistakes, notices), into=merged, tree=tree)
     settings = [pair for layer in layers for pair in layer.items()]
-    old = [one.origin for path, one in settings if one.is_in_file and path in old_names]
-    known = _drop_refused(merged, old_names, mistakes, notices, tree=tree)
+    old = [item.origin for path, item in settings if item.is_in_file and path in old_names]
+    accepted = _drop_refused(merged, old_names, mistakes, notices, tree=tree)
     values: dict[Path, object] = {}
     wrong = set[Path]()
-    for path, setting in known.items():
+    for path, setting in accepted.items():
         if path not in keys(tree):
             if path not in sections(tree) or setting.value != {}:
                 mistakes.append(_describe_unknown(path, setting, tree=tree, old_names=old_names))
@@ -778,12 +778,12 @@ def build(
                 mistakes.append(f"{setting.where()}: {error}")
     config = _make(tree, values)
     if check_rules:
-        wrong |= merged.keys() - known.keys()
+        wrong |= merged.keys() - accepted.keys()
         for violation in violations(config):
             # a rule about a key that was refused would speak of its default
             if wrong.isdisjoint(tuple(key.split(".")) for key in violation.keys):
                 target = notices if violation.is_notice else mistakes
-                target.append(_add_origin(violation, known))
+                target.append(_add_origin(violation, accepted))
     loaded = Loaded(config, merged, notices, next(iter(old), None))
     return loaded, list(dict.fromkeys(mistakes))
 
@@ -826,7 +826,7 @@ def violations(config: object) -> Iterator[Violation]:
                         break
         for other in key.replaced(path):
             both = values[path], values[other]
-            if all(map(is_given, both)) and any(both):  # 0 and 0 agree
+            if all(map(has_value, both)) and any(both):  # 0 and 0 agree
                 rule = f"replaces {other[-1]}, which is {literal(values[other])}; remove one"
                 yield Violation((".".join(path), ".".join(other)), rule)
     for path in ((), *sections(type(config))):
@@ -863,9 +863,9 @@ def _rename(layer: Layer, old_names: OldNames, mistakes: list[str], notices: lis
         if any((".".join(path), value) in old_names.values for value in _as_list(setting.value)):
             continue
         target = tuple(new.split("."))
-        other, name = layer.get(target), spell(target, origin=setting.origin)
-        if other is not None and not same(other.value, setting.value):
-            rule = f"is the old name of {name}, which is {literal(other.value)}; remove one"
+        current, name = layer.get(target), spell(target, origin=setting.origin)
+        if current is not None and not same(current.value, setting.value):
+            rule = f"is the old name of {name}, which is {literal(current.value)}; remove one"
             mistakes.append(f"{setting.where()}: {rule}")
         else:
             notices.append(f"{setting.where()}: is torchtitan's name; here it is {name}")
@@ -877,9 +877,9 @@ def _merge(layer: Layer, *, into: Layer, tree: type) -> None:
     """Add a layer to those below it. In a file, a table of any keys is replaced as a whole; options
     of the command line set one item of it."""
     for path, key in keys(tree).items():
-        for other in key.replaced(path):
-            for this, that in ((path, other), (other, path)):
-                if this in layer and is_given(layer[this].value):
+        for partner in key.replaced(path):
+            for this, that in ((path, partner), (partner, path)):
+                if this in layer and has_value(layer[this].value):
                     into.pop(that, None)
     for path, setting in layer.items():
         table = path[:-1]
@@ -926,11 +926,11 @@ def _is_on(when: tuple[str, ...], layer: Layer, *, tree: type) -> bool:
 
 def _describe_unknown(path: Path, setting: Setting, *, tree: type, old_names: OldNames) -> str:
     """Return what is wrong with a key that the tree lacks, and what may have been meant."""
-    origin, known, tables = setting.origin, keys(tree), sections(tree)
+    origin, tree_keys, tables = setting.origin, keys(tree), sections(tree)
     if path in tables:
         form = spell((*path, "key"), origin=origin)
         return f"{setting.where()}: is a section, not a key; write {form} ..."
-    parents = [path[:end] for end in range(1, len(path)) if path[:end] in known]
+    parents = [path[:end] for end in range(1, len(path)) if path[:end] in tree_keys]
     if parents:
         return f"{setting.where()}: {spell(parents[0], origin=origin)} is a value, not a table"
     section = path if setting.value == {} else path[:-1]
@@ -939,13 +939,13 @@ def _describe_unknown(path: Path, setting: Setting, *, tree: type, old_names: Ol
         match = f"; did you mean {header(guess)}?" if guess else ""
         return f"{origin}: unknown section {header(section)}{match}"
     # a key of another section by this very name is the most frequent slip
-    same_name = [name for name in known if name[-1] == path[-1]]
+    same_name = [name for name in tree_keys if name[-1] == path[-1]]
     refused = (tuple(name.split(".")) for name in old_names.refused)
-    guess = next(iter(same_name), None) or _closest(path, [*known, *refused])
+    guess = next(iter(same_name), None) or _closest(path, [*tree_keys, *refused])
     rule = f"{header(path[:-1])} has no key {path[-1]!r}" if len(path) > 1 else "has no section"
     if guess:
         return f"{setting.where()}: {rule}; did you mean {spell(guess, origin=origin)}?"
-    valid = [name[-1] for name in known if name[:-1] == path[:-1]] or list(map(header, tables))
+    valid = [name[-1] for name in tree_keys if name[:-1] == path[:-1]] or list(map(header, tables))
     return f"{setting.where()}: {rule}; valid are {', '.join(valid)}"
 
 

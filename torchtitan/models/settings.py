@@ -114,7 +114,7 @@ class RopeScalingConfig:
 class ModelConfig:
     """The model to train, and its tokenizer."""
 
-    name: Annotated[Text, ImportPath(others=True)] = "llama3"
+    name: Annotated[Text, ImportPath(any_name=True)] = "llama3"
     """Model family: a key of torchtitan.models.families.MODELS, or the import path of your own
     ModelSpec, "package.module:SPEC"."""
     flavor: Text = "debugmodel"
