@@ -79,6 +79,10 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
             [CALL] * 2,
         ),
         ({"name": "f", "arguments": {"x": 1}}, [CALL]),
+        (
+            '{"name": "f", "arguments": ""}',
+            [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+        ),
         ('{"name": "f"}', [{"type": "function", "function": {"name": "f", "arguments": {}}}]),
     ],
 )

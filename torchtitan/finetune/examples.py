@@ -161,7 +161,9 @@ def _parse_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a call of a tool with the value of its arguments, which may be JSON text."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _parse_call(call["function"])}
-    return {**call, "arguments": _parsed(call["arguments"])} if "arguments" in call else call
+    arguments = call.get("arguments")
+    # "" of a call without arguments
+    return {**call, "arguments": _parsed(arguments) or {}} if isinstance(arguments, str) else call
 
 
 def _check_message(message: Message, *, where: str) -> None:
