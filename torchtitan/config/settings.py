@@ -379,7 +379,7 @@ class Key:
             inner = str if origin is Literal else arguments[origin is dict]
         return [*layers, (inner, ())]
 
-    @property
+    @functools.cached_property
     def kind(self) -> type:
         """str, int, float, bool, tuple or dict."""
         kinds = (dict, tuple, self.item)
@@ -390,7 +390,7 @@ class Key:
         """Innermost type: str, int, float, bool, Any, or the dataclass of a list of tables."""
         return self.layers[-1][0]
 
-    @property
+    @functools.cached_property
     def metadata(self) -> list[Any]:
         """Ranges, checks and requirements."""
         return [item for origin, args in self.layers if origin is Annotated for item in args[1:]]
@@ -400,12 +400,12 @@ class Key:
         items = [item for item in self.metadata if isinstance(item, Replaces)]
         return [(*path[:-1], name) for item in items for name in item.keys]
 
-    @property
+    @functools.cached_property
     def takes_import_path(self) -> bool:
         """Whether it may name custom code."""
         return any(item is check_object or isinstance(item, ImportPath) for item in self.metadata)
 
-    @property
+    @functools.cached_property
     def is_nullable(self) -> bool:
         """Whether `none` on the command line restores its default."""
         is_optional = any(origin in UNIONS for origin, _ in self.layers)
@@ -839,10 +839,10 @@ def violations(config: object) -> Iterator[Violation]:
 def _make(tree: Any, values: Mapping[Path, object], prefix: Path = ()) -> Any:
     """Build a section from the values of its keys."""
     arguments: dict[str, object] = {}
-    for name, hint in typing.get_type_hints(tree).items():
+    for name in (item.name for item in dataclasses.fields(tree)):
         path = (*prefix, name)
-        if is_dataclass(hint):
-            arguments[name] = _make(hint, values, path)
+        if (name,) in sections(tree):
+            arguments[name] = _make(sections(tree)[name,], values, path)
         elif path in values:
             arguments[name] = values[path]
     return tree(**arguments)
