@@ -22,6 +22,7 @@ from torchtitan.tools.plan.tape import Kind, Record
 from torchtitan.tools.plan.tried import Tried
 
 NUM_TENANTS = 8
+STEP_COUNT_BYTES = 4
 
 
 def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
@@ -54,18 +55,25 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
 def staged(planned: Planned, record: Record) -> int:
     """Return the bytes of the host for a rank's copy of the state while it is saved.
 
-    Sizes of page-locked memory are powers of two.
+    Sizes of page-locked memory are powers of two. Step counts, the scalars among the state, are
+    saved as one.
     """
     settings = planned.config.checkpoint
     if not settings.enable or settings.async_mode == "disabled":
         return 0
-    return sum(
-        1 << (entry.size - 1).bit_length()
-        if settings.async_mode == PINNED and entry.pool != "host"
-        else entry.size
+    entries = [
+        entry
         for piece, end in record.bounds()
         if piece.phase == "state"
         for entry in record.entries[piece.start : end]
+    ]
+    counts = {entry.size for entry in entries if entry.size <= STEP_COUNT_BYTES}
+    return sum(counts) + sum(
+        1 << (entry.size - 1).bit_length()
+        if settings.async_mode == PINNED and entry.pool != "host"
+        else entry.size
+        for entry in entries
+        if entry.size > STEP_COUNT_BYTES
     )
 
 
