@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.models.reference import TINY
+from torchtitan.models.attention import causal_attention
 from torchtitan.models.cache import KVCache, LayerCache
 
 HEADS, WIDTH = 4, 8
@@ -22,6 +24,10 @@ class Sequence(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+
+
+def attention(window: int | None) -> dict[str, Any]:
+    return {"attend_prompts": partial(causal_attention, window=window), "window": window}
 
 
 def sequences(number: int, *, num_kv_heads: int) -> list[Sequence]:
@@ -54,7 +60,7 @@ def step(layer: LayerCache, batch: list[Sequence], at: list[int], window: int | 
         torch.cat([x[:, :, i : i + 1] for x, i in zip(of, at, strict=True)])
         for of in zip(*batch, strict=True)
     )
-    found = layer.attend(q, *layer.append(k, v), window=window)
+    found = layer.attend(q, *layer.append(k, v), **attention(window))
     wanted = torch.stack([expected(of, i, window) for of, i in zip(batch, at, strict=True)])
     assert found.shape == (len(batch), HEADS, 1, WIDTH)
     torch.testing.assert_close(found[:, :, 0].double(), wanted, rtol=1e-5, atol=1e-6)
@@ -76,7 +82,7 @@ def test_each_query_sees_its_own_sequence_alone(
         torch.cat([x[:, :, :length] for x, length in zip(of, lengths, strict=True)], dim=2)
         for of in zip(*batch, strict=True)
     )
-    found = layer.attend(q, *layer.append(k, v), window=window)[0, :, cache.ends]
+    found = layer.attend(q, *layer.append(k, v), **attention(window))[0, :, cache.ends]
     last = [expected(of, n - 1, window) for of, n in zip(batch, lengths, strict=True)]
     torch.testing.assert_close(found.double(), torch.stack(last, 1), rtol=1e-5, atol=1e-6)
     cache.split(num_more=12)

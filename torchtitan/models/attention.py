@@ -85,7 +85,10 @@ class Attention(AttentionModule):
         if cache is None:
             out_BHSD = self.attend(q_BHSD, k, v, documents)
         else:
-            out_BHSD = cache.attend(q_BHSD, *cache.append(k, v), window=self.window)
+            keys_values = cache.append(k, v)
+            out_BHSD = cache.attend(
+                q_BHSD, *keys_values, attend_prompts=self.attend, window=self.window
+            )
         return self.wo(out_BHSD.transpose(1, 2).flatten(-2))
 
 

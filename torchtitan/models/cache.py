@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.base.device import to_device
-from torchtitan.models.attention import causal_attention
-from torchtitan.models.interface import Documents
+from torchtitan.models.interface import Attend, Documents
 from torchtitan.models.sizes import DecoderConfig
 
 
@@ -59,7 +58,13 @@ class LayerCache:
         return k_BKTR, v_BKTR
 
     def attend(
-        self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, window: int | None = None
+        self,
+        q_BHSD: Tensor,
+        k_BKTD: Tensor,
+        v_BKTD: Tensor,
+        *,
+        attend_prompts: Attend,
+        window: int | None = None,
     ) -> Tensor:
         """Attend from the tokens that were appended last to those up to their own.
 
@@ -67,10 +72,11 @@ class LayerCache:
             q_BHSD: Queries of these tokens.
             k_BKTD: Keys of all columns.
             v_BKTD: Values of all columns.
+            attend_prompts: The layer's attention, for the prompts.
             window: Number of keys per query, itself included. None: all.
         """
         if q_BHSD.shape[2] == k_BKTD.shape[2]:
-            return causal_attention(q_BHSD, k_BKTD, v_BKTD, self._prompts, window=window)
+            return attend_prompts(q_BHSD, k_BKTD, v_BKTD, self._prompts)
         columns = slice(-min(window or self.length, self.length), None)
         mask = self.mask_B11T
         if mask is not None:

@@ -85,7 +85,8 @@ class LatentAttention(AttentionModule):
             out_BHSD = self.attend(q_BHSD, *self.expand(latent_B1SR, k_pe_B1SP), documents)
         else:
             stored = cache.append(latent_B1SR, k_pe_B1SP)
-            out_BHSD = cache.attend(q_BHSD, *self.expand(*stored))
+            keys_values = self.expand(*stored)
+            out_BHSD = cache.attend(q_BHSD, *keys_values, attend_prompts=self.attend)
         return self.wo(out_BHSD[..., : self.v_dim].transpose(1, 2).flatten(-2))
 
     def queries(self, x_BSC: Tensor, rope: Rope) -> Tensor:
