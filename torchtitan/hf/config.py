@@ -79,6 +79,8 @@ NAMES_CODE = frozenset(
     {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
 )
 """Keys that make transformers load code from other places."""
+MAX_COUNT, MAX_LAYERS = 10**8, 10**4
+"""Limits of counts in a file, because the model is built before its weights are read."""
 Sizes = dict[str, Any]
 """Values by their keys in config.json."""
 
@@ -238,6 +240,12 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
     """
     format = spec.hf
     sizes, table = stored_sizes(config, format), size_table(format)
+    for key in (key for key, size in table.items() if size.value_type is int):
+        least = 0 if format.none_as.get(key) == 0 else 1
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+        if sizes[key] is not None and not least <= sizes[key] <= most:
+            rule = f"must be from {least} to {most}, got {str(sizes[key])[:20]}"
+            raise CheckpointError(f"{config.path}: {key} {rule}")
     values: dict[str, Any] = {}
     for key, size in table.items():
         value = sizes[key]
