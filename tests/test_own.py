@@ -12,7 +12,6 @@ from tests.naming import naming
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.imports import load_object
-from torchtitan.build import describe_export
 from torchtitan.callbacks import build_callbacks
 from torchtitan.config.settings import to_toml
 from torchtitan.job import load_config
@@ -23,7 +22,6 @@ from torchtitan.resume_rules import (
     Job,
     trajectory_differences,
 )
-from torchtitan.tools.config import main as check
 
 MODULE = """
 from dataclasses import dataclass, replace
@@ -111,37 +109,6 @@ def test_its_sizes_are_checked(option: str, said: str, folder: Path) -> None:
     [mistake] = error.value.mistakes
     assert "[model.options] branch_scale" in str(mistake) or "[model] options" in str(mistake)
     assert said in str(mistake)
-
-
-LLAMA = """
-from dataclasses import replace
-from torchtitan.models import llama3
-
-class Mine(llama3.Llama3):
-    pass
-
-SPEC = replace(llama3.SPEC, build=Mine)
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "is_told"),
-    [(LLAMA, True), (LLAMA.replace("build=Mine", "name='other'"), False), (MODULE, False)],
-    ids=["own module", "built-in module", "no format"],
-)
-def test_an_export_tells_that_a_custom_module_is_not_checked(
-    code: str, is_told: bool, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (folder / "my_model.py").write_text(code)
-    words = own("my_model", "--model.tokenizer_path=byte")
-    describe_export(load_config(words), dtype=None)
-    told = [message for message in caplog.messages if "NO_HF_FILES" in message]
-    assert len(told) == is_told
-    assert all("my_model:SPEC writes LlamaForCausalLM" in message for message in told)
-    caplog.clear()
-    export = ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
-    assert check([*words, *export]) == (2 if code == MODULE else 0)
-    assert any("NO_HF_FILES" in message for message in caplog.messages) == is_told
 
 
 def test_what_a_model_raises_while_it_is_built_is_told_in_its_own_lines(folder: Path) -> None:

@@ -507,12 +507,13 @@ def test_it_starts_from_a_folder_of_hugging_face(trained: Path, tmp_path: Path) 
         job={"dump_folder": tmp_path / "run"},
         model={"tokenizer_path": "byte"},
         checkpoint={"enable": True, "initial_load_in_hf": True, "initial_load_path": theirs},
-        training={"dataset": "synthetic", "dataset_cache": tmp_path, "seq_len": 16, "steps": 0},
+        training={"dataset": "synthetic", "dataset_cache": tmp_path, "seq_len": 16, "steps": 1},
+        optimizer={"lr": 1e-9, "weight_decay": 0.0},
     )
     assert config.model.flavor == "hf"
     result = train(config)
-    assert (result.step, result.loss, result.rows) == (0, None, [])
-    assert torch.equal(load_model(result.folder)(TOKENS), load_model(theirs)(TOKENS))
+    assert result.step == 1
+    torch.testing.assert_close(load_model(result.folder)(TOKENS), load_model(theirs)(TOKENS))
 
 
 def test_types_of_weights_are_few(trained: Path) -> None:
