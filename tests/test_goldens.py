@@ -26,11 +26,11 @@ REPEATED = {
     "tp2_fsdp2": ("resume_fsdp2_as_tp2", "tp2_pp2", "hsdp2x2"),
     "pp2": ("resume_pp2_as_single",),
     "documents_within": ("packed_examples", "whole_experts"),
-    "smallest_single": ("resume_pp2_as_single"),
-    "smallest_fsdp2": ("resume_fsdp2"),
-    "smallest_lora": ("lora"),
-    "whole_dense": ("validation"),
-    "whole_fsdp2": ("resume_fsdp2"),
+    "smallest_single": ("resume_pp2_as_single",),
+    "smallest_fsdp2": ("resume_fsdp2",),
+    "smallest_lora": ("lora",),
+    "whole_dense": ("validation",),
+    "whole_fsdp2": ("resume_fsdp2",),
     "whole_lora": ("lora", "packed_examples"),
 }
 """Jobs that tests do not run, by the jobs whose legs use the same code.

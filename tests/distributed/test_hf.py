@@ -16,7 +16,7 @@ from tests.distributed import test_reference as by_torch
 from tests.distributed.rank_pool import RankPool
 from tests.hf.test_deepseek import float8_folder
 from tests.hf.test_folders import imported
-from tests.jobs import UNSAVED
+from tests.jobs import TINY, UNSAVED
 from tests.models.reference import LATENT, new_decoder, random_decoder, reference_of
 from tests.naming import naming
 from torchtitan.models import llama3
@@ -40,7 +40,7 @@ def folder_of(
 
 def job_from(folder: Path, source: Path, *options: str, flavor: str = "tiny") -> list[str]:
     return [
-        *jobs.write_job(folder, jobs.TINY.replace('"tiny"', f'"{flavor}"')),
+        *jobs.write_job(folder, TINY.replace('"tiny"', f'"{flavor}"')),
         "--checkpoint.initial_load_in_hf",
         f"--checkpoint.initial_load_path={source}",
         "--training.local_batch_size=4",

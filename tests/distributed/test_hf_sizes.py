@@ -21,6 +21,7 @@ from transformers import (
 
 from tests.distributed import hf_jobs, jobs
 from tests.distributed.rank_pool import RankPool
+from tests.jobs import TINY
 
 SIZES: dict[str, Any] = {
     "hidden_size": 60,
@@ -91,7 +92,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def job_of(folder: Path, source: Path, *options: str) -> list[str]:
-    toml = jobs.TINY.replace('flavor = "tiny"', "")
+    toml = TINY.replace('flavor = "tiny"', "")
     return [
         *jobs.write_job(folder, toml),
         "--checkpoint.enable",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from logging import WARNING
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import jobs
-from tests.distributed.jobs import logged, refusal
+from tests.distributed.jobs import refusal
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import (
     CONTINUE,
@@ -74,7 +73,7 @@ def test_every_name_that_does_not_fit_is_counted_in_one_message(
 ) -> None:
     for message in ranks.run(refusal, [*job, *sizes], world=2):
         assert all(part in message for part in parts), message
-        assert 'exclude_from_loading = ["output.*"]' in message
+        assert "checkpoint.exclude_from_loading" in message
 
 
 def test_another_type_is_named(job: list[str], ranks: RankPool) -> None:
@@ -87,8 +86,8 @@ def test_an_optimizer_of_another_kind_is_left_out_by_name(job: list[str], ranks:
     sgd = [*job, CONTINUE, EVERYTHING, "--optimizer.name=SGD", "--optimizer.momentum=0.9"]
     [message] = ranks.run(refusal, sgd, world=1)
     assert "21 missing: " in message
-    assert "63 unexpected: " in message
-    assert 'or ["optimizer"]' in message
+    assert "unexpected: " in message
+    assert "checkpoint.exclude_from_loading" in message
     [begun] = ranks.run(begin, [*sgd, excluding("optimizer")], world=1)
     assert begun.step == 3
 
@@ -103,9 +102,6 @@ def test_a_new_head_by_pattern(old: Beginning, job: list[str], ranks: RankPool) 
         for name, value in begun.model.items():
             replaced = name in ("output.weight", "tok_embeddings.weight")
             assert value.equal((fresh if replaced else old).model[name]), name
-    [lines] = ranks.run(logged, by_pattern, world=1)
-    assert any("'output.*'" in line and "1 parameter: output.weight" in line for line in lines)
-    assert any("'tok_*'" in line and "1 parameter: tok_embeddings.weight" in line for line in lines)
 
 
 @pytest.mark.promise("partial-loading")
@@ -126,13 +122,10 @@ def test_more_or_fewer_layers_by_pattern(
 
 
 @pytest.mark.promise("partial-loading")
-@pytest.mark.parametrize(
-    ("pattern", "num_dropped"), [("*norm.weight", 5 * 32), ("optimizer.norm.*", 0)]
-)
+@pytest.mark.parametrize("pattern", ["*norm.weight", "optimizer.norm.*"])
 def test_a_pattern_excludes_weights_with_their_state_or_state_alone(
-    pattern: str, num_dropped: int, old: Beginning, job: list[str], ranks: RankPool
+    pattern: str, old: Beginning, job: list[str], ranks: RankPool
 ) -> None:
-    """Dropped weights are a warning that counts them."""
     part = [*job, CONTINUE, EVERYTHING, excluding(pattern)]
     begun = ranks.run(begin, part, world=2)[0]
     dropped = {name for name in old.model if fnmatchcase(name, pattern)}
@@ -142,9 +135,6 @@ def test_a_pattern_excludes_weights_with_their_state_or_state_alone(
     for name, value in begun.optimizer.items():
         is_left_out = name.rpartition(".")[0] in left_out
         assert not value.any() if is_left_out else value.equal(old.optimizer[name])
-    warned = [line for line in ranks.run(logged, part, WARNING, world=1)[0] if pattern in line]
-    assert len(warned) == bool(num_dropped)
-    assert all(f"{num_dropped} weights" in line for line in warned)
 
 
 ADAPT = ("--lora.rank=2", "--lora.modules=*.wq", excluding("*.lora_?"))
@@ -168,7 +158,7 @@ def test_a_continued_run_may_train_other_parameters(
     ranks: RankPool,
     tmp_path: Path,
 ) -> None:
-    """State of both is kept, other state is fresh; one line counts them."""
+    """State of both is kept, other state is fresh."""
     cache = saved.parent / "cache"
     first = [*jobs.write_job(tmp_path, cache=cache), *then, "--training.steps=1"]
     ranks.run(jobs.train, first, world=1)
@@ -181,8 +171,6 @@ def test_a_continued_run_may_train_other_parameters(
     assert (len(after - before), len(before - after)) == (num_fresh, num_unread)
     for name, value in begun.optimizer.items():
         assert value.equal(old.optimizer[name]) if name in old.optimizer else not value.any()
-    [line] = [x for x in ranks.run(logged, job, world=1)[0] if "fresh" in x]
-    assert naming(num_fresh, num_unread).match(line)
 
 
 @pytest.mark.promise("partial-loading")
@@ -191,9 +179,6 @@ def test_a_pattern_counts_on_all_ranks_together(
     layout: tuple[str, ...], job: list[str], ranks: RankPool
 ) -> None:
     job += layout
-    for lines in ranks.run(logged, [*job, excluding("output.*", "layers.0.*")], world=2):
-        assert any("1 parameter: output.weight" in line for line in lines)
-        assert any("'layers.0.*': 9 parameters" in line for line in lines)
     for message in ranks.run(refusal, [*job, excluding("outptu.*", "norm.*")], world=2):
         assert naming("checkpoint.exclude_from_loading", "'outptu.*'", "optimizer").match(message)
     for message in ranks.run(refusal, [*job, LAYERS + "3"], world=2):

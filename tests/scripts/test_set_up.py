@@ -25,7 +25,7 @@ def test_every_requirement_but_pytorch_has_a_tested_version() -> None:
         [pin] = requirement.specifier
         pinned.setdefault(requirement.name, []).append(pin.version)
     assert "torch" not in pinned
-    extras = ("dev", "hf", "float8", "data", "s3", "gcs", "eval", "bench", "notebook")
+    extras = ("dev", "float8", "data", "s3", "gcs", "eval", "bench", "notebook")
     for line in {line for extra in extras for line in set_up.read_requirements(extra)}:
         wanted = Requirement(line)
         if wanted.name not in ("torch", "tomli"):  # Python has the latter's successor from 3.11 on
