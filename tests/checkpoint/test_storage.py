@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import resource
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,17 @@ def test_what_was_written_is_read(ranks: RankPool, tmp_path: Path) -> None:
     assert find_steps(tmp_path) == [3]
     assert read_manifest(tmp_path / "step-3")["components"] == ["model", "train_state"]
     assert [p.name for p in tmp_path.iterdir()] == ["step-3"]  # no draft is left
+
+
+def save_without_warnings(target: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(target)
+
+
+def test_a_save_does_what_torch_asks_of_planners(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_without_warnings, tmp_path / "step-3", world=2)
+    assert find_steps(tmp_path) == [3]
 
 
 @pytest.mark.promise("interchange")

@@ -144,8 +144,11 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self._tensors = dict(tensors)
 
-    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        super().set_up_planner(self._tensors, *args, **kwargs)
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        # `dcp.save` looks for these names in the signature
+        super().set_up_planner(self._tensors, storage_meta, is_coordinator)
 
 
 def _check_visible(draft: Path, all_records: list[dict[str, FileRecord]]) -> None:
