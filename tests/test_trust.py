@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from torchtitan import api as torchtitan
 from torchtitan.base.errors import UserError
 from torchtitan.base.imports import load_object
 from torchtitan.base.stored_json import read_json
-from torchtitan.checkpoint.checksums import MANIFEST, seal, write_bytes
+from torchtitan.checkpoint.checksums import MANIFEST, seal, write_bytes, write_json
 from torchtitan.config.settings import checked, import_paths, keys, to_toml, value_at
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.metrics.events import EVENTS
@@ -389,3 +390,24 @@ def test_a_stored_path_stays_one(tmp_path: Path) -> None:
     for path in (name, *paths, pickle.loads(pickle.dumps(name))):
         with pytest.raises(UserError, match="trust_code"):
             load_object(path, key="model.name")
+
+
+@pytest.mark.slow
+@pytest.mark.promise("no-code-from-checkpoints")
+@pytest.mark.parametrize("decay", ["outputs.dl.evil", "outputs.dl.evil:x", [1]])
+def test_a_stored_schedule_names_no_code(decay: object) -> None:
+    for step in Path(RUN).glob("checkpoint/step-*"):
+        file = step / "lr_scheduler" / "state.json"
+        record = write_json(file, {**read_json(file), "decay_type": decay})
+        manifest = read_json(step / MANIFEST)
+        entry = {"size": record.size, "xxh3_128": record.digest}
+        manifest["files"]["lr_scheduler/state.json"] = entry
+        del manifest["checksum"]
+        write_bytes(step / MANIFEST, seal(manifest))
+    job = Job.stored_in(Path(RUN) / CONFIG_FILE).config
+    job = replace(job, job=replace(job.job, dump_folder=str(RUN)))
+    job = replace(job, training=replace(job.training, steps=4))
+    job = replace(job, checkpoint=replace(job.checkpoint, mode="continue"))
+    with suppress(UserError):
+        torchtitan.train(job)
+    assert not Path("ran").exists()

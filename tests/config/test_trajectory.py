@@ -144,6 +144,9 @@ def test_stored_settings_that_cannot_be_read_are_an_error() -> None:
         Job.stored("= =")
     with pytest.raises(ConfigError, match=r"\[training\] stepz = 1"):
         Job.stored("[training]\nstepz = 1")
+    for setting in ('training.steps = "a:b"', 'checkpoint.enable = "a:b"', 'optimizer.lr = "a:b"'):
+        with pytest.raises(ConfigError, match=setting.partition(" ")[0].partition(".")[2]):
+            Job.stored(setting)
 
 
 def test_the_table_names_what_exists() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-from torchtitan.base.custom import convert_errors, refuse_stored, wrap_error
+from torchtitan.base.custom import convert_errors, is_import_path, refuse_stored, wrap_error
 from torchtitan.base.errors import ConfigError, did_you_mean
 
 
@@ -21,8 +21,11 @@ def load_module(path: str, *, key: str) -> ModuleType:
     """Import the module of an import path. The current folder is searched first.
 
     Raises:
-        ConfigError: The module is not trusted, does not exist or raises an error; names `key`.
+        ConfigError: The module is not trusted, does not exist or raises an error, or `path` is no
+            import path; names `key`.
     """
+    if not is_import_path(path):  # such a string in a stored file is not marked as a path
+        raise ConfigError.at(key, f"must be an import path, package.module:NAME, got {path!r:.80}")
     refuse_stored(path, key=key)
     name = path.partition(":")[0]
     folder, before = os.getcwd(), [*sys.path]

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import CheckpointError, DataError, Mistakes
 from torchtitan.base.patterns import matches
 from torchtitan.checkpoint.checksums import MANIFEST
@@ -39,7 +38,7 @@ from torchtitan.checkpoint.state import (
 from torchtitan.mesh.ranks import union
 from torchtitan.models.init import local_part
 from torchtitan.models.interface import HasParameters
-from torchtitan.optim.schedule import Schedule, build_schedule
+from torchtitan.optim.schedule import DECAYS, Schedule, build_schedule
 from torchtitan.optim.settings import LRSchedulerConfig
 
 logger = logging.getLogger(__name__)
@@ -258,7 +257,7 @@ def report_rate(state: RunState, *, start: Start) -> None:
     assert isinstance(source, Checkpoint)
     stored = source.state("lr_scheduler")
     decay = stored.get("decay_type")
-    if is_import_path(decay) and decay != state.lr_settings["decay_type"]:  # of another user
+    if decay not in [*DECAYS, state.lr_settings["decay_type"]]:  # code of another user
         return
     try:
         planned = _rebuild(stored)(step)

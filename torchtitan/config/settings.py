@@ -31,7 +31,7 @@ from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, runtime_
 
 import tomli_w
 
-from torchtitan.base.custom import StoredPath, is_import_path
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean, printable
 from torchtitan.base.urls import hide_credentials, is_url, url_problem
 
@@ -279,7 +279,8 @@ def convert(value: object, annotation: Any) -> Any:
         return value
     if annotation is float and type(value) is int:
         return float(value) if abs(value) < 1e300 else math.inf
-    if type(value) is not annotation and not isinstance(value, StoredPath):
+    is_text = annotation is str and isinstance(value, str)  # a StoredPath is one
+    if type(value) is not annotation and not is_text:
         raise ValueError(f"must be {SCALARS[annotation]}")
     if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
         raise ValueError("must be UTF-8 without the character NUL (\\u0000)")

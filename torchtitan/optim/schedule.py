@@ -22,7 +22,7 @@ from torchtitan.optim.settings import LRSchedulerConfig
 Schedule = Callable[[int], float]
 """Maps a step, counted from 1, to its learning rate."""
 
-_REMAINING: dict[str, Callable[[float], float]] = {
+DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
@@ -71,8 +71,8 @@ def find_decay(name: str, options: Mapping[str, Any]) -> Callable[[float], float
         ConfigError: A custom function cannot be imported or called, or, when it is called, returns
             no finite number >= 0, with which weights would become NaN or climb.
     """
-    if name in _REMAINING:
-        return _REMAINING[name]
+    if name in DECAYS:
+        return DECAYS[name]
     from torchtitan.base.imports import load_object
 
     key = "lr_scheduler.decay_type"
