@@ -22,10 +22,11 @@ from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.stored_json import StoredJSON
+from torchtitan.checkpoint.checksums import seal
 from torchtitan.checkpoint.remote import RemoteCheckpoints, Store, read_commit
 from torchtitan.checkpoint.remote import find_steps as find_stored
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.storage import find_steps, read_manifest
 from torchtitan.job import load_config
 
 pytestmark = pytest.mark.slow
@@ -182,6 +183,25 @@ def test_a_damaged_step_is_passed_over_and_set_aside(runs: Runs, tmp_path: Path)
     assert store.read("step-2/manifest.json.aside")
     runs.run("interval=3", steps=3)
     assert find_stored(store) == [1, 3]
+
+
+@pytest.mark.promise("kill-upload")
+def test_a_kill_while_a_damaged_step_is_replaced(
+    runs: Runs, undisturbed: dict[int, list[str]], tmp_path: Path
+) -> None:
+    runs.run(steps=2)
+    store, local = runs.store, tmp_path / "run" / "checkpoint" / "step-2"
+    damaged = inside(store, "step-2")
+    store.write(f"{damaged}/model/__0_0.distcp", b"")
+    # trained anew after a start from step 1: the same states, at another time
+    manifest = {**read_manifest(local), "time": "later"}
+    del manifest["checksum"]
+    (local / "manifest.json").write_bytes(seal(manifest))
+    states, lines = runs.run(steps=3)
+    assert any("step-2" in line and "damaged" in line for line in lines)
+    assert states == undisturbed[1][2:3]  # only step 3
+    assert find_stored(store) == [1, 2, 3]
+    assert inside(store, "step-2") != damaged
 
 
 @pytest.mark.promise("kill-upload", "resume-elsewhere")

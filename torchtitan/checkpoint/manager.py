@@ -33,6 +33,7 @@ from torchtitan.checkpoint.retention import SCORE, Retention
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, RunState
 from torchtitan.mesh.faults import is_timeout
+from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.models.init import local_part
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ class CheckpointManager:
     def _send(self, step: int) -> None:
         if self._remote is not None:
             self._remote.push(f"step-{step}")
-            self._record(step)
+            on_first_rank(lambda: self._record(step), group=self._group)
             self._remote.prune(step, self._retention)
 
     def _record(self, step: int) -> None:

@@ -234,12 +234,15 @@ class RemoteCheckpoints:
                 break
         for step in reversed(stored):
             mistakes = self.pull(f"step-{step}")
-            if not mistakes:
+            if mistakes:
+                self._damaged.add(step)
+                self._warn_of_damage(f"{self.url}/step-{step}", mistakes)
+            # a kill may have ended the upload that replaces a damaged step
+            is_local = step in [n for n, _ in local]
+            if not mistakes or (is_local and self._finish_upload(step)):
                 later = partial(set_aside_after, self._folder, step, except_step=step)
                 on_each_disk(later, group=self._group, disk=self.disk)
                 return
-            self._damaged.add(step)
-            self._warn_of_damage(f"{self.url}/step-{step}", mistakes)
         if stored or local:
             raise CheckpointError(
                 f"all checkpoints in {self.url} ({len(stored)}) and {self._folder} ({len(local)}) "
@@ -384,6 +387,7 @@ class RemoteCheckpoints:
             if manifest is None:
                 raise CheckpointError(f"{folder} has no valid {MANIFEST}, and cannot be uploaded")
             is_there = stored is not None and stored["files"] == manifest["files"]
+            is_there = is_there and name not in map("step-{}".format, self._damaged)
             return manifest, None if is_there else secrets.token_hex(4)
 
         manifest, attempt = on_first_rank(open_attempt, group=self._group)
@@ -396,6 +400,7 @@ class RemoteCheckpoints:
                 group=self._group,
             )
             on_first_rank(lambda: self._commit(name, manifest, attempt), group=self._group)
+            self._damaged = {step for step in self._damaged if name != f"step-{step}"}
         logger.info("Saved %s/%s", self.url, name)
 
     def _commit(self, name: str, manifest: StoredJSON, attempt: str) -> None:
