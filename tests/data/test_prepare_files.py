@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import count, islice
 from pathlib import Path
 
@@ -192,3 +192,42 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)  # the end of what they write: all have ended
     assert process.returncode == -signal.SIGTERM
+
+
+def held_out(prefix: Path) -> list[Path]:
+    return sorted(prefix.parent.glob(f"{prefix.name}.holdout-*"))
+
+
+def test_no_documents_are_held_out_of_an_earlier_store(tmp_path: Path) -> None:
+    corpus, tokenizer = corpus_of(tmp_path / "texts"), build_tokenizer(NAME)
+    for fraction, num_files in ((0.5, 2), (0.3, 2), (None, 0)):
+        prefix = tmp_path / "store"
+        prepare_files(corpus, prefix=str(prefix), tokenizer=tokenizer, holdout_fraction=fraction)
+        assert len(held_out(prefix)) == num_files
+        assert all(str(fraction) in file.name for file in held_out(prefix))
+
+
+def test_two_of_one_prefix_wait_for_each_other(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "texts")
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(prepare, corpus, tmp_path / "store", 1) for _ in range(3)]
+        assert len({str(job.result()) for job in jobs}) == 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["store.bin", "store.idx", "texts"]
+
+
+def test_files_of_a_killed_process_are_not_part_of_the_store(tmp_path: Path) -> None:
+    corpus, tokenizer = corpus_of(tmp_path / "texts"), build_tokenizer(NAME)
+
+    def killed(*args: object, **kwargs: object) -> dict[str, object]:
+        (folder,) = (tmp_path / "store.parts").glob("*.tmp")
+        (folder / "tokens.bin.tmp-1").write_bytes(b"half")
+        (folder / "part-1").mkdir()
+        (folder / "part-1" / "about.json").write_text("{}")  # so that parts are kept
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "_tokenize", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_files(corpus, prefix=str(tmp_path / "store"), tokenizer=tokenizer)
+    prepare_files(corpus, prefix=str(tmp_path / "store"), tokenizer=tokenizer)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["store.bin", "store.idx", "texts"]

@@ -16,6 +16,7 @@ import glob
 import hashlib
 import json
 import logging
+import os
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -149,10 +150,16 @@ def _files_of_saved_dataset(folder: Path, *, key: str) -> list[Path]:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold a lock that one process of this machine has at a time. It ends with its process."""
-    with file.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+    """Hold a lock that one process of this machine has at a time. It ends with its process.
+
+    The holder may delete the file.
+    """
+    while True:
+        with file.open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle.fileno()).st_nlink:  # else it was deleted meanwhile
+                yield
+                return
 
 
 def fetch(url: str, *, cache: Path, key: str = "dataset_path") -> str:

@@ -14,6 +14,7 @@ started safely beside CUDA and gloo, and would import the user's main module aga
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -40,9 +41,9 @@ from torchtitan.base.files import Once, alone, user_path
 from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import locked
-from torchtitan.data.holdout import ALL, Holdout, goes_to_holdout, held_out_prefix
+from torchtitan.data.holdout import ALL, HELD_OUT, Holdout, goes_to_holdout, held_out_prefix
 from torchtitan.data.readers import find_mistakes, join_errors
-from torchtitan.data.store import StoreWriter, TokenStore, hash_files, open_writer
+from torchtitan.data.store import STORE_SUFFIXES, StoreWriter, TokenStore, hash_files, open_writer
 from torchtitan.data.text import Ids, Piece, cut_point
 from torchtitan.data.tokenizer import Tokenizer
 
@@ -126,12 +127,30 @@ def prepare_files(
     """
     parts = Path(f"{prefix}.parts")
     parts.parent.mkdir(parents=True, exist_ok=True)
+    lock = parts.with_name(f".{parts.name}.lock")  # hidden: data may be read from this folder
+    with locked(lock):
+        try:
+            return _prepare(
+                corpus, prefix, parts, tokenizer, Holdout(holdout_fraction), num_processes
+            )
+        finally:
+            lock.unlink()
+
+
+def _prepare(
+    corpus: Corpus,
+    prefix: str,
+    parts: Path,
+    tokenizer: Tokenizer,
+    holdout: Holdout,
+    num_processes: int,
+) -> dict[str, Any]:
     try:
         store = cached_store(
             corpus,
             tokenizer=tokenizer,
             cache=str(parts),
-            holdout=Holdout(holdout_fraction),
+            holdout=holdout,
             num_processes=num_processes or num_cores(),
         )
     except BaseException:
@@ -140,9 +159,13 @@ def prepare_files(
         raise
     folder = Path(store.prefix).parent
     notes: dict[str, Any] = json.loads((folder / ABOUT).read_text())
-    # the index is removed first and written last: new tokens must never meet an old index
-    Path(f"{prefix}.idx").unlink(missing_ok=True)
-    for file in sorted(folder.glob("tokens.*")):  # .bin before .idx
+    # indexes are removed first and written last: new tokens must never meet an old index, nor a
+    # store the documents that were held out of an earlier one
+    held_out = sorted(parts.parent.glob(f"{glob.escape(Path(prefix).name)}{HELD_OUT}*.idx"))
+    for index in (Path(f"{prefix}.idx"), *held_out):
+        index.unlink(missing_ok=True)
+        index.with_suffix(".bin").unlink(missing_ok=True)
+    for file in sorted(f for f in _content(folder) if f.suffix in STORE_SUFFIXES):
         file.replace(prefix + file.name.removeprefix("tokens"))
     shutil.rmtree(parts)
     return notes
@@ -170,6 +193,8 @@ def cached(
             with locked(root / f"{key}.lock"):
                 if not folder.exists():  # another process may have written it meanwhile
                     unfinished.mkdir(exist_ok=True)
+                    for file in unfinished.glob("**/*.tmp-*"):  # of a process that was killed
+                        file.unlink()
                     try:
                         notes = {**build(unfinished), "content": hash_files(_content(unfinished))}
                         (unfinished / ABOUT).write_text(json.dumps(notes, indent=1) + "\n")
@@ -334,7 +359,9 @@ def _tokenize_part(
                 logged_at = time.monotonic()
                 megabytes = counts["text_bytes"] / 1e6
                 logger.info("tokenizing %s: %.1f MB of text", part.name, megabytes)
-    (folder / ABOUT).write_text(json.dumps(counts))
+    draft = folder / f"{ABOUT}.tmp-{os.getpid()}"
+    draft.write_text(json.dumps(counts))
+    draft.replace(folder / ABOUT)
     if num_cuts and not tokenizer.encodes_pieces:
         logger.warning(
             "%s: documents over %d characters were cut, which may change the tokens at %s",
