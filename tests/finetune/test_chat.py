@@ -304,3 +304,26 @@ def test_a_template_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "a.jinja").write_text("\ufeff{{ messages[0]['content'] }}", encoding="utf-8")
     template = found(write_tokenizer(tmp_path, template=CHATML), str(tmp_path / "a.jinja"))
     assert template.render(Conversation(CHAT[:1], None, "here")) == CHAT[0]["content"]
+
+
+THINKING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content.split('</think>')[-1] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.mark.promise("chat-masks")
+@pytest.mark.parametrize(
+    "answer", [{"content": "Hello."}, {"content": "x</think>Hello.", "reasoning_content": "Greet."}]
+)
+def test_a_first_answer_is_learnt_as_a_later_one(answer: dict[str, str]) -> None:
+    said = {"role": "assistant", **answer}
+    first, later = learnt_of(THINKING, [said, {"role": "user", "content": "Hi"}, said])
+    assert first == later
+    assert first.endswith("Hello.<|im_end|>")
+
+
+def test_a_first_answer_that_begins_otherwise_is_refused() -> None:
+    other = CHATML.replace("'<|im_start|>assistant", "'<|im_start|>assistant:")
+    with pytest.raises(DataError, match=naming("1", "x.jinja")):
+        learnt_of(other, [{"role": "assistant", "content": "Hello."}])

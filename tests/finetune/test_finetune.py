@@ -351,7 +351,13 @@ def test_keys_that_nothing_reads_are_named_once(
     template.write_text(
         CHATML.replace("message.content", "(message['reasoning_content'] or '') + message.content")
     )
-    for setting, unread in ((None, ["mood", "reasoning_content"]), (str(template), ["mood"])):
+    other = tmp_path / "other.jinja"  # the template gets no such key from this row
+    other.write_text(template.read_text().replace("reasoning_content", "reasoning"))
+    for setting, unread in (
+        (None, ["mood", "reasoning_content"]),
+        (str(other), ["mood", "reasoning_content"]),
+        (str(template), ["mood"]),
+    ):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             examples_of(tmp_path, [{"messages": chat}] * 3, seq_len=200, chat_template=setting)

@@ -48,7 +48,7 @@ BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
 TAGS = "{% generation %} and {% endgeneration %}"
 PROBE = "an answer"
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning. Examples have it under each; see `finetune/examples.py`."""
+"""Names of a message's reasoning. Examples have it under the first two and the given one."""
 CONTENT_KEYS = ("content", "tool_calls", *REASONING_KEYS)
 # BOS separates role and content, so that no token is part of both
 BUILT_IN_TEMPLATE = (
@@ -242,14 +242,23 @@ class ChatTemplate:
     def _prompt(self, conversation: Conversation, *, number: int) -> str:
         """Return the text before answer `number`.
 
-        Many templates fail without messages, so a first message is rendered with a marked content.
+        Many templates fail without messages. Before a first answer, the text ends with what the
+        template writes for the next answer.
         """
-        first = conversation.messages[0]
-        if number == 0 and first.get("content"):
-            marked = [{**first, "content": BEGIN_MARK + first["content"]}]
-            text = self._render(conversation._replace(messages=marked), num_messages=1)
-            return text.partition(BEGIN_MARK)[0]
-        return self._render(conversation, num_messages=number, add_generation_prompt=True)
+        if number > 0:
+            return self._render(conversation, num_messages=number, add_generation_prompt=True)
+        answered = self._render(conversation, num_messages=1)
+        prompted = self._render(conversation, num_messages=1, add_generation_prompt=True)
+        start = prompted.removeprefix(answered)
+        before, found, _ = answered.partition(start) if start else ("", "", "")
+        if not found:
+            where = conversation.where
+            raise DataError(
+                f"{where}: cannot find the answer of message 1: the chat template {self.origin} "
+                f"must begin it as the answers after it; put {TAGS} around the assistant's part in "
+                f"the template"
+            )
+        return before + found
 
     def _render(
         self, conversation: Conversation, *, num_messages: int, add_generation_prompt: bool = False

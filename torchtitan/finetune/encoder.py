@@ -138,8 +138,9 @@ class Encoder:
         variables = [*(["tools"] if example.tools else []), *example.variables]
         self.unread_keys.update(name for name in variables if name not in template.variable_names)
         for number, message in enumerate(example.messages):
+            reasoning = [key for key in REASONING_KEYS if key in message]
             for key in message:
-                names = REASONING_KEYS if key in REASONING_KEYS else (key,)
+                names = reasoning if key in REASONING_KEYS else (key,)
                 if key in READ_HERE or not template.names.isdisjoint(names):
                     continue
                 role_key = (message["role"], key)

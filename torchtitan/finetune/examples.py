@@ -5,8 +5,9 @@ OpenAI's messages, prompts and completions (as text, or as messages like TRL's),
 conversations. If a row has the keys of several formats, the first format counts.
 
 Messages of all file formats are normalized once, as `apply_chat_template` of transformers
-does: keys whose value is null are dropped, and reasoning is written under each of its names.
-Arguments of tool calls may be JSON text, as OpenAI writes them; templates expect their value.
+does: keys whose value is null are dropped, and reasoning is written as `reasoning_content` and
+`thinking`. Arguments of tool calls may be JSON text, as OpenAI writes them; templates expect their
+value.
 """
 
 from __future__ import annotations
@@ -132,8 +133,11 @@ def _conversation(messages: object, row: Row, where: str) -> Conversation:
         raise DataError(f"{where}: messages must be a list of objects, got {messages!r:.60}")
     assert isinstance(messages, list)
     messages = [*map(_normalize, messages)]
-    if system := row.get("system"):
-        messages.insert(0, {"role": "system", "content": system})
+    system = {"role": "system", "content": row.get("system")}
+    if system["content"] and messages[0] != system:
+        if messages[0].get("role") == "system":
+            raise DataError(f"{where}: system and the first message are different system messages")
+        messages.insert(0, system)
     for number, message in enumerate(messages, start=1):
         _check_message(message, where=f"{where}: message {number}")
     variables = row.get("chat_template_kwargs", {})
@@ -161,9 +165,30 @@ def _parse_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a call of a tool with the value of its arguments, which may be JSON text."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _parse_call(call["function"])}
-    arguments = call.get("arguments")
-    # "" of a call without arguments
-    return {**call, "arguments": _parsed(arguments) or {}} if isinstance(arguments, str) else call
+    text = call.get("arguments")
+    if not isinstance(text, str):
+        return call
+    arguments = _parsed(text) or {}  # "" of a call without arguments
+    if isinstance(arguments, dict):
+        arguments = _Arguments(arguments, text=text)
+    return {**call, "arguments": arguments}
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments given as JSON text: an object, and the text for templates that concatenate it."""
+
+    def __init__(self, arguments: Mapping[str, Any], *, text: str) -> None:
+        super().__init__(arguments)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
 
 
 def _check_message(message: Message, *, where: str) -> None:
