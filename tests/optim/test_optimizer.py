@@ -157,6 +157,7 @@ def test_without_groups_all_have_the_schedules_rate() -> None:
         ({"name": "SGD", "options": {"nesterov": True}}, "options", "momentum"),
         ({"name": "RMSprop", "options": {"momentum": [1]}}, "options", "list"),
         ({"name": "RMSprop", "options": {"capturable": True}}, "options", "'capturable'"),
+        ({"name": "AdamW", "options": {"weight_decay": 0.5}}, "options", "weight_decay"),
         ({"name": "SGD", "options": {"differentiable": True}}, "options", "'differentiable'"),
         ({"name": "SGD", "momentum": 0.9, "options": {"dampening": 0.1}}, "options", "'dampening'"),
         ({"name": "Muon", "options": {"maximize": True}}, "options", "'maximize'"),

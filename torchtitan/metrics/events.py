@@ -39,9 +39,7 @@ class EventLog:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / EVENTS
-        content = self.path.read_bytes() if self.path.exists() else b""
-        if content and not content.endswith(b"\n"):  # a crash left half a row
-            os.truncate(self.path, content.rfind(b"\n") + 1)
+        self._ends_a_row = False
 
     def write(self, event: str, *, step: int, **facts: object) -> None:
         """Append a row and wait until it is on disk.
@@ -52,7 +50,11 @@ class EventLog:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         row = {"event": event, "time": now, "step": step, **facts}
         try:
-            with self.path.open("ab") as file:
+            with self.path.open("a+b") as file:
+                if not self._ends_a_row:  # a crash may have left half a row
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+                    self._ends_a_row = True
                 file.write(json.dumps(row).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())

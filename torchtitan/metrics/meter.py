@@ -18,16 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 
 from torchtitan.base.device import memory_peak_gib, peak_flops, reset_memory_peak
 from torchtitan.mesh.ranks import gather
 from torchtitan.metrics.rows import Row
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -187,6 +187,8 @@ def check_optimizer(
 
         check_custom(settings, create_state=create_state)
     else:
+        if "weight_decay" in settings.options:
+            raise ConfigError.at(OPTIONS, "must not have weight_decay; set optimizer.weight_decay")
         for name in REFUSED_OPTIONS & settings.options.keys():
             if settings.options[name]:
                 raise ConfigError.at(OPTIONS, f"must not change how a step works, got {name!r}")
