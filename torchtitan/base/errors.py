@@ -15,14 +15,13 @@ from typing import TypeVar
 _CONTROL = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]")
 """Control characters, and surrogates, which JSON may contain but text files may not."""
 E = TypeVar("E", bound="UserError")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Violation:
     """A violated rule about settings.
 
-    A room names the keys of its own section, such as `seq_len`. `within` adds the section.
+    A package names the keys of its own section, such as `seq_len`. `within` adds the section.
     """
 
     keys: tuple[str, ...]

@@ -71,7 +71,7 @@ def read_model(path: Path, settings: ModelConfig) -> ModelConfig:
 
 
 def with_model_of(stored_model: ModelConfig, settings: ModelConfig) -> ModelConfig:
-    """Return the settings with family and sizes of `found`, where they do not give their own."""
+    """Return the settings with family and sizes of `stored_model`, where these give none."""
     sizes_type = ALL_SIZES if settings.name == HF else find_spec(settings).sizes
     sizes = {**given_sizes(stored_model, of=sizes_type), **given_sizes(settings, of=sizes_type)}
     own_scaling = settings.rope_scaling.type != "flavor"

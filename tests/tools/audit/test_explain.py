@@ -165,13 +165,13 @@ def test_data_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
         drive(
             run, [f"--training.dataset=tests.tools.audit.own_data:{name}", CACHE], world=1, steps=2
         )
-        assert main([name, "--step", "2", "--json"]) == 0
+        assert main([name, "--step", "2", "--json", "--trust_code"]) == 0
         samples = json.loads(capsys.readouterr().out)["samples"]
         logged = [digest for _, digest, *_ in sorted(read_log(run)[2])]
         assert [one["hash"] for one in samples] == (logged if is_known else [None] * 8)
-        assert main([name, "--document", "x"]) == 2
+        assert main([name, "--document", "x", "--trust_code"]) == 2
         assert f":{name}'" in capsys.readouterr().err
-    assert main(["Stream", "--step", "2", "--text"]) == 2
+    assert main(["Stream", "--step", "2", "--text", "--trust_code"]) == 2
     assert "stream" in capsys.readouterr().err
 
 
