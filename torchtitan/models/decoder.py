@@ -43,9 +43,10 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up. A compiler chooses by itself what it keeps."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        gate = F.silu(gate)  # frees what it replaces
-        return gate * up
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(up)
     product: Tensor = _SwiGLU.apply(gate, up)
     return product
 
