@@ -447,16 +447,6 @@ def values_of(config: object) -> dict[Path, object]:
     return {path: value_at(config, path) for path in keys(type(config))}
 
 
-def import_paths(config: object) -> Iterator[tuple[Path, str]]:
-    """Yield each import path among the settings, with the key that holds it."""
-    for path, key in keys(type(config)).items():
-        value = value_at(config, path) if key.takes_import_path else None
-        for item in value if isinstance(value, tuple) else (value,):
-            text = item["path"] if isinstance(item, dict) else item
-            if is_import_path(text):
-                yield path, text
-
-
 # --- sources -----------------------------------------------------------------------------------
 
 
