@@ -215,7 +215,7 @@ class RemoteCheckpoints:
         self._verifies = settings.verify_on_load
         process = f"process {os.getpid()} on host {platform.node()}"
         self._owner = f"{secrets.token_hex(8)} {process}".encode()
-        self._damaged: set[int] = set()
+        self._damaged: set[str] = set()
 
     def pull_newest(self) -> None:
         """Make the newest valid checkpoint the newest one in the store and in `folder`.
@@ -235,7 +235,7 @@ class RemoteCheckpoints:
         for step in reversed(stored):
             mistakes = self.pull(f"step-{step}")
             if mistakes:
-                self._damaged.add(step)
+                self._damaged.add(f"step-{step}")
                 self._warn_of_damage(f"{self.url}/step-{step}", mistakes)
             # a kill may have ended the upload that replaces a damaged step
             is_local = step in [n for n, _ in local]
@@ -387,7 +387,7 @@ class RemoteCheckpoints:
             if manifest is None:
                 raise CheckpointError(f"{folder} has no valid {MANIFEST}, and cannot be uploaded")
             is_there = stored is not None and stored["files"] == manifest["files"]
-            is_there = is_there and name not in map("step-{}".format, self._damaged)
+            is_there = is_there and name not in self._damaged
             return manifest, None if is_there else secrets.token_hex(4)
 
         manifest, attempt = on_first_rank(open_attempt, group=self._group)
@@ -400,7 +400,7 @@ class RemoteCheckpoints:
                 group=self._group,
             )
             on_first_rank(lambda: self._commit(name, manifest, attempt), group=self._group)
-            self._damaged = {step for step in self._damaged if name != f"step-{step}"}
+            self._damaged.discard(name)
         logger.info("Saved %s/%s", self.url, name)
 
     def _commit(self, name: str, manifest: StoredJSON, attempt: str) -> None:
@@ -444,8 +444,8 @@ class RemoteCheckpoints:
             return manifest
 
         try:
-            for step in self._damaged - {saved}:
-                self._set_aside(f"step-{step}")
+            for name in self._damaged - {f"step-{saved}"}:
+                self._set_aside(name)
             steps = find_steps(self._store)
             for step in retention.steps_to_delete(steps, manifest_of=manifest_of):
                 self._delete(f"step-{step}")

@@ -43,7 +43,7 @@ from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import locked
 from torchtitan.data.holdout import ALL, HELD_OUT, Holdout, goes_to_holdout, held_out_prefix
 from torchtitan.data.readers import find_mistakes, join_errors
-from torchtitan.data.store import STORE_SUFFIXES, StoreWriter, TokenStore, hash_files, open_writer
+from torchtitan.data.store import StoreWriter, TokenStore, hash_files, open_writer
 from torchtitan.data.text import Ids, Piece, cut_point
 from torchtitan.data.tokenizer import Tokenizer
 
@@ -161,11 +161,11 @@ def _prepare(
     notes: dict[str, Any] = json.loads((folder / ABOUT).read_text())
     # indexes are removed first and written last: new tokens must never meet an old index, nor a
     # store the documents that were held out of an earlier one
-    held_out = sorted(parts.parent.glob(f"{glob.escape(Path(prefix).name)}{HELD_OUT}*.idx"))
+    held_out = sorted(parts.parent.glob(f"{glob.escape(Path(prefix).name)}{HELD_OUT}[0-9]*.idx"))
     for index in (Path(f"{prefix}.idx"), *held_out):
         index.unlink(missing_ok=True)
         index.with_suffix(".bin").unlink(missing_ok=True)
-    for file in sorted(f for f in _content(folder) if f.suffix in STORE_SUFFIXES):
+    for file in sorted(folder.glob("tokens.*")):  # .bin before .idx
         file.replace(prefix + file.name.removeprefix("tokens"))
     shutil.rmtree(parts)
     return notes
