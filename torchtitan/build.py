@@ -47,14 +47,12 @@ from torchtitan.mesh.ranks import (
 )
 from torchtitan.metrics.events import EventLog, Hardware
 from torchtitan.metrics.meter import build_meter
-from torchtitan.metrics.settings import ProfilingConfig
 from torchtitan.metrics.sinks import build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
-from torchtitan.optim.settings import SpikesConfig
 from torchtitan.parallel.context.shard import build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout, check_device
@@ -64,12 +62,9 @@ from torchtitan.trainer import Run
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, Export
-    from torchtitan.checkpoint.source import WeightSource
-    from torchtitan.checkpoint.start import LoadMode, Start
+    from torchtitan.checkpoint.start import Start
     from torchtitan.hf.export import HFExport
     from torchtitan.metrics.trace import Recorder
-    from torchtitan.optim.balance import Balance
-    from torchtitan.optim.spikes import SpikeDetector
     from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
@@ -98,7 +93,11 @@ def build_run(
     config, layout, precision = resolve_job(config, world_size=launch.world_size)
     folder = Path(config.job.dump_folder)
     callbacks = [*build_callbacks(config.training.callbacks), *callbacks]
-    io = open_checkpoints(config)
+    io = None
+    if config.checkpoint.enable or config.checkpoint.initial_load_path is not None:
+        from torchtitan.checkpoint.manager import open_io
+
+        io = open_io(config.checkpoint, run_folder=folder, device_type=device_type())
     set_determinism(  # before anything runs on the device, and before custom data
         seed=config.debug.seed,
         deterministic=config.debug.deterministic,
@@ -120,9 +119,27 @@ def build_run(
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     events = EventLog(folder) if launch.rank == 0 else None
-    balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
-    spikes = build_spikes(config.spikes, mesh=mesh, device=device, events=events)
-    validator = None
+    balance = spikes = validator = None
+    if layout.counts.num_experts:
+        from torchtitan.optim.balance import build_balance
+
+        balance = build_balance(
+            config.router,
+            parts=model,
+            counts=layout.counts,
+            trained=layout.trained,
+            mesh=mesh,
+            device=device,
+        )
+    if config.spikes.action != "none":
+        from torchtitan.optim.spikes import SpikeDetector
+
+        spikes = SpikeDetector(
+            config.spikes,
+            equal_ranks=mesh.dims.tp,
+            device=device,
+            on_spike=None if events is None else events.spike,
+        )
     if config.validation.enable:
         from torchtitan.validate import build_validator
 
@@ -140,14 +157,21 @@ def build_run(
         )
     state = RunState(
         model=model,
-        optimizer=build_optimizer_of(config, model=model),
+        optimizer=build_optimizer(
+            model,
+            settings=config.optimizer,
+            dtype=getattr(torch, config.training.mixed_precision_param),
+        ),
         lr_settings=describe_lr(config),
         loader=loader,
         progress=progress,
         more={n: t for part in (balance, spikes) if part for n, t in part.state().items()},
     )
     if start is not None:
-        restore_state(state, start, io=io)
+        from torchtitan.checkpoint.restore import restore
+
+        assert io is not None, "a run without checkpoints starts from none"
+        restore(state, start=start, group=io.group)
     config = plan_end(config, layout=layout, loader=loader, step=progress.step)
     state = replace(state, lr_settings=describe_lr(config))
     if start is not None:
@@ -185,7 +209,13 @@ def build_run(
                 )
             ),
         )
-    training = config.training
+    training, recorders, profiling = config.training, list["Recorder"](), config.profiling
+    if profiling.enable_profiling or profiling.enable_memory_snapshot:
+        from torchtitan.metrics.trace import build_recorders
+
+        recorders = build_recorders(
+            profiling, folder=folder, rank=launch.rank, device=device, step=progress.step
+        )
     return Run(
         folder=folder,
         device=device,
@@ -210,9 +240,7 @@ def build_run(
             device=device,
         ),
         sinks=sinks,
-        recorders=build_recorders(
-            config.profiling, folder=folder, device=device, progress=progress
-        ),
+        recorders=recorders,
         hooks=CallbackRunner(callbacks, device=device),
         events=events,
         training=training,
@@ -243,24 +271,16 @@ def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str
 # -- which checkpoint --------------------------------------------------------------------------
 
 
-def open_checkpoints(config: Config) -> CheckpointIO | None:
-    """Open the folder or store of checkpoints. None if nothing is saved or loaded."""
-    if not config.checkpoint.enable and config.checkpoint.initial_load_path is None:
-        return None
-    from torchtitan.checkpoint.manager import open_io
-
-    folder = Path(config.job.dump_folder)
-    return open_io(config.checkpoint, run_folder=folder, device_type=device_type())
-
-
 def choose_start(
     config: Config, *, layout: Layout, samples: Callable[[], MapSamples], io: CheckpointIO | None
 ) -> Start | None:
-    """Return what the run starts from, or None for the initial weights."""
-    start, folder = None, Path(config.job.dump_folder)
+    """Return what the run starts from, or None for the initial weights. Collective."""
+    start, folder, lora = None, Path(config.job.dump_folder), config.lora
     # without checkpoints, the job is only compared with the one whose results the folder has
     if io is not None or on_first_rank((folder / CONFIG_FILE).is_file, group=dist.group.WORLD):
         from torchtitan.checkpoint.start import find_start
+        from torchtitan.finetune.lora import is_adapter
+        from torchtitan.hf.source import open_initial
         from torchtitan.resume_rules import JobComparison
 
         comparison = JobComparison(
@@ -276,37 +296,24 @@ def choose_start(
             io=io,
             compare=comparison.with_checkpoint,
             compare_results=comparison.with_results,
-            open_initial=partial(open_initial, config=config, layout=layout, io=io),
+            open_initial=partial(
+                open_initial,
+                settings=config.checkpoint,
+                model=config.model,
+                spec=layout.spec,
+                architecture=layout.architecture,
+                lengths=config.sequence_lengths,
+                optional=is_adapter if lora.rank else None,
+                io=io,
+            ),
         )
-    if config.lora.rank:
+    if lora.rank and start is None:
         from torchtitan.finetune.lora import warn_of_random_base
 
-        if start is None:
-            warn_of_random_base(config.lora)
-        else:
-            check_adapter_scale(start, alpha=config.lora.alpha)
+        warn_of_random_base(lora)
+    elif lora.rank and start is not None:
+        check_adapter_scale(start, alpha=lora.alpha)
     return start
-
-
-def open_initial(
-    requested: LoadMode, *, config: Config, layout: Layout, io: CheckpointIO | None
-) -> WeightSource:
-    """Open what `checkpoint.initial_load_path` names."""
-    assert io is not None, "a run without checkpoints starts from none"
-    from torchtitan.finetune.lora import is_adapter
-    from torchtitan.hf import source
-
-    return source.open_initial(
-        requested,
-        settings=config.checkpoint,
-        model=config.model,
-        spec=layout.spec,
-        architecture=layout.architecture,
-        lengths=config.sequence_lengths,
-        optional=is_adapter if config.lora.rank else None,
-        folder=io.folder,
-        group=io.group,
-    )
 
 
 def check_adapter_scale(start: Start, *, alpha: float) -> None:
@@ -334,18 +341,6 @@ def check_adapter_scale(start: Start, *, alpha: float) -> None:
             f"lora.alpha = {trained:g}, got {alpha:g}; write lora.alpha = {trained:g}, or start "
             f'with new adapters: checkpoint.exclude_from_loading = ["*.lora_?"]'
         )
-
-
-def restore_state(state: RunState, start: Start, *, io: CheckpointIO | None) -> None:
-    """Load what the run starts from.
-
-    Raises:
-        UserError: The checkpoint or the weights do not fit the run.
-    """
-    from torchtitan.checkpoint.restore import restore
-
-    assert io is not None, "a run without checkpoints starts from none"
-    restore(state, start=start, group=io.group)
 
 
 # -- data --------------------------------------------------------------------------------------
@@ -459,42 +454,6 @@ def build_model(
     )
 
 
-def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Optimizer:
-    """Build the optimizer of this rank's parts of the model."""
-    dtype, settings = getattr(torch, config.training.mixed_precision_param), config.optimizer
-    return build_optimizer(model, settings=settings, dtype=dtype)
-
-
-def build_balance_of(
-    config: Config, *, layout: Layout, model: ModelParts, mesh: Mesh, device: torch.device
-) -> Balance | None:
-    """Build what balances the experts of this rank. None for a model without experts."""
-    if not layout.counts.num_experts:
-        return None
-    from torchtitan.optim.balance import build_balance
-
-    return build_balance(
-        config.router,
-        parts=model,
-        counts=layout.counts,
-        trained=layout.trained,
-        mesh=mesh,
-        device=device,
-    )
-
-
-def build_spikes(
-    settings: SpikesConfig, *, mesh: Mesh, device: torch.device, events: EventLog | None
-) -> SpikeDetector | None:
-    """Build what detects spikes, or return None if it is off. Rank 0 records them."""
-    if settings.action == "none":
-        return None
-    from torchtitan.optim.spikes import SpikeDetector
-
-    on_spike = None if events is None else events.spike
-    return SpikeDetector(settings, equal_ranks=mesh.dims.tp, device=device, on_spike=on_spike)
-
-
 def describe_lr(config: Config) -> dict[str, object]:
     """Return all that the learning rate is computed from."""
     schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
@@ -560,20 +519,6 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
         optimizer=config.optimizer,
         lora=config.lora,
         checkpoint=config.checkpoint,
-    )
-
-
-def build_recorders(
-    settings: ProfilingConfig, *, folder: Path, device: torch.device, progress: Progress
-) -> list[Recorder]:
-    """Build what records traces and memory snapshots of this rank."""
-    if not (settings.enable_profiling or settings.enable_memory_snapshot):
-        return []
-    from torchtitan.metrics import trace
-
-    rank = dist.get_rank()
-    return trace.build_recorders(
-        settings, folder=folder, rank=rank, device=device, step=progress.step
     )
 
 

@@ -115,7 +115,7 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     base = random_decoder(MODELS["llama3"].flavors["tiny"])
     reference_of(base).save_pretrained(tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
-    more = {"attention_dropout": 0.1, "initializer_range": 0.04, "rope_interleaved": False}
+    more = {"attention_dropout": 0.1, "initializer_range": 0.04}
     named = {"auto_map": {"AutoModelForCausalLM": "code.Model"}}
     (tmp_path / "base" / "config.json").write_text(json.dumps({**config, **more, **named}))
     lora = ["--lora.rank=2", "--optimizer.lr=0.02", "--checkpoint.last_save_in_hf"]

@@ -246,7 +246,7 @@ def test_both_spellings_of_the_rotation_are_read(spelling: dict[str, Any], tmp_p
         found = architecture_of(read_config(tmp_path), spec=spec)
         assert found.rope_scaling is not None
         assert (found.rope_scaling.type, found.rope_scaling.factor) == ("llama3", factor)
-        assert (sizes_of(found) == sizes_of(config)) == (factor == 8.0)
+        assert (sizes_of(found, LLAMA.hf) == sizes_of(config, LLAMA.hf)) == (factor == 8.0)
 
 
 def llama_rope(factor: float) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def test_a_plain_dcp_folder(tmp_path: Path) -> None:
     folder = theirs(tmp_path / "theirs", config)
     spec, architecture = to_dcp(folder, tmp_path / "out", dtype=torch.float32, models=MODELS)
     assert spec == LLAMA
-    assert sizes_of(architecture) == sizes_of(config)
+    assert sizes_of(architecture, LLAMA.hf) == sizes_of(config, LLAMA.hf)
     model = Decoder(config)
     state = model.state_dict()
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
@@ -339,7 +339,7 @@ def test_the_sizes_of_a_folder_as_settings(name: str, tmp_path: Path) -> None:
     found = architecture_of(read_config(folder), spec=LLAMA)
     spec, again = find_model(to_settings(LLAMA, found))
     assert spec == LLAMA
-    assert sizes_of(again) == sizes_of(found) == sizes_of(config)
+    assert sizes_of(again, LLAMA.hf) == sizes_of(found, LLAMA.hf) == sizes_of(config, LLAMA.hf)
 
 
 @pytest.mark.promise("round-trip")
@@ -453,14 +453,14 @@ def tensors(said: str, change: Callable[[dict[str, Tensor]], Any]) -> tuple[str,
 
 
 GATE = "model.layers.1.mlp.experts.3.up_proj.weight"
-SLIDING = "'full_attention', got 'sliding_attention'"
+SLIDING = "layer_types must be 'full_attention', got "
 MISFITS: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
     "grouped": [
         ("model.safetensors", cut),
         (".bin files", lambda at: (at / "model.safetensors").rename(at / "model.bin")),
         ("config.json", lambda at: (at / "config.json").unlink()),
         ("config.json cannot be read", lambda at: (at / "config.json").write_text("{")),
-        keys("'hidden_size' must be of type int, got '32'", hidden_size="32"),
+        keys("hidden_size must be an integer from 1 to 100000000, got '32'", hidden_size="32"),
         keys("it lacks 'num_attention_heads'", num_attention_heads=None),
         tensors(
             "1 missing: 'norm.weight' (model.norm.weight)", lambda t: t.pop("model.norm.weight")
@@ -482,17 +482,17 @@ MISFITS: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
         keys("sliding_window must be None, got 4096", sliding_window=4096),
         keys("got {'bits': 4}", quantization_config={"bits": 4}),
         keys("got ['MistralForCausalLM']", architectures=["MistralForCausalLM"]),
-        keys("'rope_theta' must be", rope_parameters=None, rope_theta="5"),
+        keys("rope_theta must be", rope_parameters=None, rope_theta="5"),
         keys("partial_rotary_factor must be 1.0, got 0.5", partial_rotary_factor=0.5),
         rope("partial_rotary_factor must be 1.0, got 0.5", partial_rotary_factor=0.5),
         rope("rope_theta: 10000.0 in the file, 500000.0", rope_theta=1e4),
         rope("got 'longrope'", rope_type="longrope", factor=2.0),
         rope("truncate = False", **YARN, truncate=False),
         rope("short_factor = [1.0]", **YARN, short_factor=[1.0]),
-        rope("'mscale' must be a number above 0, got 0.0", **YARN, mscale=0.0),
-        rope("'beta_fast' must be a number above 0, got '32'", **YARN, beta_fast="32"),
-        rope("'factor' must be a number above 0, got True", **{**YARN, "factor": True}),
-        rope("'yarn' needs 'factor'", **{**YARN, "factor": None}),
+        rope("mscale = 0.0", **YARN, mscale=0.0),
+        rope("beta_fast = '32'", **YARN, beta_fast="32"),
+        rope("factor = True", **{**YARN, "factor": True}),
+        rope("yarn needs factor", **{**YARN, "factor": None}),
         rope("rope_scaling: {'rope_ty", **YARN, beta_fast=None, truncate=True),
         rope("got ['yarn']", **{**YARN, "rope_type": ["yarn"]}),
     ],
@@ -505,12 +505,12 @@ MISFITS: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
     "biased": [keys("mlp_bias must be False, got True", mlp_bias=True)],
     "window": [
         keys("sliding_window: None in the file, 7 in this job", sliding_window=None),
-        keys("'sliding_window' must be of type int, got '8'", sliding_window="8"),
+        keys("sliding_window must be an integer from 1 to 100000000, got '8'", sliding_window="8"),
     ],
     EXPERTS: [
         keys("num_experts: 6 in the file, 5 in this job", num_local_experts=6),
         keys("norm_topk_prob: True in the file, False in this job", norm_topk_prob=True),
-        keys("'norm_topk_prob' must be of type bool, got '1'", norm_topk_prob=1),
+        keys("norm_topk_prob must be true or false, got 1", norm_topk_prob=1),
         keys("mlp_only_layers: [] in the file, [0] in this job", mlp_only_layers=[]),
         keys("decoder_sparse_step must be 1, got 2", decoder_sparse_step=2),
         tensors("number 2 missing", without(".experts.2.up")),
@@ -576,7 +576,7 @@ def test_a_rotation_that_the_job_sets_may_differ(
         chosen = {"rope_scaling", "rope_theta"}
         open_folder(folder, spec=LLAMA, architecture=other, may_differ=chosen, group=None)
         [line] = caplog.messages
-        assert str(sizes_of(other)["rope_scaling"]) in line
+        assert str(sizes_of(other, LLAMA.hf)["rope_scaling"]) in line
     settings = ModelConfig(rope_theta=100.0, rope_scaling=RopeScalingConfig(type="none"))
     assert chosen_rotation(settings) == {"rope_theta", "rope_scaling"}
     assert chosen_rotation(ModelConfig()) == set()

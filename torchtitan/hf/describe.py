@@ -72,7 +72,6 @@ def describe_export(
     tokenizer = build_tokenizer(tokenizer_path)
     carried = find_carried(
         base if checkpoint.initial_load_in_hf else None,
-        format=spec.hf,
         seq_len=training.seq_len,
         eos_id=tokenizer.eos_id,
     )

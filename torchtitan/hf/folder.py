@@ -35,8 +35,6 @@ from torchtitan.hf.config import (
     family_of,
     find_quantization,
     read_config,
-    sizes_of,
-    stored_sizes,
 )
 from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names, Slot
 from torchtitan.hf.weights import (
@@ -98,20 +96,15 @@ def open_folder(
         # with parameters excluded, only the remaining names and shapes must match
         exempt = {*may_differ, *(VISIBLE_IN_SHAPES if filter.exclude else ())}
         config = read_config(path)
-        check_sizes(config, spec=spec, architecture=architecture, may_differ=exempt)
-        stored, sizes = stored_sizes(config), sizes_of(architecture)
-        for key in sorted(may_differ):
-            if stored[key] != sizes[key]:
-                text = "%s: %s in %s, %s in this job"
-                logger.info(text, key, stored[key], config.path, sizes[key])
+        in_file = check_sizes(config, spec=spec, architecture=architecture, may_differ=exempt)
         # not the job's number: layers that a smaller job lacks are not extra layers
         stored_tensors = _read_headers(
             path,
             names=Names(spec.hf, architecture),
             block=find_quantization(config),
-            num_layers=stored["num_hidden_layers"],
+            num_layers=in_file.num_layers,
         )
-        if stored["tie_word_embeddings"]:
+        if in_file.tie_embeddings:
             stored_tensors.pop(OUTPUT, None)  # some writers save the tied head again
         check_match(path, stored_tensors, spec=spec, architecture=architecture, filter=filter)
         return stored_tensors

@@ -7,12 +7,10 @@ folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint.manager import CheckpointIO
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import ParameterFilter, WeightSource
 from torchtitan.checkpoint.start import INITIAL_PATH, LoadMode, find_initial, open_step
@@ -34,8 +32,7 @@ def open_initial(
     architecture: DecoderConfig,
     lengths: Mapping[str, int],
     optional: Callable[[str], bool] | None,
-    folder: Path,
-    group: dist.ProcessGroup,
+    io: CheckpointIO | None,
 ) -> WeightSource:
     """Open what `checkpoint.initial_load_path` names.
 
@@ -47,14 +44,15 @@ def open_initial(
         architecture: Sizes of the model.
         lengths: Tokens per sequence, by the key that sets them.
         optional: Selects parameters that the source may lack.
-        folder: Parent of the run's own `step-N` folders.
-        group: All ranks.
+        io: Folder and process group of checkpoints.
 
     Raises:
         CheckpointError: It does not exist, is damaged, or is of another model or kind than
             the settings name.
     """
-    path, settings = find_initial(settings, folder=folder, group=group)
+    assert io is not None, "a run without checkpoints starts from none"
+    group = io.group
+    path, settings = find_initial(settings, folder=io.folder, group=group)
     if settings.load_step != -1 and settings.initial_load_in_hf:
         raise ConfigError.at(
             ("checkpoint.load_step", INITIAL_PATH),

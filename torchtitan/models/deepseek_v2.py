@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchtitan.models import deepseek_v3
-from torchtitan.models.spec import HFFormat, ModelSpec
+from torchtitan.models.spec import HFFormat, ModelSpec, Size
 
 _TINY = replace(
     deepseek_v3.TINY,
@@ -47,17 +47,16 @@ HF = HFFormat(
         "n_group": 1,
         "topk_group": 1,
     },
-    more_counts={
-        **{key: value for key, value in _V3.more_counts.items() if key not in _OTHERS},
-        "n_routed_experts": ("num_experts", 64),
-        "num_experts_per_tok": ("num_experts_per_token", 6),  # V2-Lite's; transformers has none
-        "moe_intermediate_size": ("expert_hidden_dim", 1407),
-        "first_k_dense_replace": ("num_dense_layers", 0),
-        "n_shared_experts": ("num_shared_experts", 2),
-        "routed_scaling_factor": ("expert_weight_scale", 1.0),
+    sizes={
+        **{key: size for key, size in _V3.sizes.items() if key not in _OTHERS},
+        "n_routed_experts": Size("num_experts", default=64),
+        # V2-Lite's; transformers has none
+        "num_experts_per_tok": Size("num_experts_per_token", default=6),
+        "moe_intermediate_size": Size("expert_hidden_dim", default=1407),
+        "first_k_dense_replace": Size("num_dense_layers", default=0, none_as=0),
+        "n_shared_experts": Size("num_shared_experts", default=2, none_as=0),
+        "routed_scaling_factor": Size("expert_weight_scale", float, default=1.0),
     },
-    lacks=_V3.lacks,
-    none_as={"first_k_dense_replace": 0, "n_shared_experts": 0},
     implied={"norm_expert_weights": False},
 )
 

@@ -20,7 +20,7 @@ from torchtitan.models import llama3, qwen3_moe
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.mla import LatentAttention
 from torchtitan.models.sizes import DecoderConfig, MLAConfig, RopeScaling
-from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
+from torchtitan.models.spec import HFFormat, ModelSpec, Size, TensorRole
 
 YARN = RopeScaling(
     type="yarn", factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0
@@ -190,24 +190,23 @@ HF = HFFormat(
         "moe_layer_freq": 1,
         "rope_interleave": True,
     },
-    more_counts={
-        "q_lora_rank": ("q_lora_rank", 1536),
-        "kv_lora_rank": ("kv_lora_rank", 512),
-        "qk_nope_head_dim": ("qk_nope_head_dim", 128),
-        "qk_rope_head_dim": ("qk_rope_head_dim", 64),
-        "v_head_dim": ("v_head_dim", 128),
-        "n_routed_experts": ("num_experts", 256),
-        "num_experts_per_tok": ("num_experts_per_token", 8),
-        "moe_intermediate_size": ("expert_hidden_dim", 2048),
-        "first_k_dense_replace": ("num_dense_layers", 3),
-        "n_shared_experts": ("num_shared_experts", 1),
-        "n_group": ("num_expert_groups", 8),
-        "topk_group": ("num_limited_groups", 4),
-        "norm_topk_prob": ("norm_expert_weights", True),
-        "routed_scaling_factor": ("expert_weight_scale", 2.5),
+    sizes={
+        **{key: size for key, size in llama3.SIZES.items() if key != "head_dim"},
+        "q_lora_rank": Size("q_lora_rank", default=1536),
+        "kv_lora_rank": Size("kv_lora_rank", default=512),
+        "qk_nope_head_dim": Size("qk_nope_head_dim", default=128),
+        "qk_rope_head_dim": Size("qk_rope_head_dim", default=64),
+        "v_head_dim": Size("v_head_dim", default=128),
+        "n_routed_experts": Size("num_experts", default=256),
+        "num_experts_per_tok": Size("num_experts_per_token", default=8),
+        "moe_intermediate_size": Size("expert_hidden_dim", default=2048),
+        "first_k_dense_replace": Size("num_dense_layers", default=3, none_as=0),
+        "n_shared_experts": Size("num_shared_experts", default=1, none_as=0),
+        "n_group": Size("num_expert_groups", default=8, none_as=1),
+        "topk_group": Size("num_limited_groups", default=4, none_as=1),
+        "norm_topk_prob": Size("norm_expert_weights", bool, default=True),
+        "routed_scaling_factor": Size("expert_weight_scale", float, default=2.5),
     },
-    lacks=frozenset({"head_dim"}),
-    none_as={"first_k_dense_replace": 0, "n_shared_experts": 0, "n_group": 1, "topk_group": 1},
     implied={"expert_score": "sigmoid", "expert_bias": True},
     float32=frozenset({BIAS}),
     more_layers="num_nextn_predict_layers",

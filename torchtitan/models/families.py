@@ -157,4 +157,4 @@ def _has_size(spec: ModelSpec, key: str) -> bool:
     """Return whether a family has a size. A family without Hugging Face files may have a window."""
     if key != "window":
         return any(size.name == key for size in fields(spec.sizes))
-    return not spec.hf.names or any(ours == "window" for ours, _ in spec.hf.more_counts.values())
+    return not spec.hf.names or any(size.field == "window" for size in spec.hf.sizes.values())

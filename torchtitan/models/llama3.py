@@ -19,7 +19,7 @@ from dataclasses import replace
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
-from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
+from torchtitan.models.spec import HFFormat, ModelSpec, Size, TensorRole
 
 LLAMA_31 = RopeScaling(type="llama3", factor=8.0, original_max_position=8192)
 LLAMA_32 = RopeScaling(type="llama3", factor=32.0, original_max_position=8192)
@@ -109,9 +109,21 @@ TENSOR_PLAN: dict[str, TensorRole] = {
     "output": "head",
 }
 
+SIZES = {
+    "hidden_size": Size("dim"),
+    "intermediate_size": Size("hidden_dim"),
+    "num_hidden_layers": Size("num_layers"),
+    "num_attention_heads": Size("num_heads"),
+    "num_key_value_heads": Size("num_kv_heads", default="num_attention_heads"),
+    "head_dim": Size("head_dim", default=None),
+    "vocab_size": Size("vocab_size"),
+    "rms_norm_eps": Size("norm_eps", float, default=1e-6),
+    "tie_word_embeddings": Size("tie_embeddings", bool, default=False),
+}
 HF = HFFormat(
     architecture="LlamaForCausalLM",
     model_type="llama",
+    sizes=SIZES,
     names={
         "tok_embeddings.weight": "model.embed_tokens.weight",
         "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torchtitan.models import llama3
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import HFFormat, ModelSpec
+from torchtitan.models.spec import HFFormat, ModelSpec, Size
 
 LARGE = DecoderConfig(
     dim=4096,
@@ -38,7 +38,7 @@ HF = HFFormat(
     names=llama3.HF.names,
     rotary=llama3.HF.rotary,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    more_counts={"sliding_window": ("window", 4096)},
+    sizes={**llama3.SIZES, "sliding_window": Size("window", default=4096)},
 )
 
 SPEC = ModelSpec(

@@ -60,6 +60,7 @@ BIASES = {
 HF = HFFormat(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
+    sizes=llama3.SIZES,
     names={**llama3.HF.names, **BIASES},
     rotary=llama3.HF.rotary | {"layers.*.attention.wq.bias", "layers.*.attention.wk.bias"},
     # without use_sliding_window, sliding_window and max_window_layers have no effect

@@ -85,6 +85,7 @@ HEAD_NORMS = {
 HF = HFFormat(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
+    sizes=llama3.SIZES,
     names={**llama3.HF.names, **HEAD_NORMS},
     rotary=llama3.HF.rotary | HEAD_NORMS.keys(),
     fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},

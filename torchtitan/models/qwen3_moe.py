@@ -14,7 +14,7 @@ from torchtitan.models import qwen3
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.moe import MoEDecoder
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
-from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
+from torchtitan.models.spec import HFFormat, ModelSpec, Size, TensorRole
 
 
 def _with_experts(dense: DecoderConfig, **sizes: int) -> MoEConfig:
@@ -81,13 +81,14 @@ HF = HFFormat(
     rotary=qwen3.HF.rotary,
     fixed={**qwen3.HF.fixed, "decoder_sparse_step": 1},
     each_layer=qwen3.HF.each_layer,
-    more_counts={
-        "num_experts": ("num_experts", 128),
-        "num_experts_per_tok": ("num_experts_per_token", 8),
-        "moe_intermediate_size": ("expert_hidden_dim", 768),
-        "norm_topk_prob": ("norm_expert_weights", False),
+    sizes={
+        **qwen3.HF.sizes,
+        "num_experts": Size("num_experts", default=128),
+        "num_experts_per_tok": Size("num_experts_per_token", default=8),
+        "moe_intermediate_size": Size("expert_hidden_dim", default=768),
+        "norm_topk_prob": Size("norm_expert_weights", bool, default=False),
+        "mlp_only_layers": Size("num_dense_layers", list, default=[]),
     },
-    first_layers={"mlp_only_layers": "num_dense_layers"},
     aliases={"num_local_experts": "num_experts"},
 )
 

@@ -59,12 +59,26 @@ EACH = "#"
 """Stands for the index along a parameter's first dimension in a name of Hugging Face."""
 
 
+REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class Size:
+    """One size in Hugging Face's config.json."""
+
+    field: str
+    """Field of the family's sizes."""
+    type: type = int
+    """int, float, bool, or list: the numbers of the first layers, from 0, which `field` counts."""
+    default: object = REQUIRED
+    """Value that transformers uses if the key is missing, or the key that has it."""
+    none_as: int | None = None
+    """Value in the file where the size is None here, such as `n_group: 1`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HFFormat:
-    """How Hugging Face's files store a family: tensor names, and the sizes in config.json.
-
-    The sizes that Llama has too are read and written by `hf/config.py` for every family.
-    """
+    """How Hugging Face's files store a family: tensor names, and the sizes in config.json."""
 
     architecture: str
     """Entry of `architectures` in config.json."""
@@ -80,17 +94,10 @@ class HFFormat:
     """Keys of config.json that must have this value if present, as `Decoder` supports no other."""
     each_layer: Mapping[str, object] = field(default_factory=dict)
     """Like `fixed`, for keys with a list of one value per layer."""
-    more_counts: Mapping[str, tuple[str, int | float | bool | None]] = field(default_factory=dict)
-    """Keys of config.json for sizes that Llama lacks: our name of the size, and the value that
-    transformers uses if the key is missing."""
-    lacks: frozenset[str] = frozenset()
-    """Keys of Llama's config.json that have no meaning for this family."""
-    none_as: Mapping[str, int] = field(default_factory=dict)
-    """Value that config.json uses where a size is None here, such as `n_group: 1`."""
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    """Sizes by their keys in config.json, without those of the rotary embedding."""
     implied: Mapping[str, object] = field(default_factory=dict)
     """Sizes that all models of the family share and config.json does not state."""
-    first_layers: Mapping[str, str] = field(default_factory=dict)
-    """Keys that list the first layers, from 0 on: our name of the size that counts them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of a key that some versions of transformers write."""
     float32: frozenset[str] = frozenset()
