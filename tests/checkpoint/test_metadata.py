@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.reader import read_metadata, read_tensors
+from torchtitan.checkpoint.reader import Piece, TensorEntry, read_metadata, read_tensors
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import write
 
@@ -65,12 +65,19 @@ def test_real_metadata_are_read_as_dcp_reads_them(ranks: RankPool, tmp_path: Pat
     ranks.run(save, tmp_path / "step-1", world=3)
     ours = read_metadata(tmp_path / "step-1" / "model")
     theirs = dcp.FileSystemReader(tmp_path / "step-1" / "model").read_metadata()
-    assert len(ours.state_dict_metadata) == len(DTYPES) + 6
-    for entry in theirs.state_dict_metadata.values():
-        if hasattr(entry.properties, "strides"):  # torch 2.15; left out here
-            entry.properties.strides = None
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.storage_data == theirs.storage_data
+    assert ours.keys() == theirs.state_dict_metadata.keys()
+    assert len(ours) == len(DTYPES) + 6
+    for name, entry in theirs.state_dict_metadata.items():
+        pieces = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        places = [theirs.storage_data[MetadataIndex(name, offsets)] for offsets, _ in pieces]
+        assert ours[name] == TensorEntry(
+            tuple(entry.size),
+            entry.properties.dtype,
+            tuple(
+                Piece(*piece, place.relative_path, place.offset, place.length)
+                for piece, place in zip(pieces, places, strict=True)
+            ),
+        )
 
 
 @pytest.fixture
@@ -209,13 +216,13 @@ def chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-def with_pieces(*pieces: tuple[list[int], list[int]], shape: tuple[int, ...] = (4,)) -> Any:
-    """Let `a` have this shape, and be made up of these pieces, all of which lie somewhere."""
+def with_pieces(*pieces: tuple[list[int], list[int]]) -> Any:
+    """Let `a` be made up of these pieces, all of which lie somewhere."""
 
     def change(metadata: Metadata) -> None:
         [place] = [p for i, p in metadata.storage_data.items() if i.fqn == "a"]
         entry = metadata.state_dict_metadata["a"]
-        entry.size, entry.chunks = torch.Size(shape), [chunk(*piece) for piece in pieces]
+        entry.chunks = [chunk(*piece) for piece in pieces]
         metadata.storage_data |= {MetadataIndex("a", piece[0]): place for piece in pieces}
 
     return change
@@ -226,27 +233,19 @@ def place_elsewhere(metadata: Metadata) -> None:
     places[MetadataIndex("a", (1,))] = places.pop(MetadataIndex("a", (0,)))
 
 
-BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])]
-
-
 @pytest.mark.parametrize(
     ("change", "values"),
     [
-        (with_pieces(([0], [3])), ["'a'", 3, 4, "75.0%"]),
-        (with_pieces(([0], [1]), ([3], [1])), ["'a'", 2, 4, "50.0%"]),
-        (with_pieces(), ["'a'", 0, 4, "0.0%"]),
+        (with_pieces(([0], [3])), ["'a'", 3, 4]),
+        (with_pieces(([0], [1]), ([3], [1])), ["'a'", 2, 4]),
+        (with_pieces(), ["'a'", 0, 4]),
         (with_pieces(([0], [3]), ([2], [2])), ["'a'"]),
         (with_pieces(([0], [4]), ([0], [4])), ["'a'"]),
-        (with_pieces(*BRICKS[:3], shape=(2, 4)), ["'a'", 5, 8]),
-        (with_pieces(([2], [4])), [".metadata", "'a'", "[4]"]),
-        (with_pieces(([0, 0], [4, 1])), [".metadata"]),
+        (with_pieces(([2], [4])), ["'a'", 2, 4]),
         (place_elsewhere, [".metadata", "'a'"]),
-        *(
-            (placed(relative_path=file), ["'a'", f"'{file}'"])
-            for file in ("../x", "/etc/x", "..", "x/y")
-        ),
-        (placed(transform_descriptors=["zip"]), [".metadata", "'a'"]),
-        (lambda metadata: {"a": 1}, [".metadata", "dict", "Metadata"]),
+        *((placed(relative_path=file), [f"'{file}'"]) for file in ("../x", "/etc/x", "..", "x/y")),
+        (placed(transform_descriptors=["zip"]), [".metadata"]),
+        (lambda metadata: {"a": 1}, [".metadata"]),
     ],
 )
 def test_a_tensor_is_stored_whole_in_the_folder_or_refused(
@@ -275,7 +274,7 @@ def test_what_a_file_holds_is_what_the_metadata_say(
     torch.save(there, payload)
 
     rewrite(folder, placed(offset=0, length=payload.stat().st_size))
-    with pytest.raises(CheckpointError, match=naming(payload, "'a'", "[4]", *values)):
+    with pytest.raises(CheckpointError, match=naming(payload, "'a'", *values)):
         read(folder)
 
 
@@ -359,8 +358,8 @@ class PicklerOfOtherPython(pickle.Pickler):
 
 
 def test_members_of_enumerations_are_read_whatever_python_wrote_them(folder: Path) -> None:
-    expected = read_metadata(folder)
+    expected, metadata = read_metadata(folder), dcp.FileSystemReader(folder).read_metadata()
     with (folder / ".metadata").open("wb") as file:
-        PicklerOfOtherPython(file).dump(expected)
+        PicklerOfOtherPython(file).dump(metadata)
     assert b"getattr" in (folder / ".metadata").read_bytes()
     assert read_metadata(folder) == expected

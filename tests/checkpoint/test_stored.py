@@ -47,7 +47,7 @@ def opened(tmp_path: Path) -> Callable[[bytes], StoredPiece]:
     def open_piece(content: bytes) -> StoredPiece:
         (tmp_path / "file").write_bytes(BEFORE + content + BEHIND)
         file = (tmp_path / "file").open("rb")
-        return StoredPiece(file, offset=len(BEFORE), length=len(content))
+        return StoredPiece(file, position=len(BEFORE), num_bytes=len(content))
 
     return open_piece
 
@@ -128,7 +128,7 @@ def test_rows_that_are_not_wanted_are_not_read(tmp_path: Path) -> None:
     counted = CountedFile(tmp_path / "file")
     with io.BufferedReader(counted) as file:
         into = torch.zeros(100, 64)
-        StoredPiece(file, offset=0, length=len(content)).read((slice(50, 150),), into=into)
+        StoredPiece(file, position=0, num_bytes=len(content)).read((slice(50, 150),), into=into)
     assert torch.equal(into, expected[50:150])
     assert into.nbytes <= counted.num_bytes < into.nbytes + LARGE // 8
 

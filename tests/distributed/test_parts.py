@@ -62,7 +62,7 @@ def job(saved: Path, tmp_path: Path) -> list[str]:
             ["--model.vocab_size=300", LAYERS + "1"],
             [
                 "9 unexpected: 'layers.1.attention.wk.weight'; ",
-                "2 of another shape: 'output.weight' has shape [263, 32], not [300, 32]; "
+                "2 of another shape or type: 'output.weight' has shape [263, 32], not [300, 32]; "
                 "'tok_embeddings.weight' has shape [263, 32], not [300, 32]\n",
             ],
         ),

@@ -1,8 +1,9 @@
 """Read tensors of a DCP folder piece by piece, and execute nothing in it.
 
-DCP plans the pieces of tensors that each rank needs in any layout, and a rank reads only these.
-`PieceReader` runs the plan; subclasses open the pieces: `TensorReader` for DCP files,
-`hf/weights.py` for Hugging Face files.
+A tensor is stored in pieces: the shards of the ranks that saved it. A rank reads only the rows of
+the pieces that overlap its own shard, so each layout loads what any other layout saved.
+`PieceReader` copies regions of pieces; subclasses open them: `TensorReader` in DCP files,
+`hf/weights.py` in Hugging Face files.
 
 DCP's `.metadata` lists name, shape and type of each tensor, and the file of each piece. It is a
 pickle, that is, a program that calls functions. `_MetadataUnpickler` replaces each class or
@@ -17,49 +18,59 @@ import io
 import os
 import pickle
 import sys
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from io import BufferedReader
 from itertools import product
-from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.utils import _create_file_view
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file
-from torchtitan.checkpoint.rows import HeadDim, Places, overlap
+from torchtitan.checkpoint.rows import HeadDim, overlap
 from torchtitan.checkpoint.storage import METADATA
-from torchtitan.mesh.ranks import on_every_rank, on_first_rank, reason, reasons, union
+from torchtitan.mesh.ranks import on_every_rank, on_first_rank, reason, union
+from torchtitan.models.init import local_part
 
 Shape = tuple[int, ...]
-SKIP = (
-    "use the settings of the checkpoint (model, optimizer, training.dtype), or name parameters or "
-    'optimizer state to skip: checkpoint.exclude_from_loading = ["output.*", "optimizer.output.*"]'
-)
 LARGE = 1 << 20
 """Number of bytes from which a tensor is read without `torch.load`."""
+
+
+class Piece(NamedTuple):
+    """A stored block of a tensor."""
+
+    offsets: Shape
+    sizes: Shape
+    file: str = ""
+    position: int = 0
+    """Of the first byte in the file."""
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A stored tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+Entries = Mapping[str, TensorEntry | None]
+"""The contents of a folder by name; None for raw bytes."""
+
+
+# -- metadata ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -75,8 +86,8 @@ def paused_gc() -> Iterator[None]:
 
 
 @paused_gc()
-def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of a DCP folder.
+def read_metadata(folder: Path) -> Entries:
+    """Return the contents of a DCP folder.
 
     Raises:
         CheckpointError: The file is missing, damaged, or names something no checkpoint needs.
@@ -84,53 +95,17 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     try:
         check_is_file(path)
-        metadata = load_metadata(path.read_bytes())
-        _check_places(metadata)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} is refused, nothing in it was run: {error}") from error
+        return load_metadata(path.read_bytes())
     except Exception as error:  # damaged bytes can make a pickle fail in any way
         raise CheckpointError(
-            f"{path} cannot be read: {reason(error)}; use another checkpoint"
+            f"{path} cannot be read, nothing in it was run: {reason(error)}; use another checkpoint"
         ) from error
-    return metadata
 
 
-def _check_places(metadata: Metadata) -> None:
-    """Raise CheckpointError for a piece outside its tensor or outside the files of the folder."""
-    for name, entry in metadata.state_dict_metadata.items():
-        for piece in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
-            sizes = zip(piece.offsets, piece.sizes, entry.size, strict=True)
-            if not all(min(at, size) >= 0 and at + size <= total for at, size, total in sizes):
-                raise CheckpointError(f"'{name}' has a piece outside of its shape {[*entry.size]}")
-            if MetadataIndex(name, piece.offsets) not in metadata.storage_data:
-                raise CheckpointError(f"'{name}' has a piece without a file")
-    for index, location in metadata.storage_data.items():
-        file = location.relative_path
-        if os.path.basename(file) != file or file in ("", ".", ".."):
-            raise CheckpointError(f"'{index.fqn}' is in {file[:60]!r}, not a file of the folder")
-        if location.transform_descriptors:
-            raise CheckpointError(f"'{index.fqn}' was transformed when it was saved")
-
-
-def is_tensor(entry: Any) -> bool:
-    """Return whether an entry of the metadata is a tensor, not raw bytes."""
-    return isinstance(entry, TensorStorageMetadata)
-
-
-def find_misses(entry: TensorStorageMetadata) -> str | None:
-    """Return why the pieces do not cover a tensor exactly once, None if they do."""
-    stored, total = sum(prod(piece.sizes) for piece in entry.chunks), prod(entry.size)
-    if stored < total:
-        return f"has {stored:,} of {total:,} elements ({stored / total:.1%})"
-    return "has pieces that overlap" if stored > total else None
-
-
-_CLASSES = (
-    *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
-    *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size),
-)
 _INERT_NAMES = (
-    *((cls.__module__, cls.__qualname__) for cls in _CLASSES),
+    *(("torch.distributed.checkpoint.metadata", name) for name in metadata.__dict__),
+    (filesystem.__name__, filesystem._StorageInfo.__name__),
+    ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 pickle enum members with it
     *product(
@@ -170,177 +145,133 @@ class _MetadataUnpickler(pickle.Unpickler):
         return self._records[module, name]
 
 
-def load_metadata(data: bytes) -> Metadata:
-    """Return the metadata that the pickle `data` describes, without executing anything in it.
+def load_metadata(data: bytes) -> Entries:
+    """Return the contents that the pickle `data` lists, without executing anything in it.
 
     Raises:
-        CheckpointError: It is not DCP metadata, or names something no checkpoint needs.
+        CheckpointError: It names something no checkpoint needs, or a file outside the folder.
         Exception: Of any type, if the bytes are damaged.
     """
-    entries, locations = _fields(
-        _MetadataUnpickler(data).load(), Metadata, "state_dict_metadata", "storage_data"
-    )
-    return Metadata(
-        state_dict_metadata={str(name): _build_entry(entry) for name, entry in entries.items()},
-        storage_data={
-            _build_index(key): _build_place(location) for key, location in locations.items()
-        },
-    )
+    state = _MetadataUnpickler(data).load().state
+    locations = {
+        (str(key.state["fqn"]), _shape(key.state["offset"])): _check_location(location.state)
+        for key, location in state["storage_data"].items()
+        if key.state.get("offset") is not None  # raw bytes have none
+    }
+    entries: dict[str, TensorEntry | None] = {}
+    for key, entry in state["state_dict_metadata"].items():
+        name = str(key)
+        if type(entry).__name__ == "BytesStorageMetadata":
+            entries[name] = None
+            continue
+        dtype = entry.state["properties"].state[0]  # the other fields are not needed
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"'{name}' is of type {type(dtype).__name__}")
+        pieces = []
+        for chunk in entry.state["chunks"]:
+            offsets, sizes = _shape(chunk.state["offsets"]), _shape(chunk.state["sizes"])
+            file, position, num_bytes = locations[name, offsets]
+            pieces.append(Piece(offsets, sizes, file, position, num_bytes))
+        entries[name] = TensorEntry(_shape(entry.state["size"]), dtype, tuple(pieces))
+    return entries
 
 
-def _fields(value: Any, cls: type, *names: str) -> list[Any]:
-    """Return fields of the record of an object of class `cls`."""
-    if not isinstance(value, Record) or type(value).__name__ != cls.__qualname__:
-        raise CheckpointError(f"it has a {type(value).__name__}, not a {cls.__name__}")
-    return [value.state[name] for name in names]
+def _shape(record: Any) -> Shape:
+    return tuple(int(size) for size in record.args[0])
 
 
-def _build_entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(entry).__name__ == BytesStorageMetadata.__name__:
-        return BytesStorageMetadata()
-    properties, size, chunks = _fields(entry, TensorStorageMetadata, "properties", "size", "chunks")
-    _fields(properties, TensorProperties)
-    dtype = properties.state[0]  # other fields are deprecated, or not needed, like 2.15's strides
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"it has a tensor of type {type(dtype).__name__}")
-    pieces = [_fields(chunk, ChunkStorageMetadata, "offsets", "sizes") for chunk in chunks]
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype),
-        size=_build_size(size),
-        chunks=[ChunkStorageMetadata(*map(_build_size, piece)) for piece in pieces],
-    )
+def _check_location(state: Mapping[str, Any]) -> tuple[str, int, int]:
+    file = str(state["relative_path"])
+    if os.path.basename(file) != file or file in ("", ".", ".."):
+        raise CheckpointError(f"it lists {file[:60]!r}, which is not a file of the folder")
+    if state.get("transform_descriptors"):
+        raise CheckpointError("its pieces were transformed when they were saved")
+    return file, int(state["offset"]), int(state["length"])
 
 
-def _build_index(key: Any) -> MetadataIndex:
-    name, hint = _fields(key, MetadataIndex, "fqn", "index")
-    offset = key.state.get("offset")  # only tensors have it
-    return MetadataIndex(str(name), None if offset is None else _build_size(offset), hint)
+# -- pieces --------------------------------------------------------------------------------------
 
 
-def _build_place(value: Any) -> _StorageInfo:
-    path, offset, length = _fields(value, _StorageInfo, "relative_path", "offset", "length")
-    transforms = value.state.get("transform_descriptors")
-    return _StorageInfo(str(path), int(offset), int(length), transforms)
+@dataclass(frozen=True)
+class Region:
+    """A block of a stored tensor, read into `into`."""
+
+    name: str
+    into: Tensor
+    start: Sequence[int]
+    head_dim: int | None = None
+    """Rows per head if the tensor is stored in half-split order (`rows.py`)."""
 
 
-def _build_size(value: Any) -> torch.Size:
-    _fields(value, torch.Size)
-    return torch.Size(value.args[0])
+class PieceReader:
+    """Reader of the tensors in `entries`. Subclasses open the pieces."""
 
+    def __init__(self, path: Path, entries: Entries) -> None:
+        self.path, self.entries = path, entries
 
-class PieceReader(dcp.FileSystemReader):
-    """Storage reader of DCP for the tensors in `metadata`. Subclasses open the pieces."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
-        self._half_split: dict[str, tuple[int, list[ChunkStorageMetadata]]] = {}
-        self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
-
-    def open_piece(self, index: MetadataIndex) -> AbstractContextManager[Any]:
+    def open_piece(self, name: str, piece: Piece) -> AbstractContextManager[Any]:
         """Open a piece for `copy`; slices of the result are tensors."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Close the files that are open."""
-
-    def copy(self, piece: Any, region: tuple[slice, ...], *, into: Tensor) -> None:
+    def copy(self, opened: Any, region: tuple[slice, ...], *, into: Tensor) -> None:
         """Copy a region of an open piece."""
-        into.copy_(piece[region])
+        into.copy_(opened[region])
 
-    @property
-    def entries(self) -> dict[str, Any]:
-        """Metadata of tensors and other entries by name."""
-        return self._metadata.state_dict_metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata."""
-        if not isinstance(self._metadata.storage_meta, StorageMeta):
-            self._metadata.storage_meta = StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata
-
-    def read_half_split_rope(self, head_dims: Mapping[str, int | None]) -> None:
-        """Convert tensors from half-split to interleaved row order (`rows.py`).
-
-        `head_dims` has the rows per head of each tensor, None if its order is interleaved.
-        """
-        for name, head_dim in head_dims.items():
-            if head_dim is None:
-                continue
-            entry = self.entries[name]
-            assert isinstance(entry, TensorStorageMetadata)
-            self._half_split[name] = head_dim, entry.chunks
-            # one piece for DCP: the stored pieces that a rank needs depend on the row order
-            whole = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
-            self.entries[name] = replace(entry, chunks=[whole])
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of `plan`.
+    def read(self, regions: Iterable[Region]) -> None:
+        """Read regions in the order of the files.
 
         Raises:
-            CheckpointError: A file is missing, damaged or refused.
+            CheckpointError: Elements are not stored, or a file is missing, damaged or refused.
         """
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                raise CheckpointError(f"'{item.storage_index.fqn}' is raw bytes, not a tensor")
-            target = planner.resolve_tensor(item).detach()
-            for index, locations in self._pieces(item):
-                with self.open_piece(index) as piece:
-                    for into, out_of in locations:
-                        self.copy(piece, out_of, into=target[into])
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _pieces(self, item: ReadItem) -> Iterator[tuple[MetadataIndex, list[Places]]]:
-        """Yield the stored pieces of a region with the copies from each."""
-        if item.storage_index.fqn not in self._half_split:
-            region = zip(item.storage_offsets, item.lengths, strict=True)
-            yield item.storage_index, [((), tuple(slice(a, a + n) for a, n in region))]
-            return
-        head_dim, pieces = self._half_split[item.storage_index.fqn]
-        for piece in pieces:
-            locations = overlap(
-                item.storage_offsets,
-                item.lengths,
-                offsets=piece.offsets,
-                sizes=piece.sizes,
-                head_dim=head_dim,
-            )
-            if matches := list(locations):
-                yield MetadataIndex(item.storage_index.fqn, piece.offsets), matches
-
-    def stored_shape(self, index: MetadataIndex) -> torch.Size:
-        """Return the shape of a piece."""
-        if index.fqn not in self._shapes:
-            halved = self._half_split.get(index.fqn)
-            pieces = self.entries[index.fqn].chunks if halved is None else halved[1]
-            self._shapes[index.fqn] = {piece.offsets: piece.sizes for piece in pieces}
-        return self._shapes[index.fqn][index.offset]
+        copies = []
+        for region in regions:
+            entry, num_stored = self.entries[region.name], 0
+            assert entry is not None, f"{region.name} is raw bytes"
+            for piece in entry.pieces if region.into.numel() else ():
+                areas = list(
+                    overlap(
+                        region.start,
+                        region.into.shape,
+                        offsets=piece.offsets,
+                        sizes=piece.sizes,
+                        head_dim=region.head_dim,
+                    )
+                )
+                if areas:
+                    copies.append((piece, region, areas))
+                    num_stored += sum(region.into[into].numel() for into, _ in areas)
+            if num_stored != region.into.numel():
+                raise CheckpointError(
+                    f"{self.path} must have every element of a tensor once, and has {num_stored:,} "
+                    f"of {region.into.numel():,} of '{region.name}'; save it from all ranks, or "
+                    f"skip it: checkpoint.exclude_from_loading"
+                )
+        for piece, region, areas in sorted(copies, key=lambda copy: copy[0][2:]):
+            with self.open_piece(region.name, piece) as opened:
+                for into, out_of in areas:
+                    self.copy(opened, out_of, into=region.into[into])
 
 
 class StoredPiece:
-    """A tensor that torch.save wrote as `length` bytes at `offset` of a file.
+    """A tensor that torch.save wrote as `num_bytes` at `position` of a file.
 
     `torch.load` would read it into new memory, which costs more than reading if it is large. So the
     wanted rows of a large contiguous tensor are read straight into their destination. Other tensors
     are read by `torch.load`.
     """
 
-    def __init__(self, file: BufferedReader, *, offset: int, length: int) -> None:
+    def __init__(self, file: BufferedReader, *, position: int, num_bytes: int) -> None:
         self._file = file
         self._begin: int | None = None
-        """Offset of the elements in the file; None if `content` has them."""
+        """Position of the elements in the file; None if `content` has them."""
         self.content: Any = None
         """The loaded object: a tensor, possibly on the meta device, unless the file is damaged."""
 
         def load(device: str) -> Any:
-            view = _create_file_view(file, offset, length)
+            view = _create_file_view(file, position, num_bytes)
             return torch.load(view, map_location=device, weights_only=True)
 
-        elements = find_elements(file, offset, length) if length >= LARGE else None
+        elements = find_elements(file, position, num_bytes) if num_bytes >= LARGE else None
         if elements is not None:
             self.content = load("meta")
         if elements is not None and _is_in_memory_order(self.content, num_bytes=elements[1]):
@@ -376,8 +307,8 @@ class StoredPiece:
             into.copy_(span.as_strided(part.shape, part.stride()))
 
 
-def find_elements(file: BufferedReader, offset: int, length: int) -> tuple[int, int] | None:
-    """Return offset in `file` and size of the only storage in an archive of torch.save.
+def find_elements(file: BufferedReader, position: int, num_bytes: int) -> tuple[int, int] | None:
+    """Return position in `file` and size of the only storage in an archive of torch.save.
 
     None if the archive needs `torch.load`: several storages, another byte order, an old format.
     Written for the private `PyTorchFileReader` of torch 2.11 to 2.15.
@@ -385,22 +316,21 @@ def find_elements(file: BufferedReader, offset: int, length: int) -> tuple[int, 
     Raises:
         CheckpointError: The elements are compressed, which torch.save never does.
     """
-    file.seek(offset)
+    file.seek(position)
     if file.read(4) != b"PK\3\4":
         return None
-    archive = torch._C.PyTorchFileReader(_create_file_view(file, offset, length))
+    archive = torch._C.PyTorchFileReader(_create_file_view(file, position, num_bytes))
     storages = [name for name in archive.get_all_records() if name.startswith("data/")]
-    has_order = archive.has_record("byteorder")
-    if storages != ["data/0"] or not has_order:
+    if storages != ["data/0"] or not archive.has_record("byteorder"):
         return None
     if archive.get_record("byteorder") != sys.byteorder.encode():
         return None
-    file.seek(offset + archive.get_record_header_offset("data/0"))
+    file.seek(position + archive.get_record_header_offset("data/0"))
     header = file.read(10)
     if header[:4] != b"PK\3\4" or header[8:] != b"\0\0":  # the compression method
         raise CheckpointError("its archive is damaged or compressed, which torch.save never does")
-    begin, num_bytes = archive.get_record_offset("data/0"), archive.get_record_size("data/0")
-    return offset + int(begin), int(num_bytes)
+    begin, size = archive.get_record_offset("data/0"), archive.get_record_size("data/0")
+    return position + int(begin), int(size)
 
 
 def _is_in_memory_order(content: Any, *, num_bytes: int) -> bool:
@@ -414,34 +344,12 @@ def _is_in_memory_order(content: Any, *, num_bytes: int) -> bool:
 
 
 class TensorReader(PieceReader):
-    """Reader of the tensors in a DCP folder. Other entries are refused."""
+    """Reader of the tensors in a DCP folder; the file of the last piece stays open."""
 
-    def __init__(self, folder: Path, metadata: Metadata | None = None) -> None:
-        """Open a folder; pass `metadata` if another rank has read it."""
-        super().__init__(folder, read_metadata(folder) if metadata is None else metadata)
-        self._file: tuple[Path, BufferedReader] | None = None
-
-    def check_whole(self, names: Collection[str]) -> None:
-        """Raise CheckpointError for a tensor with missing elements: they would not change."""
-        tensors = {name: self.entries[name] for name in names if is_tensor(self.entries.get(name))}
-        problems = {name: find_misses(entry) for name, entry in tensors.items()}
-        wrong = [f"'{name}' {problem}" for name, problem in problems.items() if problem]
-        if wrong:
-            raise CheckpointError(
-                f"{self.path} must have every element of a tensor once: {'; '.join(wrong[:8])}; "
-                f"save it from all ranks, or skip these tensors: checkpoint.exclude_from_loading"
-            )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of `plan` in the order of the files; each file is opened once."""
-
-        def where(item: ReadItem) -> tuple[str, int]:
-            location = self.storage_data.get(item.storage_index)
-            return ("", 0) if location is None else (location.relative_path, location.offset)
-
-        with closing(self):
-            ordered = replace(plan, items=sorted(plan.items, key=where))
-            return super().read_data(ordered, planner)
+    def __init__(self, folder: Path, entries: Entries | None = None) -> None:
+        """Open a folder; pass `entries` if another rank has read its metadata."""
+        super().__init__(folder, read_metadata(folder) if entries is None else entries)
+        self._file: tuple[str, BufferedReader] | None = None
 
     def close(self) -> None:
         """Close the open file."""
@@ -449,63 +357,80 @@ class TensorReader(PieceReader):
             self._file[1].close()
         self._file = None
 
-    def _open(self, path: Path) -> BufferedReader:
-        """Open a file unless it is open."""
-        if self._file is None or self._file[0] != path:
+    def read(self, regions: Iterable[Region]) -> None:
+        """Read regions; each file is opened once."""
+        try:
+            super().read(regions)
+        finally:
             self.close()
-            check_is_file(path)
-            self._file = path, path.open("rb")
-        return self._file[1]
 
     @contextmanager
-    def open_piece(self, index: MetadataIndex) -> Iterator[StoredPiece]:
-        """Open a piece and compare it with the metadata."""
-        location: _StorageInfo = self.storage_data[index]
-        dtype, shape = self.entries[index.fqn].properties.dtype, self.stored_shape(index)
-        file = Path(self.path) / location.relative_path
+    def open_piece(self, name: str, piece: Piece) -> Iterator[StoredPiece]:
+        """Open a piece and compare it with the metadata: copying would convert another type."""
+        path, entry = self.path / piece.file, self.entries[name]
+        assert entry is not None
         try:
-            stream = self._open(file)
-            if location.offset + location.length > os.fstat(stream.fileno()).st_size:
+            if self._file is None or self._file[0] != piece.file:
+                self.close()
+                check_is_file(path)
+                self._file = piece.file, path.open("rb")
+            file = self._file[1]
+            if piece.position + piece.num_bytes > os.fstat(file.fileno()).st_size:
                 raise CheckpointError("it is cut short")
-            piece = StoredPiece(stream, offset=location.offset, length=location.length)
-            _check_stored(piece.content, index.fqn, dtype=dtype, shape=shape)
-            yield piece
+            stored = StoredPiece(file, position=piece.position, num_bytes=piece.num_bytes)
+            content = stored.content
+            if not isinstance(content, Tensor) or content.layout != torch.strided:
+                raise CheckpointError(f"'{name}' is not a plain tensor")
+            if (content.dtype, tuple(content.shape)) != (entry.dtype, piece.sizes):
+                raise CheckpointError(
+                    f"'{name}' is {content.dtype} {list(content.shape)}, and {METADATA} lists "
+                    f"{entry.dtype} {list(piece.sizes)}"
+                )
+            yield stored
         except Exception as error:  # damaged bytes can make reading fail in any way
             raise CheckpointError(
-                f"{file} cannot be read, nothing in it was run: {reason(error)}; use another "
+                f"{path} cannot be read, nothing in it was run: {reason(error)}; use another "
                 f"checkpoint"
             ) from error
 
-    def copy(self, piece: StoredPiece, region: tuple[slice, ...], *, into: Tensor) -> None:
+    def copy(self, opened: StoredPiece, region: tuple[slice, ...], *, into: Tensor) -> None:
         """Copy a region of an open piece."""
-        piece.read(region, into=into)
+        opened.read(region, into=into)
 
 
-def _check_stored(content: Any, name: str, *, dtype: torch.dtype, shape: torch.Size) -> None:
-    """Raise CheckpointError if a piece has another type or shape: copying would convert it."""
-    expected = f"{METADATA} lists {dtype} {list(shape)}"
-    if not isinstance(content, Tensor) or content.layout != torch.strided:
-        raise CheckpointError(f"'{name}' is not a plain tensor; {expected}")
-    if content.dtype != dtype or content.shape != shape:
-        raise CheckpointError(f"'{name}' is {content.dtype} {list(content.shape)}; {expected}")
+# -- tensors -------------------------------------------------------------------------------------
 
 
 def fill(
-    into: Mapping[str, Tensor], *, reader: PieceReader, group: dist.ProcessGroup | None
+    into: Mapping[str, Tensor],
+    *,
+    reader: PieceReader,
+    group: dist.ProcessGroup | None,
+    rope_head_dim: HeadDim = lambda name: None,
 ) -> None:
-    """Fill tensors in place. Collective over `group`; None for this process only.
+    """Fill this rank's parts of tensors in place. Collective over `group`.
+
+    Args:
+        into: Tensors by name.
+        reader: Reader of their pieces.
+        group: Ranks that load together. None: this process only.
+        rope_head_dim: Head width of a tensor that is stored in half-split order (`rows.py`), None
+            if it has interleaved order.
 
     Raises:
-        CheckpointError: A file is missing, damaged or refused; the message names the ranks.
+        CheckpointError: A file is missing, damaged or refused.
     """
-    is_local = group is None
-    with warnings.catch_warnings():
-        if is_local:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=is_local)
-        except CheckpointException as error:  # a BaseException
-            raise CheckpointError(f"{reader.path}: {reasons(error)}") from error
+
+    def regions() -> Iterator[Region]:
+        for name, tensor in into.items():
+            start: Sequence[int] = [0] * tensor.ndim
+            if isinstance(tensor, DTensor):  # as DCP's planner does
+                _, start = compute_local_shape_and_global_offset(
+                    tensor.shape, tensor.device_mesh, tensor.placements
+                )
+            yield Region(name, local_part(tensor).detach(), start, rope_head_dim(name))
+
+    on_every_rank(lambda: reader.read(regions()), group=group)
 
 
 def stored_shapes(
@@ -514,8 +439,8 @@ def stored_shapes(
     """Return the shapes of a component's entries by name; None for one that is not a tensor."""
 
     def shapes() -> dict[str, Shape | None]:
-        stored = read_metadata(checkpoint / component).state_dict_metadata
-        return {name: _shape_and_dtype(entry)[0] for name, entry in stored.items()}
+        entries = read_metadata(checkpoint / component)
+        return {name: None if entry is None else entry.shape for name, entry in entries.items()}
 
     return on_first_rank(shapes, group=group)
 
@@ -539,8 +464,7 @@ def read_tensors(
         group: Ranks that load together. None: this process only.
         may_skip: Whether a stored tensor that is not in `into` may stay unread.
         accepts: Types to convert, e.g. torch.bfloat16. Other tensors must have the type of `into`.
-        rope_head_dim: Head width of a tensor that is stored in the half-split order (`rows.py`),
-            None if it has the interleaved order.
+        rope_head_dim: As in `fill`.
 
     Raises:
         CheckpointError: Names, shapes or types differ, or a file is missing, damaged or refused.
@@ -551,25 +475,14 @@ def read_tensors(
         {n: (tuple(t.shape), (str(t.dtype), *accepts)) for n, t in into.items()}, group=group
     )
     with paused_gc():
-        metadata = on_first_rank(lambda: read_metadata(folder), group=group)
-    readers: list[TensorReader] = []
-
-    def open_component() -> None:
-        reader = TensorReader(folder, metadata)
-        reader.check_whole(into)
-        stored = {name: _shape_and_dtype(entry) for name, entry in reader.entries.items()}
-        check_match(folder, stored, wanted, may_skip=may_skip)
-        reader.read_half_split_rope({name: rope_head_dim(name) for name in into})
-        readers.append(reader)
-
-    on_every_rank(open_component, group=group)
-    fill(into, reader=readers[0], group=group)
-
-
-def _shape_and_dtype(entry: Any) -> tuple[Shape | None, str]:
-    if not is_tensor(entry):
-        return None, "raw bytes"
-    return tuple(entry.size), str(entry.properties.dtype)
+        entries = on_first_rank(lambda: read_metadata(folder), group=group)
+    stored = {
+        name: (None, "") if entry is None else (entry.shape, str(entry.dtype))
+        for name, entry in entries.items()
+    }
+    check_match(folder, stored, wanted, may_skip=may_skip)
+    reader = TensorReader(folder, entries)
+    fill(into, reader=reader, group=group, rope_head_dim=rope_head_dim)
 
 
 def check_match(
@@ -592,30 +505,30 @@ def check_match(
     Raises:
         CheckpointError: Tensors are missing or unexpected, or have other shapes or types.
     """
-    shapes, types = [], []
-    for name in wanted.keys() & stored.keys():
-        (shape, accepted), (stored_shape, dtype) = wanted[name], stored[name]
+    others = []
+    for name in sorted(wanted.keys() & stored.keys()):
+        (shape, types), (stored_shape, dtype) = wanted[name], stored[name]
         if stored_shape is None:
-            types.append(f"{spell(name)} is raw bytes, which are never loaded")
-            continue
-        if stored_shape != shape:
-            shapes.append(f"{spell(name)} has shape {list(stored_shape)}, not {list(shape)}")
-        if dtype not in accepted:
-            types.append(f"{spell(name)} has type {dtype}, not {', '.join(accepted)}")
+            others.append(f"{spell(name)} is raw bytes, which are never loaded")
+        elif stored_shape != shape:
+            others.append(f"{spell(name)} has shape {[*stored_shape]}, not {[*shape]}")
+        elif dtype not in types:
+            others.append(f"{spell(name)} has type {dtype}, not {', '.join(types)}")
     mistakes = {
-        "missing": [spell(n) for n in wanted if n not in stored],
-        "unexpected": [spell(n) for n in stored if n not in wanted and not may_skip(n)],
-        "of another shape": shapes,
-        "of another type": types,
+        "missing": [spell(name) for name in sorted(wanted.keys() - stored.keys())],
+        "unexpected": [spell(n) for n in sorted(stored.keys() - wanted.keys()) if not may_skip(n)],
+        "of another shape or type": others,
     }
-    lines = [
-        f"{len(names)} {label}: {'; '.join(sorted(names)[:8])}" + (" ..." if len(names) > 8 else "")
-        for label, names in mistakes.items()
-        if names
-    ]
-    if lines:
+    if any(mistakes.values()):
+        lines = [
+            f"{len(names)} {label}: {'; '.join(names[:8])}" + (" ..." if names[8:] else "")
+            for label, names in mistakes.items()
+            if names
+        ]
         raise CheckpointError(
             f"{location} does not fit this job, which reads {len(wanted)} tensors:\n  "
             + "\n  ".join(lines)
-            + f"\n{SKIP}"
+            + "\nuse the settings of the checkpoint (model, optimizer, training.dtype), or skip "
+            "parameters or optimizer state: "
+            'checkpoint.exclude_from_loading = ["output.*", "optimizer.output.*"]'
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 HeadDim = Callable[[str], int | None]
 """Head width of a parameter in half-split order; None for interleaved order."""
-Places = tuple[tuple[slice, ...], tuple[slice, ...]]
+Copy = tuple[tuple[slice, ...], tuple[slice, ...]]
 """Destination and source region of a copy."""
 
 
@@ -46,11 +46,14 @@ def overlap(
     offsets: Sequence[int],
     sizes: Sequence[int],
     head_dim: int | None,
-) -> Iterator[Places]:
+) -> Iterator[Copy]:
     """Yield the copies from a stored piece to a region of our tensor.
 
     The region has shape `lengths` at `start`, the piece has shape `sizes` at `offsets`.
     """
+    if not start:  # a scalar
+        yield (), ()
+        return
     columns: list[tuple[slice, slice]] = []
     for ours, width, theirs, extent in zip(
         start[1:], lengths[1:], offsets[1:], sizes[1:], strict=True

@@ -15,7 +15,6 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import HashingFile, write_json
-from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor
+from torchtitan.checkpoint.reader import TensorEntry, TensorReader, fill
 from torchtitan.checkpoint.rows import to_their_rows
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.checkpoint.storage import commit, draft_of
@@ -140,7 +139,6 @@ def export(
     def check_and_plan() -> Plan:
         reader = TensorReader(checkpoint / "model")
         check_names(checkpoint, reader.entries, settings=settings)
-        reader.check_whole(reader.entries)
         return plan_files(reader, settings=settings)
 
     def prepare() -> None:
@@ -149,10 +147,10 @@ def export(
         draft.mkdir(parents=True)
 
     def write_files() -> None:
-        with closing(TensorReader(checkpoint / "model")) as reader:
-            for number in range(rank, len(plan), num_ranks):
-                file = draft / settings.file_name(number, num_files=len(plan))
-                _write_file(file, plan[number], reader=reader, settings=settings)
+        reader = TensorReader(checkpoint / "model")
+        for number in range(rank, len(plan), num_ranks):
+            file = draft / settings.file_name(number, num_files=len(plan))
+            _write_file(file, plan[number], reader=reader, settings=settings)
 
     def complete() -> None:
         _write_other_files(checkpoint, target, plan, settings=settings)
@@ -206,13 +204,15 @@ def _layer_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _plan_tensors(parameter: str, entry: Any, *, settings: HFExport) -> list[PlannedTensor]:
+def _plan_tensors(
+    parameter: str, entry: TensorEntry | None, *, settings: HFExport
+) -> list[PlannedTensor]:
     """Return the tensors of a parameter: one, or one per entry of its first dimension."""
-    assert is_tensor(entry), f"{parameter} is not a parameter"
-    names, shape = settings.names, tuple(entry.size)
+    assert entry is not None, f"{parameter} is not a parameter"
+    names, shape = settings.names, entry.shape
     if parameter in VOCABULARY:
         shape = (shape[0] + settings.add_tokens, *shape[1:])
-    dtype = names.stored_dtype(parameter, settings.dtype or entry.properties.dtype)
+    dtype = names.stored_dtype(parameter, settings.dtype or entry.dtype)
     if settings.adapter_only and settings.adapter is not None:
         name = settings.adapter.to_hf(parameter, names=names)
     else:
@@ -265,10 +265,8 @@ def _read(tensor: PlannedTensor, *, reader: TensorReader, settings: HFExport) ->
     factors: Sequence[str] = ()
     if adapter is not None and adapter.merge:
         factors = [factor for factor in adapter.factors_of(name) if factor in stored]
-    into = {
-        name: torch.empty(tuple(stored[name].size), dtype=stored[name].properties.dtype)
-        for name in (name, *factors)
-    }
+    entries = {name: entry for name in (name, *factors) if (entry := stored[name]) is not None}
+    into = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
     fill(into, reader=reader, group=None)
     weight = into[name]
     if adapter is not None and factors:

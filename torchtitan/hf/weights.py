@@ -19,16 +19,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.reader import PieceReader, fill
+from torchtitan.checkpoint.reader import Piece, PieceReader, TensorEntry, fill
 from torchtitan.checkpoint.reader import check_match as check_tensors
 from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.data.sampler import Permutation
@@ -171,49 +164,46 @@ class HFWeights:
             CheckpointError: A file is missing or damaged.
         """
         wanted = self.filter.wanted(into, names=self.shapes)
-        reader = _HFReader(self)
-        reader.read_half_split_rope({name: t.rope_head_dim for name, t in reader.stored.items()})
-        fill(wanted, reader=reader, group=self.group)
+        fill(
+            wanted,
+            reader=_HFReader(self),
+            group=self.group,
+            rope_head_dim=lambda name: self.tensors[name].rope_head_dim,
+        )
 
 
 class _HFReader(PieceReader):
     """Reader whose pieces are the tensors of the files."""
 
     def __init__(self, source: HFWeights) -> None:
-        self.stored = {name: t for name, t in source.tensors.items() if t.dtype in DTYPES}
-        entries = {name: _entry(tensor) for name, tensor in self.stored.items()}
-        pieces = {
-            MetadataIndex(name, chunk.offsets): piece
-            for name, tensor in self.stored.items()
-            for chunk, piece in zip(entries[name].chunks, tensor.parts or (tensor,), strict=True)
-        }
-        super().__init__(source.path, Metadata(dict(entries), storage_data=pieces))
+        self._tensors = source.tensors
+        stored = {name: t for name, t in source.tensors.items() if t.dtype in DTYPES}
+        super().__init__(source.path, {name: _entry(tensor) for name, tensor in stored.items()})
 
     @contextmanager
-    def open_piece(self, index: MetadataIndex) -> Iterator[Any]:
+    def open_piece(self, name: str, piece: Piece) -> Iterator[Any]:
         """Open a tensor."""
-        path, stored = Path(self.path), self.storage_data[index]
+        stored = self._tensors[name]
+        is_stacked = bool(stored.parts)
+        if is_stacked:
+            stored = stored.parts[piece.offsets[0]]
         with ExitStack() as stack:
-            opened = stack.enter_context(open_slice(path, stored))
+            opened = stack.enter_context(open_slice(self.path, stored))
             if stored.scale is not None:
-                scale = stack.enter_context(open_slice(path, stored.scale))
+                scale = stack.enter_context(open_slice(self.path, stored.scale))
                 opened = ScaledMatrix(opened, scale, block=stored.block)
-            yield _StackedEntry(opened) if self.stored[index.fqn].parts else opened
+            yield _StackedEntry(opened) if is_stacked else opened
 
 
-def _entry(tensor: StoredTensor) -> TensorStorageMetadata:
-    size = torch.Size(tensor.shape)
-    start = torch.Size([0] * len(size))
-    chunks = [ChunkStorageMetadata(offsets=start, sizes=size)]
+def _entry(tensor: StoredTensor) -> TensorEntry:
+    start, shape = (0,) * len(tensor.shape), tensor.shape
+    pieces = [Piece(start, shape, tensor.file)]
     if tensor.parts:
-        single = torch.Size([1, *size[1:]])
-        chunks = [
-            ChunkStorageMetadata(offsets=torch.Size([index, *start[1:]]), sizes=single)
-            for index in range(len(tensor.parts))
+        pieces = [
+            Piece((index, *start[1:]), (1, *shape[1:]), part.file)
+            for index, part in enumerate(tensor.parts)
         ]
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=DTYPES[tensor.dtype]), size=size, chunks=chunks
-    )
+    return TensorEntry(shape, DTYPES[tensor.dtype], tuple(pieces))
 
 
 class _StackedEntry:

@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import HashingFileSystem, summarize, verify
-from torchtitan.checkpoint.reader import TensorReader, is_tensor
-from torchtitan.checkpoint.rows import overlap
+from torchtitan.checkpoint.reader import Region, TensorReader
 from torchtitan.checkpoint.state import MODEL_STATE, Component
 from torchtitan.checkpoint.storage import draft_of, list_steps
 from torchtitan.mesh.ranks import reasons
@@ -65,10 +64,11 @@ class Averaging(DefaultSavePlanner):
         """Return an item per block of rows of each tensor."""
         items = []
         for name, entry in self._readers[0].entries.items():
-            properties = TensorProperties(dtype=entry.properties.dtype)
-            for chunk in _blocks(entry.size):
+            assert entry is not None
+            properties, size = TensorProperties(dtype=entry.dtype), torch.Size(entry.shape)
+            for chunk in _blocks(size):
                 index = MetadataIndex(name, chunk.offsets)
-                about = TensorWriteData(chunk=chunk, properties=properties, size=entry.size)
+                about = TensorWriteData(chunk=chunk, properties=properties, size=size)
                 items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about))
         self._num_items = len(items)
         self.plan = SavePlan(items)
@@ -84,21 +84,22 @@ class Averaging(DefaultSavePlanner):
         return block
 
     def _average(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        dtype: torch.dtype = self._readers[0].entries[name].properties.dtype
-        part = torch.empty(chunk.sizes, dtype=dtype)
-        if not dtype.is_floating_point:
+        entry = self._readers[0].entries[name]
+        assert entry is not None
+        part = torch.empty(chunk.sizes, dtype=entry.dtype)
+        if not part.is_floating_point():
             return self._equal(name, chunk, part)
         total = torch.zeros(chunk.sizes, dtype=torch.float64)
         for reader, factor in zip(self._readers, self._factors, strict=True):
-            _read(reader, name, chunk, into=part)
+            reader.read([Region(name, part, chunk.offsets)])
             total.add_(part, alpha=factor)
-        return total.div_(self._divisor).to(dtype)
+        return total.div_(self._divisor).to(part.dtype)
 
     def _equal(self, name: str, chunk: ChunkStorageMetadata, part: Tensor) -> Tensor:
         first = torch.empty_like(part)
-        _read(self._readers[0], name, chunk, into=first)
+        self._readers[0].read([Region(name, first, chunk.offsets)])
         for reader in self._readers[1:]:
-            _read(reader, name, chunk, into=part)
+            reader.read([Region(name, part, chunk.offsets)])
             if not torch.equal(part, first):
                 raise CheckpointError(
                     f"'{name}' is of type {part.dtype}, which has no average, so it must be equal "
@@ -120,17 +121,6 @@ def _blocks(size: torch.Size) -> Iterator[ChunkStorageMetadata]:
         yield ChunkStorageMetadata(offsets, torch.Size([count, *size[1:]]))
 
 
-def _read(reader: TensorReader, name: str, block: ChunkStorageMetadata, *, into: Tensor) -> None:
-    """Fill `into` with a block of a stored tensor, from the pieces that overlap it."""
-    for piece in reader.entries[name].chunks:
-        region = {"offsets": piece.offsets, "sizes": piece.sizes}
-        places = overlap(block.offsets, block.sizes, **region, head_dim=None)
-        for here, there in places if block.sizes else [((), ())]:
-            with reader.open_piece(MetadataIndex(name, piece.offsets)) as opened:
-                reader.copy(opened, there, into=into[here])
-    reader.close()  # keeps the number of open files small
-
-
 def average(steps: Sequence[Path], target: Path, *, kind: Kind, decay: float) -> None:
     """Write the average of checkpoints.
 
@@ -144,8 +134,6 @@ def average(steps: Sequence[Path], target: Path, *, kind: Kind, decay: float) ->
         CheckpointError: The tensors differ, or a file is damaged; nothing is at `target`.
     """
     readers = [TensorReader(step / "model") for step in steps]
-    for reader in readers:
-        reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
     check_tensors(readers)
     last = storage.read_manifest(steps[-1])
     about: dict[str, Any] = {"kind": kind, "steps": [str(step) for step in steps]}
@@ -192,19 +180,17 @@ def check_alike(steps: Sequence[Path]) -> None:
 def check_tensors(readers: Sequence[TensorReader]) -> None:
     """Raise CheckpointError if the tensors differ in name, shape or type."""
 
-    def kinds(reader: TensorReader) -> dict[str, str]:
-        reader.check_whole(reader.entries)
+    def kinds_of(reader: TensorReader) -> dict[str, str]:
+        kinds = {}
         for name, entry in reader.entries.items():
-            if not is_tensor(entry):
+            if entry is None:
                 raise CheckpointError(f"{reader.path} must hold only tensors, got '{name}'")
-        return {
-            name: f"{entry.properties.dtype} {list(entry.size)}"
-            for name, entry in reader.entries.items()
-        }
+            kinds[name] = f"{entry.dtype} {list(entry.shape)}"
+        return kinds
 
-    first = kinds(readers[0])
+    first = kinds_of(readers[0])
     for reader in readers[1:]:
-        there = kinds(reader)
+        there = kinds_of(reader)
         for name in sorted(first.keys() | there.keys()):
             ours, theirs = (x.get(name, "missing") for x in (first, there))
             if ours != theirs:

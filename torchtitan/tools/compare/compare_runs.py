@@ -118,7 +118,7 @@ class StoredTensors(Mapping[str, Tensor]):
         folder = checkpoint / component
         self._metadata: dict[str, Any] = {}
         if (folder / METADATA).is_file():
-            stored = read_metadata(folder).state_dict_metadata
+            stored = read_metadata(folder)
             self._metadata = {k: v for k, v in stored.items() if not k.startswith(skip)}
         self._read: dict[str, Tensor] = {}
 
@@ -132,11 +132,11 @@ class StoredTensors(Mapping[str, Tensor]):
         tensors: dict[str, Tensor] = {}
         size = 0
         for each in sorted(other for other in self._metadata if other >= name):
-            facts = self._metadata[each]
-            size += facts.size.numel() * facts.properties.dtype.itemsize
+            entry = self._metadata[each]
+            size += math.prod(entry.shape) * entry.dtype.itemsize
             if tensors and size > BYTES_AT_ONCE:
                 break
-            tensors[each] = torch.empty(facts.size, dtype=facts.properties.dtype)
+            tensors[each] = torch.empty(entry.shape, dtype=entry.dtype)
         read_tensors(self._checkpoint, self._component, into=tensors, group=None)
         return tensors
 
