@@ -109,7 +109,7 @@ def test_finished_parts_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     good = corpus.files[2].read_text()
     status = corpus.files[2].stat()
     corpus.files[2].write_text(good + "{")
-    with pytest.raises(DataError, match=naming(f"{corpus.files[2]} line 4")):
+    with pytest.raises(DataError, match=naming(corpus.files[2])):
         prepare(corpus, prefix, 2)
     assert f"{prefix}.parts" in caplog.text
     assert not Path(f"{prefix}.bin").exists()
@@ -129,18 +129,18 @@ def test_finished_parts_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_the_mistakes_of_all_files_are_told(tmp_path: Path, num_workers: int) -> None:
     corpus = corpus_of(tmp_path / "texts")
     for number in (1, 2):
-        corpus.files[number].write_text('{"text": "a"}\n{')
+        corpus.files[number].write_text("{")
     with pytest.raises(DataError) as error:
         prepare(corpus, tmp_path / "store", num_workers)
-    assert sorted(line.partition(" must")[0] for line in str(error.value).splitlines()) == [
-        f"{corpus.files[number]} line 2" for number in (1, 2)
-    ]
+    lines = str(error.value).splitlines()
+    assert len(lines) == 2
+    assert all(str(corpus.files[number]) in lines[number - 1] for number in (1, 2))
 
 
 def test_a_first_file_that_is_wrong_leaves_nothing(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "texts")
     corpus.files[0].write_text("{")
-    with pytest.raises(DataError, match=naming(f"{corpus.files[0]} line 1")):
+    with pytest.raises(DataError, match=naming(corpus.files[0])):
         prepare(corpus, tmp_path / "store", 1)
     assert [*tmp_path.iterdir()] == [tmp_path / "texts"]
 

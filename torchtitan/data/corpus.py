@@ -17,12 +17,13 @@ import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.files import file_identity
-from torchtitan.data.readers import TextTemplate, read_documents, read_each
+from torchtitan.data.readers import TextTemplate, read_documents
 from torchtitan.data.text import Piece
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,11 @@ class Corpus:
         """Return values that change whenever the text may have changed."""
         return [*map(file_identity, self.files), *self.key]
 
-    def pieces(self) -> Iterator[Piece]:
-        """Check the first bytes of all files, then yield the documents of each."""
-        return read_each(self.files, self.read) if self.files else self.read()
+    def pieces(self) -> Iterator[Any]:
+        """Yield what `read` yields for each file in turn."""
+        if not self.files:
+            return self.read()
+        return chain.from_iterable(map(self.read, self.files))
 
 
 def file_corpus(

@@ -22,7 +22,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from os.path import exists, realpath
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,10 +35,9 @@ from torchtitan.data.store import STORE_SUFFIXES
 
 logger = logging.getLogger(__name__)
 FILES_AT_ONCE = 4
-# keys of an object's entry that change with its content; stores differ in capitals and underscores
-DIGESTS = {"etag", "md5hash", "contentmd5", "generation"}
-TIMES = {"lastmodified", "mtime", "created"}
-SIGNED_URL = r"(?i)[?&][^/=]*(sig|token)[^/=]*="
+VERSIONS = ("etag", "md5", "generation", "modified", "mtime", "created")
+"""Parts of the keys of an object's entry that change with its content, in any store."""
+CREDENTIALS = re.compile(r"(?i)://[^/]*@|[?&][^/=]*(sig|token)[^/=]*=")
 
 
 def find_files(
@@ -48,65 +46,59 @@ def find_files(
     """Return the files that one entry of the setting `key` names, sorted.
 
     A token store appears once, as its `.idx` file. Empty files found by a glob or in a folder are
-    skipped. Objects named by a URL are copied into `cache`.
+    skipped, and so are stores of held-out documents if there are others. Objects named by a URL are
+    copied into `cache`.
 
     Raises:
-        DataError: No file is found, a file is not supported, or a named file is empty.
+        DataError: No file is found, or a link is broken.
     """
-    from torchtitan.data.readers import check_suffix, for_each
-
-    if pattern.lower().startswith("hf://"):
-        rule = f'must name files, got {pattern!r}; to stream it, set training.dataset = "'
-        raise DataError.at(key, f'{rule}torchtitan.data.hub:HubText"')
     if is_url(pattern):
-        pattern = fetch(pattern, cache=user_path(cache, key="dataset_cache"), key=key)
-    path = user_path(pattern, key=key)
+        path = fetch(pattern, cache=user_path(cache, key="dataset_cache"), key=key)
+    else:
+        path = user_path(pattern, key=key)
     if (path / SAVED).is_file():
         return _files_of_saved_dataset(path, key=key)
     if splits := sorted(saved.parent.name for saved in path.glob(f"*/{SAVED}")):
         rule = f"must name one saved dataset, {pattern!r} holds {', '.join(splits)}"
         raise DataError.at(key, rule)
-    if path.is_dir():
-        path = Path(glob.escape(str(path)), "**/*")
-    elif Path(f"{path}.idx").exists():
-        path = Path(f"{path}.idx")
-    is_named = path.exists()
-    if is_named:
-        paths = [path]
-    else:  # without documents that `prepare --holdout_fraction` held out
-        names = glob.glob(str(path), recursive=True)
-        paths = [match for name in names if HELD_OUT not in (match := Path(name)).name]
-    # realpath: exists() follows at most 40 links
-    if broken := [p for p in paths if p.is_symlink() and not exists(realpath(p))]:
-        raise DataError.at(key, f"{min(broken)} is a link to a file that does not exist")
-    files = {file for file in paths if file.is_file()}
-    files = {f.with_suffix(".idx") if f.suffix in STORE_SUFFIXES else f for f in files}
+    if not path.is_dir() and (index := Path(f"{path}.idx")).exists():
+        path = index
+    if path.is_file():
+        files = {path}
+    else:
+        name = f"{glob.escape(str(path))}/**/*" if path.is_dir() else str(path)
+        paths = [Path(match) for match in glob.glob(name, recursive=True)]
+        paths = [path for path in paths if HELD_OUT not in path.name] or paths
+        if broken := [path for path in paths if path.is_symlink() and not path.exists()]:
+            raise DataError.at(key, f"{min(broken)} is a link to a file that does not exist")
+        all_files = [path for path in paths if path.is_file()]
+        files = {path for path in all_files if path.stat().st_size > 0}
+        if num_empty := len(all_files) - len(files):
+            total = plural(len(all_files), "file")
+            logger.warning("skipping %d of %s in %s: empty", num_empty, total, pattern)
     if not files:
         rule = f"no file matches {pattern!r:.200}; relative paths start at {Path.cwd()}"
         raise DataError.at(key, rule)
-    for_each(sorted(files), check_suffix)
-    empty = {file for file in files if file.exists() and file.stat().st_size == 0}
-    if empty and (is_named or empty == files):
-        raise DataError.at(key, f"a file must not be empty: {min(empty)}; remove it")
-    if empty:
-        num_files = plural(len(files), "file")
-        logger.warning("skipping %d of %s in %s: empty", len(empty), num_files, pattern)
-    return sorted(files - empty)
+    return sorted({f.with_suffix(".idx") if f.suffix in STORE_SUFFIXES else f for f in files})
 
 
 def find_all(entries: Sequence[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
     """Return the files of each entry of `dataset_path`, as `find_files` does."""
-    from torchtitan.data.readers import for_each
+    from torchtitan.data.readers import join_errors
 
     def find() -> list[list[str]]:
-        # mistakes in local entries are reported before downloads
-        order = sorted(range(len(entries)), key=lambda i: is_url(entries[i]))
-        num_local = sum(not is_url(entry) for entry in entries)
-        files: dict[int, list[str]] = {}
-        for group in (order[:num_local], order[num_local:]):
-            groups = for_each(group, lambda i: find_files(entries[i], cache=cache))
-            files |= {i: [*map(str, paths)] for i, paths in zip(group, groups, strict=True)}
-        return [files[i] for i in range(len(entries))]
+        files: dict[str, list[str]] = {}
+        mistakes: list[DataError] = []
+        for entry in sorted(entries, key=is_url):
+            if mistakes and is_url(entry):
+                break  # before downloads
+            try:
+                files[entry] = [*map(str, find_files(entry, cache=cache))]
+            except DataError as error:
+                mistakes.append(error)
+        if mistakes:
+            raise join_errors(mistakes)
+        return [files[entry] for entry in entries]
 
     return [[*map(Path, files)] for files in once(find)]
 
@@ -134,18 +126,14 @@ def file_identity(file: Path) -> str:
 def _files_of_saved_dataset(folder: Path, *, key: str) -> list[Path]:
     try:
         state = json.loads((folder / SAVED).read_bytes())
-        names = [Path(file["filename"]) for file in state["_data_files"]]
-        if any(name.name != str(name) for name in names):
-            raise ValueError("a file must be in the folder itself")
-        files = [folder / name for name in names]
+        names = [str(file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"{folder / SAVED} must list the files of a saved dataset: {error}"
+        rule = f"{folder / SAVED} must list the files of a saved dataset: {error!r}"
         raise DataError.at(key, rule) from error
-    if missing := [file for file in files if not file.is_file()]:
-        raise DataError.at(key, f"{folder / SAVED} lists {missing[0]}, which is missing")
-    if not files:
-        raise DataError.at(key, f"the saved dataset {folder} holds no rows; remove it")
-    return files
+    wrong = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if wrong or not names:
+        raise DataError.at(key, f"{folder / SAVED} must list files beside it, got {wrong}")
+    return [folder / name for name in names]
 
 
 @contextmanager
@@ -162,87 +150,63 @@ def locked(file: Path) -> Iterator[None]:
                 return
 
 
-def fetch(url: str, *, cache: Path, key: str = "dataset_path") -> str:
-    """Copy the objects that a URL names, and return the path or glob of the copies.
+def fetch(url: str, *, cache: Path, key: str) -> Path:
+    """Copy the objects that a URL names, and return the folder of the copies.
 
     Raises:
         DataError: The URL is wrong, no object exists, or copying failed.
     """
     if problem := url_problem(url, also=READ_ONLY):
         raise DataError.at(key, problem)
-    if re.match(r"[^/]*@", url.partition("://")[2]) or re.search(SIGNED_URL, url):
+    if CREDENTIALS.search(url):
         rule = "must not hold credentials; set the variables that the store's client reads"
         raise DataError.at(key, rule)
     try:
         import fsspec
 
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        entries = _list(store, path)
-        files = _copy(store, entries, cache=cache, url=url) if entries else {}
+        if entries := _list(store, path):
+            return _copy(store, entries, cache=cache, url=url)
     except ImportError as error:
         raise DataError.at(key, f"{url!r} {missing_package(url, error)}") from None
     except Exception as error:  # of the store's client, without a common class
         message = without_secrets((str(error).splitlines() or [""])[0])
         rule = f"could not copy from {url!r}: {type(error).__name__}: {message:.160}"
         raise DataError.at(key, rule) from error
-    if not files:
-        rule = f"no object matches {url!r}; to name a folder, write a glob such as /**/*.jsonl"
-        raise DataError.at(key, rule)
-    if _is_glob(path):
-        parents = [str(file.parent) for file in files.values()]
-        return f"{glob.escape(posixpath.commonpath(parents))}/**/*"
-    if saved := [file for file in files.values() if file.name == SAVED]:
-        return str(saved[0].parent)
-    return str(min(files.values(), key=lambda file: file.suffix != ".idx"))  # of a store the index
-
-
-def _is_glob(path: str) -> bool:
-    return any(sign in path for sign in "*?[")
+    rule = f"no object matches {url!r}; to name a folder, write a glob such as /**/*.jsonl"
+    raise DataError.at(key, rule)
 
 
 def _list(store: Any, path: str) -> dict[str, Mapping[str, Any]]:
     """Return the entries of the objects that a path names, by name, with both files of a store."""
 
-    def look(name: str) -> Mapping[str, Any] | None:
+    def look(name: str) -> dict[str, Mapping[str, Any]]:
         # `isfile` and `exists` would return False too if the store does not answer
         try:
-            entry: Mapping[str, Any] = store.info(name)
+            entry = store.info(name)
         except FileNotFoundError:
-            return None
-        return entry if entry["type"] == "file" else None
+            return {}
+        return {name: entry} if entry["type"] == "file" else {}
 
-    if _is_glob(path):
+    if any(sign in path for sign in "*?["):
         # hidden files are skipped, as by a glob on a disk
         entries = {n: e for n, e in store.glob(path, detail=True).items() if "/." not in n}
-    elif entry := look(path):
-        entries = {path: entry}
-    elif entry := look(f"{path}.idx"):
-        entries = {f"{path}.idx": entry}
-    elif look(f"{path.rstrip('/')}/{SAVED}"):
-        entries = store.find(path, detail=True)
     else:
-        return {}
+        entries = look(path) or look(f"{path}.idx")
+        if not entries and look(f"{path.rstrip('/')}/{SAVED}"):
+            entries = store.find(path, detail=True)
     for name in [name for name in entries if name.endswith(STORE_SUFFIXES)]:
-        twin = name[:-4] + {".bin": ".idx", ".idx": ".bin"}[name[-4:]]
-        if twin not in entries and (entry := look(twin)):
-            entries[twin] = entry
+        entries = {**look(f"{name[:-4]}.idx"), **look(f"{name[:-4]}.bin"), **entries}
     return {name: entry for name, entry in entries.items() if entry["type"] == "file"}
 
 
-def _version(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values that change with an object besides its size: digests, or else times."""
-    values = {key.lower().replace("_", "").replace("-", ""): entry[key] for key in entry}
-    keys = values.keys() & DIGESTS or values.keys() & TIMES
-    return {key: str(values[key]) for key in sorted(keys)}
-
-
-def _copy(
-    store: Any, entries: Mapping[str, Mapping[str, Any]], *, cache: Path, url: str
-) -> dict[str, Path]:
-    """Copy the objects that were not copied yet; return the copies by the objects' names."""
-    versions = [(name, entries[name]["size"], _version(entries[name])) for name in sorted(entries)]
-    digest = hashlib.sha256(repr((url.partition("://")[0], versions)).encode()).hexdigest()
-    folder = cache / FETCHED / digest[:32]
+def _copy(store: Any, entries: Mapping[str, Mapping[str, Any]], *, cache: Path, url: str) -> Path:
+    """Copy the objects that were not copied yet; return the folder of the copies."""
+    decides: list[object] = [url.partition("://")[0]]
+    for name, entry in sorted(entries.items()):
+        versions = [key for key in entry if any(part in key.lower() for part in VERSIONS)]
+        decides.append([name, entry["size"], [str(entry[key]) for key in sorted(versions)]])
+    folder = cache / FETCHED / hashlib.sha256(repr(decides).encode()).hexdigest()[:32]
     root = posixpath.commonpath([posixpath.dirname(name) for name in entries])
     targets = {name: folder / PurePosixPath(name).relative_to(root) for name in entries}
     if len({*targets.values()}) < len(targets) or any(".." in t.parts for t in targets.values()):
@@ -262,9 +226,7 @@ def _copy(
     with locked(folder.with_suffix(".lock")):
         missing = [name for name, target in targets.items() if not target.exists()]
         if missing:
-            megabytes = sum(entries[name]["size"] or 0 for name in missing) / 1e6
-            files = plural(len(missing), "file")
-            logger.info("copying %s (%.1f MB) of %s into %s", files, megabytes, url, folder)
+            logger.info("copying %s of %s into %s", plural(len(missing), "file"), url, folder)
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
             list(pool.map(get, missing))
-    return targets
+    return folder

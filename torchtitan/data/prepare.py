@@ -235,6 +235,8 @@ def _tokenize(
     folder: Path, corpus: Corpus, tokenizer: Tokenizer, fraction: float | None, num_processes: int
 ) -> dict[str, Any]:
     """Write the store `tokens`, and the store of held-out documents, to a folder; return counts."""
+    if mistakes := find_mistakes(corpus.files, corpus.read):
+        raise join_errors(mistakes)
     parts = [*_divide(corpus, num_processes)]
     folders = [folder / f"part-{_hash(part.identity())}" for part in parts]
     unfinished = [
@@ -243,14 +245,11 @@ def _tokenize(
         if not (target / ABOUT).exists()
     ]
     num_processes = min(num_processes, len(unfinished))
-    try:
-        if num_processes > 1:
-            _tokenize_in_processes(unfinished, num_processes)
-        else:
-            for job in unfinished:
-                _tokenize_part(*job, num_threads=num_cores())
-    except DataError as error:
-        raise join_errors([error, *find_mistakes(corpus.files, corpus.read)]) from error
+    if num_processes > 1:
+        _tokenize_in_processes(unfinished, num_processes)
+    else:
+        for job in unfinished:
+            _tokenize_part(*job, num_threads=num_cores())
     notes = [json.loads((target / ABOUT).read_text()) for target in folders]
     total = {key: sum(counts[key] for counts in notes) for key in notes[0]}
     for name, num_documents in (

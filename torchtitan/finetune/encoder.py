@@ -45,10 +45,6 @@ Labelled = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """Token ids, and which of them are trained on."""
 
 
-class WrittenSpecialTokenError(DataError):
-    """The text of an example contains the name of a special token."""
-
-
 class Encoder:
     """Encodes an example as one number per token: 2 * id + 1 if it is trained on, else 2 * id.
 
@@ -87,8 +83,7 @@ class Encoder:
         The tokenizer encodes the texts of many examples on all cores.
 
         Raises:
-            DataError: A conversation has no template.
-            WrittenSpecialTokenError: An example names a special token.
+            DataError: A conversation has no template, or an example names a special token.
         """
         chats = [example for example in examples if isinstance(example, Conversation)]
         completions = [example for example in examples if isinstance(example, Completion)]
@@ -167,8 +162,9 @@ class Encoder:
 
     def _check_special(self, example: Example) -> None:
         for match in filter(None, map(self._forbidden.search, _texts_of(example))):
-            raise WrittenSpecialTokenError(
-                f"{example.where}: text must not contain special tokens, got {match[0]!r}"
+            raise DataError(
+                f"{example.where}: text must not contain special tokens, got {match[0]!r}; "
+                f'training.special_tokens_in_examples = "encode" reads them as tokens'
             )
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.readers import type_name
 from torchtitan.data.text import check_characters
 from torchtitan.finetune.chat import REASONING_KEYS, Conversation, Message
 
@@ -65,7 +64,7 @@ class Format(NamedTuple):
 def parse_example(row: object, *, where: str) -> Example:
     """Return the example in a row; raise DataError if it has no known format."""
     if not isinstance(row, dict):
-        raise DataError(f"{where} must be a JSON object, got {type_name(row)}")
+        raise DataError(f"{where} must be a JSON object, got {row!r:.60}")
     row = _without_nulls(row)
     for format in FORMATS:
         if format.keys <= row.keys():

@@ -13,16 +13,8 @@ from torchtitan.base.files import Once, alone
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import find_all
 from torchtitan.data.holdout import ALL, Holdout
-from torchtitan.data.readers import (
-    MAX_MISTAKES,
-    READERS,
-    Row,
-    check_start,
-    join_errors,
-    read_rows,
-    suffix_of,
-)
-from torchtitan.finetune.encoder import Encoder, Numbers, WrittenSpecialTokenError
+from torchtitan.data.readers import Row, find_mistakes, join_errors, read_rows
+from torchtitan.finetune.encoder import Encoder, Numbers
 from torchtitan.finetune.examples import Example, parse_example
 from torchtitan.finetune.synthetic import synthetic_examples
 
@@ -36,7 +28,7 @@ MAX_CHECKED = 10_000
 def find_examples(
     training: TrainingConfig, *, holdout: Holdout = ALL, once: Once = alone
 ) -> Corpus:
-    """Return the examples that `[training]` names, unread. Its `read` yields rows."""
+    """Return the examples that `[training]` names, unread. Its `pieces` are rows."""
     if training.dataset != "examples":
         return synthetic_examples(held_out=holdout.takes_other_text)
     groups = find_all(training.paths, cache=training.dataset_cache, once=once)
@@ -54,23 +46,6 @@ def parts_of(source: Corpus) -> list[Corpus]:
     return [replace(source, name=str(file), files=(file,)) for file in source.files] or [source]
 
 
-def rows_of(source: Corpus) -> Iterator[Row]:
-    """Yield the rows of all files."""
-    for part in parts_of(source):
-        yield from part.read(*part.files)
-
-
-def _check(part: Corpus) -> None:
-    """Raise DataError for a file without rows, or whose start does not fit its suffix."""
-    for file in part.files:
-        if suffix_of(file) not in READERS:
-            raise DataError(
-                f"examples must be in one of {', '.join(READERS)}, got {file}; to train on text "
-                f'set dataset = "files"'
-            )
-        check_start(file)
-
-
 def label_all(source: Corpus, encoder: Encoder) -> Iterator[tuple[Example, Numbers]]:
     """Yield each example with its numbers.
 
@@ -78,19 +53,12 @@ def label_all(source: Corpus, encoder: Encoder) -> Iterator[tuple[Example, Numbe
     `MAX_CHECKED` examples are read.
 
     Raises:
-        DataError: Files, examples or the template are wrong, or examples name special tokens.
+        DataError: Files, examples or the template are wrong.
     """
-    mistakes: dict[str, DataError] = {}
-    parts = []
-    for part in parts_of(source):
-        try:
-            _check(part)  # before the long work
-            parts.append(part)
-        except DataError as error:
-            mistakes[str(error)] = error
+    mistakes = {str(error): error for error in find_mistakes(source.files, source.read)}
     num_left = MAX_CHECKED
-    for part in parts:
-        rows = rows_of(part)
+    for part in parts_of(source):
+        rows = part.pieces()
         try:
             while num_left > 0 and (batch := [*islice(rows, ENCODED_AT_ONCE)]):
                 yield from _label(batch, encoder, mistakes)
@@ -98,11 +66,7 @@ def label_all(source: Corpus, encoder: Encoder) -> Iterator[tuple[Example, Numbe
         except DataError as error:  # the rest of this file cannot be read
             mistakes[str(error)] = error
     if mistakes:
-        errors = [*mistakes.values()]
-        if any(isinstance(error, WrittenSpecialTokenError) for error in errors[:MAX_MISTAKES]):
-            setting = 'training.special_tokens_in_examples = "encode"'
-            errors.append(DataError(f"{setting} reads names as special tokens"))
-        raise join_errors(errors)
+        raise join_errors([*mistakes.values()])
 
 
 def _label(

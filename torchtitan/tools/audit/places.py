@@ -30,7 +30,7 @@ from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.data import ExampleSource, build_encoder
 from torchtitan.finetune.encoder import is_answered
-from torchtitan.finetune.sources import find_examples, label_all, rows_of
+from torchtitan.finetune.sources import find_examples, label_all
 from torchtitan.job import Config
 
 StoreKey = tuple[int, int]
@@ -210,7 +210,7 @@ class Places:
             assert isinstance(self.dataset, Dataset)
             [examples] = self.dataset.stores
             if not read_notes(Path(examples.prefix).parent)["without_answer"]:
-                yield from (row.where for row in rows_of(part))
+                yield from (row.where for row in part.pieces())
                 return
             training, path = self.config.training, self.config.model.tokenizer_path
             encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
