@@ -39,7 +39,6 @@ from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.folder import open_folder, to_dcp
 from torchtitan.hf.model import chosen_rotation
 from torchtitan.hf.names import Names
-from torchtitan.hf.weights import DTYPES
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS, find_model, to_settings
 from torchtitan.models.settings import ModelConfig, RopeScalingConfig
@@ -666,7 +665,3 @@ def test_a_checkpoint_of_a_part_of_a_tensor_writes_no_folder(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=naming("norm.weight", 3, 32)):
         export(step, tmp_path / "out", settings=settings, group=None)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-
-
-def test_all_types_that_are_written_are_read() -> None:
-    assert {(name, dtype) for dtype, name in hf_export.DTYPES.items()} <= set(DTYPES.items())

@@ -2,17 +2,17 @@
 
 The weights are read from the checkpoint on disk, where they are unsharded in any layout. So nothing
 is gathered, no GPU holds a full tensor, and the same code converts a checkpoint long after its run.
-Each file is written by one rank from start to end, which holds one parameter at a time. The cost is
-that a run reads its weights once more.
+Each file is written by one rank, which holds its tensors. The cost is that a run reads its weights
+once more.
 
 The folder is written under a temporary name and renamed when every rank has finished.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
@@ -49,8 +50,6 @@ from torchtitan.models.spec import EACH
 
 logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 5_000_000_000
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_MAX_HEADER_BYTES = 100_000_000  # limit of readers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,22 +93,17 @@ class HFExport:
         return WEIGHTS if num_files == 1 else f"model-{number + 1:05}-of-{num_files:05}.safetensors"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PlannedTensor:
     """A tensor to write."""
 
     parameter: str
     name: str
     """Name in the file."""
-    shape: tuple[int, ...]
     dtype: torch.dtype
+    num_bytes: int
     index: int | None = None
     """Index along the parameter's first dimension. None: the full parameter."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in the file."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 Plan = list[list[PlannedTensor]]
@@ -217,46 +211,29 @@ def _plan_tensors(
         name = settings.adapter.to_hf(parameter, names=names)
     else:
         name = names.to_hf(parameter)
-    if EACH not in name:
-        return [PlannedTensor(parameter=parameter, name=name, shape=shape, dtype=dtype)]
+    stacked = [None] if EACH not in name else list(range(shape[0]))
+    num_bytes = math.prod(shape) * dtype.itemsize // len(stacked)
     return [
-        PlannedTensor(
-            parameter=parameter,
-            name=name.replace(EACH, str(index)),
-            shape=shape[1:],
-            dtype=dtype,
-            index=index,
-        )
-        for index in range(shape[0])
+        PlannedTensor(parameter, name.replace(EACH, str(index)), dtype, num_bytes, index)
+        for index in stacked
     ]
 
 
 def _write_file(
     path: Path, tensors: Sequence[PlannedTensor], *, reader: TensorReader, settings: HFExport
 ) -> None:
-    """Write a safetensors file: the length of the header, the header, and the tensors."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligns the tensors
-    assert len(text) <= _MAX_HEADER_BYTES
-    with HashingFile(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        # entries of a parameter are adjacent, so that it is read once for all of them
-        for _, group in groupby(tensors, key=lambda tensor: tensor.parameter):
-            entries = list(group)
-            weight = _read(entries[0], reader=reader, settings=settings)
-            for entry in entries:
-                part = weight if entry.index is None else weight[entry.index]
-                file.write(memoryview(part.contiguous().view(torch.uint8).reshape(-1).numpy()))
+    """Write a safetensors file."""
+    weights: dict[str, Tensor] = {}
+    # entries of a parameter are adjacent, so that it is read once for all of them
+    for _, group in groupby(tensors, key=lambda tensor: tensor.parameter):
+        entries = list(group)
+        weight = _read(entries[0], reader=reader, settings=settings)
+        for entry in entries:
+            part = weight if entry.index is None else weight[entry.index]
+            weights[entry.name] = part.contiguous()
+    save_file(weights, path, metadata={"format": "pt"})
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def _read(tensor: PlannedTensor, *, reader: TensorReader, settings: HFExport) -> Tensor:
