@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from torchtitan.launch import Places, describe_failure, exit_code_of_job, find_places
+from torchtitan.launch import RunFiles, describe_failure, exit_code_of_job
 
 
 def failure(codes: dict[int, int]) -> ChildFailedError:
@@ -23,8 +22,8 @@ def failure(codes: dict[int, int]) -> ChildFailedError:
     )
 
 
-def places(folder: Path, *, since: float = 0.0) -> Places:
-    return Places(folder=folder, records=folder / "comm_traces", prefix="rank_", since=since)
+def places(folder: Path, *, since: float = 0.0) -> RunFiles:
+    return RunFiles(folder=folder, prefix=folder / "comm_traces" / "rank_", since=since)
 
 
 def failed(codes: dict[int, int], folder: Path | None, *, since: float = 0.0) -> str:
@@ -71,36 +70,12 @@ def test_what_the_ranks_have_printed_is_not_repeated() -> None:
     assert "resume" not in said
 
 
-@pytest.mark.parametrize("program", [["torchtitan.train"], ["torchtitan", "train"]])
-def test_the_folder_is_that_of_the_command(program: list[str], tmp_path: Path) -> None:
-    folder, file = tmp_path / "run", tmp_path / "job.toml"
-    file.write_text(f'[job]\ndump_folder = "{folder}"\n')
-
-    def find(*words: str) -> Path | None:
-        first, *rest = (*program, *words)
-        arguments = Namespace(training_script=first, training_script_args=rest)
-        found = find_places(arguments, since=0.0)
-        return found and found.folder
-
-    assert find("--job.config_file", str(file)) == folder
-    assert find(f"--job.dump_folder={folder}") == folder
-    assert find() == Path("outputs")
-    assert find("--job.dump_folder=~nobody_of_this_name/x") is None
-    gone = ("--job.config_file", str(tmp_path / "gone.toml"))
-    assert find(*gone) is None
-    assert find(*gone, f"--job.dump_folder={folder}") == folder
-    other = Namespace(training_script="other", training_script_args=[f"--job.dump_folder={folder}"])
-    assert find_places(other, since=0.0) is None
-
-
-def test_the_records_are_those_of_the_settings(tmp_path: Path) -> None:
-    file = tmp_path / "job.toml"
-    file.write_text('comm.save_traces_folder = "waits"\ncomm.save_traces_file_prefix = "a_"\n')
-    words = ["--job.config_file", str(file), "--comm.save_traces_file_prefix=b_"]
-    arguments = Namespace(training_script="torchtitan.train", training_script_args=words)
-    assert find_places(arguments, since=1.0) == Places(
-        folder=Path("outputs"), records=Path("outputs/waits"), prefix="b_", since=1.0
-    )
+def test_the_launcher_reads_what_a_rank_wrote(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    assert RunFiles.read(file, since=0.0) is None
+    file.write_text('{"folder": "a run", "prefix": "a run/waits/b_"}')
+    expected = RunFiles(folder=Path("a run"), prefix=Path("a run/waits/b_"), since=1.0)
+    assert RunFiles.read(file, since=1.0) == expected
 
 
 @pytest.mark.promise("hangs", "exit-codes")

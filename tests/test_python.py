@@ -42,8 +42,7 @@ from torchtitan.base.errors import NonFiniteError, UserError
 from torchtitan.config.settings import to_toml
 from torchtitan.generate.text import answer
 from torchtitan.job import load_config as load_command
-from torchtitan.mesh.stop import StopRequest
-from torchtitan.train import train as train_command
+from torchtitan.train import main
 
 ROOT = Path(__file__).parent.parent
 FILE = "train_configs/debug_model.toml"
@@ -168,7 +167,7 @@ def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     """Bit for bit, its result is what it has written, and nothing stays in the process."""
     command = [*write_job(tmp_path, name="command"), "--training.steps=4"]
     with ExitStack() as cleanup:
-        train_command([*command, "--debug.deterministic"], stop=StopRequest(), cleanup=cleanup)
+        assert main([*command, "--debug.deterministic"], cleanup=cleanup) == 0
     before = process_state()
     config = job(tmp_path, **{"training.steps": 4, "debug.deterministic": True})
     result = train(config)

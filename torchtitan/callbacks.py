@@ -59,7 +59,7 @@ class CallbackRunner:
 
     def __init__(self, callbacks: Sequence[object], *, device: torch.device) -> None:
         self._callbacks, self._device = list(callbacks), device
-        self._anywhere, self._error = False, ""
+        self._error = ""
         self.stops = ""
         """Why a callback asks to stop the run; empty if none does."""
 
@@ -68,17 +68,13 @@ class CallbackRunner:
         return bool(self._error)
 
     def start(self, run: object) -> None:
-        """Call `on_start`. Collective, so that all ranks learn whether any has callbacks.
+        """Call `on_start`. Collective.
 
         Raises:
             ConfigError: A callback failed on any rank.
         """
-        number = torch.tensor(len(self._callbacks), device=self._device)
-        dist.all_reduce(number)
-        self._anywhere = number.item() > 0
         self._call("on_start", run)
-        if self._anywhere:
-            self.raise_failure()
+        self.raise_failure()
 
     def step(self, step: int, row: Mapping[str, object] | None) -> None:
         """Call `on_step` with a copy of the row."""
@@ -111,13 +107,10 @@ class CallbackRunner:
         Raises:
             ConfigError: A callback failed, now or since the last exchange.
         """
-        if self._anywhere and reason is not None and reason.startswith("a callback"):
-            asked = [""] * dist.get_world_size()
-            dist.all_gather_object(asked, self.stops)
-            reason = ": ".join([reason, *filter(None, dict.fromkeys(asked))])
+        if reason is not None and reason.startswith("a callback"):
+            reason = ": ".join([reason, *filter(None, dict.fromkeys(_gather(self.stops)))])
         self._call("on_end", reason)
-        if self._anywhere:
-            self.raise_failure()
+        self.raise_failure()
         return reason
 
     def raise_failure(self) -> None:
@@ -126,9 +119,7 @@ class CallbackRunner:
         Raises:
             ConfigError: A callback failed; the same error on every rank.
         """
-        errors = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, self._error)
-        for rank, error in enumerate(errors):
+        for rank, error in enumerate(_gather(self._error)):
             if error:
                 raise ConfigError.at(KEY, f"{error}\n(on rank {rank})")
 
@@ -150,6 +141,12 @@ class CallbackRunner:
 
     def _fail(self, message: str) -> None:
         self._error = self._error or f"a callback failed: {message}"
+
+
+def _gather(text: str) -> list[str]:
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
 
 
 def _is_number(value: object) -> bool:

@@ -8,6 +8,7 @@ Exit codes: 0 done; 2 a setting, file or checkpoint must be fixed, or the device
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shlex
 import signal
@@ -54,6 +55,7 @@ from torchtitan.mesh.faults import (
     write_collectives,
 )
 from torchtitan.mesh.ranks import (
+    RUN_FILE,
     RankInfo,
     check_alike,
     end_process_group,
@@ -68,21 +70,6 @@ from torchtitan.metrics.rows import RECORD
 from torchtitan.trainer import Trainer
 
 logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when this is started
-
-
-def train(argv: Sequence[str], *, stop: StopRequest, cleanup: ExitStack) -> None:
-    """Run the job of the command line on this rank. Arguments as in `train_job`.
-
-    Raises:
-        UserError: The user must fix something, or the run was stopped.
-    """
-    launch = prepare_process(cleanup)
-    job = load_job(argv)
-    _, stopped = train_job(
-        job.config, launch=launch, stop=stop, cleanup=cleanup, wording=job.wording()
-    )
-    if stopped is not None:
-        raise StoppedError(stopped)
 
 
 @refuse_exits()
@@ -114,6 +101,9 @@ def train_job(
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     refuse_links(folder, [*written_names(config), f"logs/rank_{launch.rank}.log"])
     shown = log_to(folder, launch=launch, color=color)
+    if launch.local_rank == 0 and (run_file := os.environ.get(RUN_FILE)):
+        prefix = folder / config.comm.save_traces_folder / config.comm.save_traces_file_prefix
+        Path(run_file).write_text(json.dumps({"folder": str(folder), "prefix": str(prefix)}))
     note_in_file(f"rank {launch.rank} on {os.uname().nodename}, process {os.getpid()}", "INFO")
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     cleanup.callback(end_process_group)  # only a group that this call created
@@ -148,15 +138,11 @@ def train_job(
             return trainer, f"{where}; checkpoint saved, run the same command to resume"
         return trainer, f"{where}; no checkpoint saved, because checkpoint.enable is off"
     if trainer.last_row is None and steps > 0:
+        key, path = "num_epochs" if run.loader.exhausted else "steps", shlex.quote(str(folder))
         logger.info(
-            "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
-            "continue it with --checkpoint.mode continue --training.%s N; to write its weights: "
-            "torchtitan convert to-hf %s OUT",
-            folder,
-            run.progress.step,
-            steps,
-            "num_epochs" if run.loader.exhausted else "steps",
-            shlex.quote(str(folder)),
+            f"Nothing to train: {folder} is at step {run.progress.step} of {steps} already; choose "
+            f"another job.dump_folder, or continue it with --checkpoint.mode continue "
+            f"--training.{key} N; to write its weights: torchtitan convert to-hf {path} OUT"
         )
     elif launch.rank == min(shown) and steps > 0:
         log_summary(summarize(trainer, config=config, seconds=time.monotonic() - began))
@@ -189,33 +175,41 @@ def summarize(trainer: Trainer, *, config: Config, seconds: float) -> dict[str, 
 
     Steps and tokens count all starts of the run, speed and time only the last one.
     """
-    run, row = trainer.run, trainer.last_row or {}
-    folder, metrics = Path(config.job.dump_folder), config.metrics
-    entries = {"steps": f"{run.progress.step:,}", "tokens": f"{run.progress.tokens_seen:,}"}
-    for name, key in (("final loss", "loss"), ("validation loss", "validation_loss")):
-        if row.get(key) is not None:
-            entries[name] = f"{row[key]:.5f}"
-    entries["tokens/s"] = f"{run.meter.average_tokens_per_second:,.0f}"
-    entries["time"] = format_duration(seconds)
-    entries |= {"metrics": str(folder / f"{RECORD}.jsonl"), "logs": str(folder / "logs")}
-    if config.checkpoint.enable:
-        at = config.checkpoint.folder
-        entries["checkpoints"] = at if is_url(at) else str(folder / at)
-    if metrics.enable_tensorboard:
-        entries["tensorboard"] = str(folder / metrics.save_tb_folder)
-    if metrics.enable_wandb:
-        entries["wandb"] = str(folder / "wandb")
-    return entries
+    run, row, metrics = trainer.run, trainer.last_row or {}, config.metrics
+    folder, store = run.folder, config.checkpoint.folder
+    losses = {name: row.get(name.replace(" ", "_")) for name in ("loss", "validation loss")}
+    places = {
+        "metrics": folder / f"{RECORD}.jsonl",
+        "logs": folder / "logs",
+        "checkpoints": config.checkpoint.enable and (store if is_url(store) else folder / store),
+        "tensorboard": metrics.enable_tensorboard and folder / metrics.save_tb_folder,
+        "wandb": metrics.enable_wandb and folder / "wandb",
+    }
+    return {
+        "steps": f"{run.progress.step:,}",
+        "tokens": f"{run.progress.tokens_seen:,}",
+        **{f"final {name}": f"{loss:.5f}" for name, loss in losses.items() if loss is not None},
+        "tokens/s": f"{run.meter.average_tokens_per_second:,.0f}",
+        "time": format_duration(seconds),
+        **{name: str(path) for name, path in places.items() if path},
+    }
 
 
 def main(argv: Sequence[str], *, cleanup: ExitStack) -> int:
-    """Train and return the exit code. Call it from the main thread, which receives signals.
+    """Train the job of the command line and return the exit code.
 
-    `cleanup` receives callbacks that restore the process.
+    Call it from the main thread, which receives signals. `cleanup` receives callbacks that restore
+    the process.
     """
     with watch_signals() as stop:
         try:
-            train(argv, stop=stop, cleanup=cleanup)
+            launch = prepare_process(cleanup)
+            job = load_job(argv)
+            _, stopped = train_job(
+                job.config, launch=launch, stop=stop, cleanup=cleanup, wording=job.wording()
+            )
+            if stopped is not None:
+                raise StoppedError(stopped)
         except UserError as error:
             _report(error)
             return error.exit_code

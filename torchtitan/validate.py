@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -129,22 +129,18 @@ def build_validator(
         f"{plural(source.seq_len, 'token')} in {plural(batches.num_batches, 'batch')}, after step "
         f"1, every {plural(validation.freq, 'step')}, and after the last step"
     )
-    # losses of runs with other fingerprints cannot be compared
-    parts = [
-        batches.fingerprint,
-        batches.num_drawn,
-        source.attn_mask_type,
-        source.reset_positions,
-    ]
+    loader = Loader(
+        batches,
+        local_batch_size=source.local_batch_size,
+        accumulation=1,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dims.dp,
+        settings=validation.dataloader,
+    )
+    mask, reset = source.attn_mask_type, source.reset_positions
+    parts = [batches.fingerprint, batches.num_drawn, mask, reset]
     return Validator(
-        loader=Loader(
-            batches,
-            local_batch_size=source.local_batch_size,
-            accumulation=1,
-            dp_rank=mesh.dp_rank,
-            dp_degree=mesh.dims.dp,
-            settings=validation.dataloader,
-        ),
+        loader=loader,
         execution=execution,
         shard=shard,
         model=model,
@@ -153,8 +149,7 @@ def build_validator(
         data=hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16],
         freq=validation.freq,
         before_saves=before_saves,
-        first_timeout_seconds=comm.init_timeout_seconds,
-        timeout_seconds=comm.train_timeout_seconds,
+        comm=comm,
         reports_perplexity=not is_import_path(training.loss),
     )
 
@@ -164,50 +159,31 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(loss, LARGEST_EXPONENT))
 
 
+@dataclass(kw_only=True)
 class Validator:
-    """Computes the validation loss of the current weights.
+    """Computes the validation loss of the current weights."""
 
-    Args:
-        loader: Reads the validation's data.
-        execution: Runs the model.
-        shard: Takes this rank's part of each sequence.
-        model: This rank's parts of the model.
-        mesh: All ranks.
-        device: This rank's device.
-        data: Fingerprint of the data.
-        freq: Steps between validations.
-        before_saves: Validate before each save too.
-        first_timeout_seconds: Timeout of the first validation of a start, which may compile.
-        timeout_seconds: Timeout of later validations.
-        reports_perplexity: Whether the loss is cross-entropy.
-    """
-
-    def __init__(
-        self,
-        *,
-        loader: Loader,
-        execution: Execution,
-        shard: SequenceShard,
-        model: ModelParts,
-        mesh: Mesh,
-        device: torch.device,
-        data: str,
-        freq: int,
-        before_saves: bool,
-        first_timeout_seconds: int,
-        timeout_seconds: int,
-        reports_perplexity: bool = True,
-    ) -> None:
-        self.data = data
-        self._loader, self._execution, self._shard = loader, execution, shard
-        self._model, self._mesh, self._device = model, mesh, device
-        self._freq, self._before_saves = freq, before_saves
-        self._first_timeout, self._timeout = first_timeout_seconds, timeout_seconds
-        self._has_run, self._reports_perplexity = False, reports_perplexity
+    loader: Loader
+    execution: Execution
+    shard: SequenceShard
+    model: ModelParts
+    mesh: Mesh
+    device: torch.device
+    data: str
+    """Fingerprint of the data. Losses of runs with other fingerprints cannot be compared."""
+    freq: int
+    """Steps between validations."""
+    before_saves: bool
+    """Validate before each save too."""
+    comm: CommConfig
+    """Timeouts. The first validation of a start may compile, so init_timeout_seconds holds."""
+    reports_perplexity: bool = True
+    """Whether the loss is cross-entropy."""
+    has_run: bool = False
 
     def is_due(self, step: int, *, last: bool, saves: bool) -> bool:
         """Return whether to validate after a step that is the `last` one or is saved."""
-        return last or step == 1 or step % self._freq == 0 or (saves and self._before_saves)
+        return last or step == 1 or step % self.freq == 0 or (saves and self.before_saves)
 
     def measure(self, step: int) -> Row:
         """Return the figures after `step`, the same on all ranks. Collective.
@@ -218,16 +194,16 @@ class Validator:
             NonFiniteError: The loss is not finite.
         """
         started = time.perf_counter()
-        if not self._has_run:
-            set_timeout(self._first_timeout, groups=self._mesh.groups())
+        if not self.has_run:
+            set_timeout(self.comm.init_timeout_seconds, groups=self.mesh.groups())
         figures = evaluate(
-            self._batches(), model=self._model, execution=self._execution, device=self._device
+            self._batches(), model=self.model, execution=self.execution, device=self.device
         )
         loss_sums, counts = gather(figures).unbind(1)
         total, count = loss_sums.sum().item(), counts.sum().item()
-        if not self._has_run:
-            tighten_timeout(self._timeout, groups=self._mesh.groups())
-            self._has_run = True
+        if not self.has_run:
+            tighten_timeout(self.comm.train_timeout_seconds, groups=self.mesh.groups())
+            self.has_run = True
         if not count:
             raise DataError(
                 "the validation data have no labels; see validation.dataset, "
@@ -240,23 +216,23 @@ class Validator:
                 f"an earlier checkpoint with checkpoint.mode = 'continue' and a lower optimizer.lr"
             )
         row: Row = {"validation_loss": loss}
-        if self._reports_perplexity:
+        if self.reports_perplexity:
             row["validation_perplexity"] = perplexity_of(loss)
         return row | {"validation_time_s": time.perf_counter() - started}
 
     def _batches(self) -> Iterator[Batch]:
-        self._loader.rewind()
-        for [samples] in self._loader:
-            yield self._shard.take(samples).to(self._device)
-        self._loader.close()
+        self.loader.rewind()
+        for [samples] in self.loader:
+            yield self.shard.take(samples).to(self.device)
+        self.loader.close()
 
     def limit_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         """Limit waits for data with `waiting`; see `Loader`."""
-        self._loader.waiting = waiting
+        self.loader.waiting = waiting
 
     def close(self) -> None:
         """End the loader's workers."""
-        self._loader.close()
+        self.loader.close()
 
 
 def evaluate(

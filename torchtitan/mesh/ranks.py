@@ -49,6 +49,8 @@ from torchtitan.mesh.settings import CommConfig
 
 STORE = "TORCHTITAN_STORE"
 """Set by the launcher of a job on one machine: the file in which its ranks meet."""
+RUN_FILE = "TORCHTITAN_RUN_FILE"
+"""Set by the launcher: the file in which a rank writes where the run's files are."""
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 SECONDS_FOR_RANK_0_TO_REPORT = 5

@@ -21,6 +21,7 @@ from torchtitan.data.dataset import PadToBatch
 from torchtitan.data.loader import Loader
 from torchtitan.data.settings import DataLoaderConfig
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.mesh.settings import CommConfig
 from torchtitan.tools.evaluate.command import parse_domains
 from torchtitan.tools.evaluate.perplexity import open_domain
 from torchtitan.trainer import Run
@@ -82,8 +83,10 @@ class Perplexity:
                 freq=1,
                 before_saves=False,
                 # the run's own validation was before this, and has compiled the model
-                first_timeout_seconds=run.train_timeout_seconds,
-                timeout_seconds=run.train_timeout_seconds,
+                comm=CommConfig(
+                    init_timeout_seconds=run.train_timeout_seconds,
+                    train_timeout_seconds=run.train_timeout_seconds,
+                ),
             )
 
     def on_validation(self, step: int, row: Mapping[str, Any]) -> dict[str, float]:
