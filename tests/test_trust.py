@@ -62,7 +62,12 @@ OBJECTS = {
 }
 globals().update({key.replace(".", "_"): found for key, found in OBJECTS.items()})
 """
-KEYS = {".".join(path): facts for path, facts in keys(Config).items() if facts.takes_import_path}
+KEYS = {
+    ".".join(path): key
+    for path, key in keys(Config).items()
+    if path == ("model", "name")
+    or any("package.module" in getattr(x, "text", "") for x in key.metadata)
+}
 COMPUTES = ("model.name", "training.loss", "optimizer.name", "lr_scheduler.decay_type")
 
 Main = Callable[[Sequence[str]], int]

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import CheckpointError, Violation
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.config.old_names import OLD_NAMES, OTHER_DEFAULTS
+from torchtitan.config.old_names import OLD_NAMES
 from torchtitan.config.settings import (
     Layer,
     Loaded,
@@ -29,7 +29,6 @@ from torchtitan.config.settings import (
     Text,
     load,
     to_toml,
-    value_at,
 )
 from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConfig
 from torchtitan.finetune.settings import LoRAConfig
@@ -238,14 +237,7 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
 
         sys.stdout.write(f"{format_help(Config)}\n")
         raise SystemExit(0)
-    loaded = use_model_of_folder(load(Config, argv, old_names=OLD_NAMES))
-    if loaded.old_file is not None:
-        for key, (switch, difference) in OTHER_DEFAULTS.items():
-            is_on = switch is None or value_at(loaded.config, tuple(switch.split(".")))
-            if is_on and tuple(key.split(".")) not in loaded.given:
-                text = "%s: written for torchtitan 0.2, where by default %s"
-                logger.warning(text, loaded.old_file, difference)
-    return loaded
+    return use_model_of_folder(load(Config, argv, old_names=OLD_NAMES))
 
 
 def written_names(config: Config) -> list[str]:
@@ -289,23 +281,23 @@ def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
     `model.flavor = "hf"` on the command line overrides a file's family and tokenizer. The folder
     is read later, by `resume_rules.resolve_model`.
     """
-    config, given = loaded.config, dict(loaded.given)
+    config, layer = loaded.config, dict(loaded.layer)
     path = config.checkpoint.initial_load_path
     if path is None or not config.checkpoint.initial_load_in_hf:
         return loaded
-    flavor = given.get(("model", "flavor"))
+    flavor = layer.get(("model", "flavor"))
     is_named = flavor is not None and flavor.value is not None
     model = config.model if is_named else replace(config.model, flavor=HF)
     for key, value in (("name", HF), ("tokenizer_path", path)) if model.flavor == HF else ():
-        setting = given.get(("model", key))
+        setting = layer.get(("model", key))
         if setting is not None and setting.value is not None:
             overrides = is_named and flavor is not None and not flavor.is_in_file
             if not overrides or not setting.is_in_file:
                 continue
-            del given["model", key]  # no message should point there
+            del layer["model", key]  # no message should point there
             logger.warning(
                 "%s: has no effect because of %s", setting.where(), flavor and flavor.where()
             )
         changed: dict[str, Any] = {key: value}
         model = replace(model, **changed)
-    return replace(loaded, config=replace(config, model=model), given=given)
+    return replace(loaded, config=replace(config, model=model), layer=layer)

@@ -38,28 +38,23 @@ class Jobs:
 
 @dataclass(frozen=True)
 class Checked:
-    """Settings, with what is wrong with them."""
+    """Settings, with their mistakes and notices."""
 
     config: Config
     mistakes: list[str]
     notices: list[str]
-    old_file: str | None
-
-    def checked(self) -> Config:
-        assert not self.mistakes
-        return self.config
 
 
 def loaded(text: str = "", *options: str, base: str = "") -> Checked:
-    """Build from texts as from job.toml on top of base.toml, with mistakes and notices."""
+    """Build from texts as from job.toml on top of base.toml."""
     layers = [
-        flatten(parse(one, origin=name), origin=name, tree=Config)
-        for name, one in (("base.toml", base), ("job.toml", text))
+        flatten(parse(toml, origin=name), origin=name, tree=Config)
+        for name, toml in (("base.toml", base), ("job.toml", text))
     ]
-    given, stray = parse_command_line(options, tree=Config)
+    layer, stray = parse_command_line(options, tree=Config)
     assert not stray
-    found, mistakes = build(Config, [*layers, given], old_names=OLD_NAMES)
-    return Checked(found.config, mistakes, found.notices, found.old_file)
+    result, mistakes = build(Config, [*layers, layer], old_names=OLD_NAMES)
+    return Checked(result.config, mistakes, result.notices)
 
 
 def mistakes_of(load: Callable[[], object]) -> list[str]:

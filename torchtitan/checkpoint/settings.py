@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from torchtitan.base.errors import Violation
 from torchtitan.base.urls import is_plain_url, is_url
 from torchtitan.config.settings import (
-    GIVEN,
+    SET,
     NonNegativeInt,
     PathOrURL,
     PositiveInt,
@@ -28,10 +28,10 @@ def _folder_or_url(value: str) -> None:
 
 
 HAS_NO_EFFECT = Requires("enable", True, is_notice=True)
-ELSEWHERE = Requires("initial_load_path", GIVEN, "name what to read, or remove this")
+ELSEWHERE = Requires("initial_load_path", SET, "name what to read, or remove this")
 GOING_BACK = Requires(
     "initial_load_path",
-    GIVEN,
+    SET,
     "a run resumes from its newest step; to go back, name its folder there, with "
     "initial_load_model_only = false and another job.dump_folder",
 )

@@ -13,20 +13,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
 from typing import Literal
 
-from torchtitan.config.settings import (
-    ImportPath,
-    Key,
-    Range,
-    Requires,
-    check_object,
-    header,
-    keys,
-    literal,
-    sections,
-)
+from torchtitan.config.settings import SCALARS, Key, Rule, keys, literal, sections
 
-USAGE = "usage: python -m torchtitan.train --job.config_file FILE [--section.key VALUE ...]"
 ABOUT = (
+    "usage: python -m torchtitan.train --job.config_file FILE [--section.key VALUE ...]\n\n"
     "Settings of a job. A TOML file holds them as [section] key = value; options override the "
     "file. Values are written as in TOML, strings without quotes. An option without a value means "
     "true, several words make a list, and none unsets an optional setting."
@@ -36,13 +26,12 @@ INDENT = " " * 6
 
 def format_help(tree: type) -> str:
     """Return every key of a tree, section by section."""
-    width = shutil.get_terminal_size().columns
     wrapper = textwrap.TextWrapper(
-        width, INDENT, INDENT, break_long_words=False, break_on_hyphens=False
+        shutil.get_terminal_size().columns, INDENT, INDENT, break_on_hyphens=False
     )
-    lines = [USAGE, "", textwrap.fill(ABOUT, width=width)]
+    lines = [ABOUT]
     for section, cls in sections(tree).items():
-        lines.append(f"\n{header(section)}: {cls.__doc__}")
+        lines.append(f"\n[{'.'.join(section)}]: {cls.__doc__}")
         for path, key in keys(tree).items():
             if path[:-1] == section:
                 lines += [f"  --{'.'.join(path)}", wrapper.fill(describe(key))]
@@ -53,32 +42,20 @@ def describe(key: Key) -> str:
     """Return docstring, type, default and requirements of a key."""
     default = "not set" if key.default is None else literal(key.default)
     parts = [type_text(key), "required" if key.default is MISSING else f"default: {default}"]
-    for item in key.metadata:
-        if isinstance(item, Requires):
-            parts.append(f"{' or '.join(map(literal, item.of))} needs {item.text}".lstrip())
+    for need in key.requirements:
+        parts.append(f"{' or '.join(map(literal, need.of))} needs {need}".lstrip())
     inner = keys(key.item) if is_dataclass(key.item) else {}
     columns = "".join(f" {path[0]}: {describe(item)}" for path, item in inner.items())
     return f"{docstring_of(key)} ({'; '.join(parts)}){columns}"
 
 
-def choices(key: Key) -> tuple[str, ...]:
-    """Return the names that a key takes."""
-    literals = [names for origin, names in key.layers if origin is Literal]
-    checks = [check.names for check in key.metadata if isinstance(check, ImportPath)]
-    return tuple(itertools.chain(*literals, *checks))
-
-
 def type_text(key: Key) -> str:
-    """Return type and bounds of a key, such as `int > 0` or `list of str`."""
-    if key.kind is dict:
-        return "table of any keys"
-    names = [*choices(key), *["package.module:NAME"] * key.takes_import_path]
-    name = "tables" if is_dataclass(key.item) else " | ".join(names) or key.item.__name__
-    if check_object in key.metadata:
-        name = '{path = "package.module:NAME", ...}'
-    depth = [origin for origin, _ in key.layers].count(tuple)
-    text = f"list of {'lists of ' * (depth - 1)}{name}" if depth else name
-    return " ".join([text, *(str(item) for item in key.metadata if isinstance(item, Range))])
+    """Return type and rules of a key, such as `int, > 0` or `list of str`."""
+    name = "table" if key.item not in SCALARS else key.item.__name__
+    names = [" | ".join(names) for origin, names in key.layers if origin is Literal] or [name]
+    text = "list of " * key.list_depth + names[0]
+    text = "table of any keys" if key.kind is dict else text
+    return ", ".join([text, *(rule.text for rule in key.metadata if isinstance(rule, Rule))])
 
 
 def docstring_of(key: Key) -> str:

@@ -13,6 +13,7 @@ from torchtitan.base.urls import hide_credentials, is_url
 from torchtitan.config.settings import (
     ENABLED,
     IMPORT_PATH,
+    UNSET,
     CustomObject,
     FinitePositive,
     ImportPath,
@@ -23,7 +24,6 @@ from torchtitan.config.settings import (
     Parse,
     PositiveInt,
     Range,
-    Replaces,
     Requires,
     Text,
 )
@@ -137,7 +137,8 @@ class TrainingConfig:
     dataset_mixture: Annotated[
         dict[Text, FinitePositive],
         Requires("dataset", "files"),
-        Replaces("dataset_path", "dataset_weights"),
+        Requires("dataset_path", UNSET),
+        Requires("dataset_weights", UNSET),
     ] = field(default_factory=dict)
     """A table of files, as in dataset_path, with the weight of each, instead of dataset_path and
     dataset_weights."""

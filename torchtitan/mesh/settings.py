@@ -11,12 +11,11 @@ from torchtitan.base.errors import Violation
 from torchtitan.config.settings import (
     LocalPath,
     MinusOneOrMore,
+    NameOrNumber,
     NonNegativeInt,
     Parse,
     PositiveInt,
-    Range,
     Text,
-    named_or_number,
 )
 
 WholeBackward = Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"]
@@ -44,19 +43,19 @@ def _split(value: object) -> object:
 class ParallelismConfig:
     """Degree of each axis; their product is the number of ranks."""
 
-    data_parallel_replicate_degree: Annotated[int, Range(ge=1)] = 1
+    data_parallel_replicate_degree: PositiveInt = 1
     """Copies of the (sharded) model; gradients are all-reduced across them (DDP, HSDP)."""
     data_parallel_shard_degree: MinusOneOrMore = -1
     """Ranks over which weights, gradients and optimizer state are sharded (FSDP2); -1: all ranks
     left over."""
     fsdp_reshard_after_forward: Annotated[
-        Text, Parse(_number_as_text), named_or_number("default", "always", "never")
+        Text, Parse(_number_as_text), NameOrNumber("default", "always", "never")
     ] = "default"
     """Free the gathered weights after forward (always) or keep them for backward (never); default:
     always except for the last block, never under pipeline parallelism. A number N: as default, but
     after forward the weights stay sharded over groups of N ranks, so that backward gathers them
     from nearby ranks; 1 means never, the number of ranks that share the weights means always."""
-    tensor_parallel_degree: Annotated[int, Range(ge=1)] = 1
+    tensor_parallel_degree: PositiveInt = 1
     """Ranks that split each layer's matrices."""
     enable_sequence_parallel: bool = True
     """Under tensor parallelism, shard the residual stream along the sequence between the layers'
@@ -64,11 +63,11 @@ class ParallelismConfig:
     disable_loss_parallel: bool = False
     """Under tensor parallelism, gather the logits of the full vocabulary on every rank for the
     loss, instead of computing it from sharded logits."""
-    expert_parallel_degree: Annotated[int, Range(ge=1)] = 1
+    expert_parallel_degree: PositiveInt = 1
     """Ranks over which the experts of a layer are distributed; tokens are sent to them. It must
     divide the number of experts and data_parallel_shard_degree x context_parallel_degree x
     tensor_parallel_degree, whose ranks it uses; it adds no ranks."""
-    pipeline_parallel_degree: Annotated[int, Range(ge=1)] = 1
+    pipeline_parallel_degree: PositiveInt = 1
     """Ranks that split the layers into stages."""
     pipeline_parallel_schedule: Literal[WholeBackward, SplitBackward] = "1F1B"
     """Order of the forward and backward passes of microbatches in each stage."""
@@ -85,7 +84,7 @@ class ParallelismConfig:
     """Layers that the embedding counts as; by default 1 under layers_per_stage, else its cost."""
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
     """Layers that norm and head count as; by default 1 under layers_per_stage, else their cost."""
-    context_parallel_degree: Annotated[int, Range(ge=1)] = 1
+    context_parallel_degree: PositiveInt = 1
     """Ranks that split each sequence."""
     context_parallel_rotate_method: Literal["allgather", "ring", "alltoall", "ulysses"] = (
         "allgather"

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
 from torchtitan.config.settings import (
-    GIVEN,
     IMPORT_PATH,
+    SET,
     FiniteNonNegative,
     FinitePositive,
-    ImportPath,
     LocalPath,
     NonNegativeInt,
     Options,
@@ -52,8 +51,8 @@ class RopeScalingConfig:
     # defaults are those of RopeScaling
     type: Annotated[
         Literal["flavor", "none", "linear", "llama3", "yarn"],
-        Requires("factor", GIVEN, "set it", of=WITH_FACTOR),
-        Requires("original_max_position", GIVEN, "set it", of=WITH_ORIGINAL),
+        Requires("factor", SET, "set it", of=WITH_FACTOR),
+        Requires("original_max_position", SET, "set it", of=WITH_ORIGINAL),
     ] = "flavor"
     """flavor: as in model.flavor; none: no scaling; linear: all wavelengths grow (position
     interpolation); llama3: only long wavelengths grow, as in Llama 3.1; yarn: the same by YaRN's
@@ -114,7 +113,7 @@ class RopeScalingConfig:
 class ModelConfig:
     """The model to train, and its tokenizer."""
 
-    name: Annotated[Text, ImportPath(any_name=True)] = "llama3"
+    name: Text = "llama3"
     """Model family: a key of torchtitan.models.families.MODELS, or the import path of your own
     ModelSpec, "package.module:SPEC"."""
     flavor: Text = "debugmodel"

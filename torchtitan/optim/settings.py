@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from torchtitan.base.errors import Violation
 from torchtitan.config.settings import (
     IMPORT_PATH,
+    UNSET,
     FiniteNonNegative,
     FinitePositive,
     Fraction,
@@ -17,7 +18,6 @@ from torchtitan.config.settings import (
     Options,
     PositiveInt,
     Range,
-    Replaces,
     Requires,
     Text,
 )
@@ -116,7 +116,7 @@ class LRSchedulerConfig:
     warmup_steps: NonNegativeInt | None = None
     """Steps over which the rate grows linearly from near 0 to optimizer.lr; 200 if warmup_ratio is
     not given either."""
-    warmup_ratio: Annotated[Fraction | None, Replaces("warmup_steps")] = None
+    warmup_ratio: Annotated[Fraction | None, Requires("warmup_steps", UNSET)] = None
     """The same as a part of total_steps, in place of warmup_steps."""
     total_steps: PositiveInt | None = None
     """Length of the schedule; if not given the steps of the run: training.steps, or those of

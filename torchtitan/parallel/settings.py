@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan.config.settings import GIVEN, Fraction, Requires, Text, named_or_number
+from torchtitan.config.settings import SET, Fraction, NameOrNumber, Requires, Text
 
 KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
 """Compilers that support a memory budget. The second generates no code and is for tests."""
@@ -31,7 +31,7 @@ class ActivationCheckpointConfig:
     ] = "selective"
     """none: keep all; full: recompute every block; selective: see selective_ac_option, and none
     under zero-bubble schedules; memory_budget: the compiler chooses what to recompute."""
-    selective_ac_option: Annotated[str, named_or_number(BY_OPERATOR)] = "2"
+    selective_ac_option: Annotated[str, NameOrNumber(BY_OPERATOR)] = "2"
     """A number n in quotes: recompute every n-th block; op: recompute every block except attention
     and every second matrix product, whose outputs are kept."""
     memory_budget: Annotated[Fraction, Requires("mode", BUDGET, is_notice=True)] = 0.5
@@ -50,7 +50,7 @@ class CompileConfig:
 
 
 FLOAT8_NOTICE = Requires(
-    "model.converters", GIVEN, 'write converters = ["float8"], or remove the line', is_notice=True
+    "model.converters", SET, 'write converters = ["float8"], or remove the line', is_notice=True
 )
 MULTIPLE = 16
 """Sizes of float8 products must be a multiple of this."""
