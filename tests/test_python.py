@@ -96,14 +96,6 @@ def test_to_import_it_takes_no_time() -> None:
             {"training": {"dataset": "files", "dataset_path": ("a.txt", Path("b") / "c.txt")}},
             ["--training.dataset=files", "--training.dataset_path", "a.txt", "b/c.txt"],
         ),
-        (
-            None,
-            {"training": {"dataset": "files", "dataset_mixture": {"a.txt": 2, "b/*.txt": 1.5}}},
-            [
-                "--training.dataset=files",
-                '--training.dataset_mixture={"a.txt" = 2, "b/*.txt" = 1.5}',
-            ],
-        ),
         (FILE, {"training": {"steps": None}}, [f"--training.steps={Config().training.steps}"]),
         (
             None,

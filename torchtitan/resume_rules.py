@@ -67,7 +67,6 @@ COUNTS: Mapping[Path, str] = {
 }
 DATA_PLACES = {
     ("training", "dataset_path"),
-    ("training", "dataset_mixture"),
     ("training", "chat_template"),
     ("model", "tokenizer_path"),
 }

@@ -73,7 +73,6 @@ def validation_source(training: TrainingConfig, validation: ValidationConfig) ->
         else training.dataset_options,
         dataset_path=validation.dataset_path,
         dataset_weights=(),
-        dataset_mixture={},
     )
 
 

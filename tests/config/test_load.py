@@ -109,38 +109,7 @@ def test_tables_merge_and_values_replace(jobs: Jobs) -> None:
     assert config.optimizer.no_decay_params == ("c",)
 
 
-MIXTURE = '[training]\ndataset = "files"\n[training.dataset_mixture]\n"a.txt" = 0.5\nb = 0.5\n'
 OPTIONS = '[optimizer]\nname = "SGD"\n[optimizer.options]\na = 1\nb = 2\n'
-PATHS = '[training]\ndataset = "files"\ndataset_path = "x"\ndataset_weights = [1.0]\n'
-C = {"c.txt": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("base", "text", "options", "mixture", "paths"),
-    [
-        (MIXTURE, "", ["--training.dataset_mixture", '{"c.txt" = 1.0}'], C, ()),
-        (MIXTURE, "", ["--training.dataset_mixture.b", "2"], {"a.txt": 0.5, "b": 2.0}, ()),
-        (MIXTURE, "", ["--training.dataset_path", "x"], {}, ("x",)),
-        (MIXTURE, "", ["--training.dataset_mixture=none", "--training.dataset=synthetic"], {}, ()),
-        (MIXTURE, "", ["--training.dataset_mixture={}", "--training.dataset=synthetic"], {}, ()),
-        (MIXTURE, '[training.dataset_mixture]\n"c.txt" = 1.0', [], C, ()),
-        (MIXTURE, '[training]\ndataset_path = ["x"]', [], {}, ("x",)),
-        (MIXTURE, "[training]\ndataset_path = []", [], {"a.txt": 0.5, "b": 0.5}, ()),
-        (PATHS, '[training.dataset_mixture]\n"c.txt" = 1.0', [], C, ()),
-    ],
-)
-def test_a_later_choice_of_files_replaces_an_earlier_one(
-    jobs: Jobs,
-    base: str,
-    text: str,
-    options: list[str],
-    mixture: dict[str, float],
-    paths: tuple[str, ...],
-) -> None:
-    jobs.write(base, name="base.toml")
-    training = jobs.load(f'base = "base.toml"\n{text}', *options).training
-    assert (training.dataset_mixture, training.dataset_path) == (mixture, paths)
-    assert not mixture or not training.dataset_weights
 
 
 @pytest.mark.promise("settings")
@@ -326,7 +295,6 @@ def random_config(seed: int) -> Config:
         (*scaling, "beta_slow"): rng.choice([None, rng.uniform(0.1, 2.0)]),
         ("training", "dataset"): "files" if paths else "synthetic",
         ("training", "dataset_text_template"): None,
-        ("training", "dataset_mixture"): {},
         ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
         ("training", "global_batch_size"): values["training", "local_batch_size"],
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
@@ -375,12 +343,6 @@ def random_config(seed: int) -> Config:
         }
         if paths and values["training", "dataset_text_key"] == "text":
             values["training", "dataset_text_template"] = "{title}\n{{é}} {body}"
-    if values["training", "dataset"] == "files" and rng.random() < 0.5:
-        values |= {
-            ("training", "dataset_mixture"): {"a b/**/*.jsonl": 0.5, "é": 2.0},
-            ("training", "dataset_path"): (),
-            ("training", "dataset_weights"): (),
-        }
     for axis in ("tensor", "pipeline", "context"):
         values["parallelism", f"{axis}_parallel_degree"] = 1
     parts: dict[Path, dict[str, object]] = {(): {}}

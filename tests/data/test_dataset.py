@@ -14,8 +14,9 @@ from tests.data.helpers import SEQ_LEN, dataset_of, training, write_texts
 from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
-from torchtitan.data.documents import build_text, labelled_run
+from torchtitan.data.documents import build_text
 from torchtitan.data.store import open_writer
+from torchtitan.data.synthetic import labelled_run
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 
 TEXTS = {"a.txt": "the first document, ", "b.txt": "a second one, and ", "c.txt": "x" * 200}
@@ -121,16 +122,6 @@ def test_stores_and_texts_without_weights_are_one_source(tmp_path: Path) -> None
     ]
     assert Counter(sample(dataset, k) for k in range(len(expected))) == Counter(expected)
     assert dataset.num_samples == len(expected)
-
-
-def test_a_file_that_is_named_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    paths = write_texts(tmp_path / "text", {"a.txt": "a" * 50, "b.txt": "b" * 50})
-    dataset_of(tmp_path, dataset_path=paths)
-    assert not caplog.messages
-    dataset_of(tmp_path, dataset_path=[str(tmp_path / "text" / "*.txt"), paths[0]])
-    [warning] = caplog.messages
-    assert naming("dataset_path", 1).match(warning)
-    assert paths[0] in warning
 
 
 def test_ids_of_another_tokenizer(tmp_path: Path) -> None:

@@ -1,16 +1,11 @@
-"""Preparing many files: the same store by any number of processes, stopped and gone on with."""
+"""Preparing many files: the same store by any number of processes."""
 
 from __future__ import annotations
 
-import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +14,6 @@ import pytest
 from tests.data.helpers import write_texts
 from tests.naming import naming
 from torchtitan.base.errors import DataError
-from torchtitan.data import prepare as prepare_module
 from torchtitan.data.corpus import Corpus, file_corpus
 from torchtitan.data.files import find_files
 from torchtitan.data.prepare import prepare_files
@@ -27,11 +21,6 @@ from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import build_tokenizer
 
 NAME = "bpe_2048"
-
-
-@pytest.fixture(autouse=True)
-def _each_file_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "MAX_PART_BYTES", 0)
 
 
 def corpus_of(folder: Path) -> Corpus:
@@ -60,7 +49,7 @@ def test_a_store_is_that_of_one_reader(tmp_path: Path, num_workers: int) -> None
             writer.add(ids, ends_document=True)
     summary = prepare(corpus, tmp_path / "new" / "store", num_workers)
     assert bytes_of(tmp_path / "new" / "store") == bytes_of(tmp_path / "wanted")
-    assert not (tmp_path / "new" / "store.parts").exists()
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["store.bin", "store.idx"]
     text_bytes = sum(len(text.encode()) for text in texts)
     counts = {"num_documents": 11, "num_tokens": writer.num_tokens, "text_bytes": text_bytes}
     assert counts.items() <= summary.items()
@@ -103,28 +92,6 @@ def test_a_file_that_is_named_twice_is_read_twice(tmp_path: Path, num_workers: i
     assert TokenStore(tmp_path / "store").num_documents == notes["num_documents"] == 6
 
 
-def test_finished_parts_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A start that is killed goes on with the parts that it had finished."""
-    corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
-    good = corpus.files[2].read_text()
-    status = corpus.files[2].stat()
-    corpus.files[2].write_text(good + "{")
-    with pytest.raises(DataError, match=naming(corpus.files[2])):
-        prepare(corpus, prefix, 2)
-    assert f"{prefix}.parts" in caplog.text
-    assert not Path(f"{prefix}.bin").exists()
-    parts = {path.parent.name for path in Path(f"{prefix}.parts").glob("*/part-*/tokens.idx")}
-    assert parts
-    with pytest.raises(DataError):
-        prepare(corpus, prefix, 2)  # of the same files
-    assert status.st_size != corpus.files[2].stat().st_size
-    corpus.files[2].write_text(good)
-    prepare(corpus, prefix, 2)
-    prepare(corpus, tmp_path / "other", 1)
-    assert bytes_of(prefix) == bytes_of(tmp_path / "other")
-    assert not Path(f"{prefix}.parts").exists()
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_mistakes_of_all_files_are_told(tmp_path: Path, num_workers: int) -> None:
     corpus = corpus_of(tmp_path / "texts")
@@ -145,38 +112,6 @@ def test_a_first_file_that_is_wrong_leaves_nothing(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [tmp_path / "texts"]
 
 
-def test_many_parts_are_not_open_at_once(tmp_path: Path) -> None:
-    texts = {f"{i}.txt": f"text {i}" for i in range(30)}
-    corpus = file_corpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # the limit is on the number of a descriptor: leave 40 free ones below it
-    used = {int(name) for name in os.listdir("/dev/fd")}
-    free = (number for number in count() if number not in used)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, 40, None)), limits[1]))
-    try:
-        assert prepare(corpus, tmp_path / "store", 1)["num_documents"] == 30
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_what_waits_is_not_begun_when_stopped(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def stopping(jobs: list[Future[Path]]) -> Iterator[Future[Path]]:
-        yield next(as_completed(jobs))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(prepare_module, "as_completed", stopping)
-    texts = {f"{i}.txt": f"text {i} " * 10_000 for i in range(60)}
-    corpus = file_corpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
-    with pytest.raises(KeyboardInterrupt):
-        prepare(corpus, tmp_path / "store", 2)
-    assert 0 < len([*(tmp_path / "store.parts").glob("*/part-*/about.json")]) < 60
-    assert f"{tmp_path}/store.parts" in caplog.text
-
-
 @pytest.mark.slow
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     paths = write_texts(tmp_path, {f"{i}.txt": f"{i} words " * 3_000_000 for i in range(2)})
@@ -185,7 +120,7 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
         [*script, *paths, "--tokenizer", NAME, "--workers", "2"], stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 60
-    while not [*tmp_path.glob("store.parts/*.lock")]:
+    while not [*tmp_path.glob("store.bin.tmp-*")]:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -205,29 +140,3 @@ def test_no_documents_are_held_out_of_an_earlier_store(tmp_path: Path) -> None:
         prepare_files(corpus, prefix=str(prefix), tokenizer=tokenizer, holdout_fraction=fraction)
         assert len(held_out(prefix)) == num_files
         assert all(str(fraction) in file.name for file in held_out(prefix))
-
-
-def test_two_of_one_prefix_wait_for_each_other(tmp_path: Path) -> None:
-    corpus = corpus_of(tmp_path / "texts")
-    with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(prepare, corpus, tmp_path / "store", 1) for _ in range(3)]
-        assert len({str(job.result()) for job in jobs}) == 1
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["store.bin", "store.idx", "texts"]
-
-
-def test_files_of_a_killed_process_are_not_part_of_the_store(tmp_path: Path) -> None:
-    corpus, tokenizer = corpus_of(tmp_path / "texts"), build_tokenizer(NAME)
-
-    def killed(*args: object, **kwargs: object) -> dict[str, object]:
-        (folder,) = (tmp_path / "store.parts").glob("*.tmp")
-        (folder / "tokens.bin.tmp-1").write_bytes(b"half")
-        (folder / "part-1").mkdir()
-        (folder / "part-1" / "about.json").write_text("{}")  # so that parts are kept
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "_tokenize", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prepare_files(corpus, prefix=str(tmp_path / "store"), tokenizer=tokenizer)
-    prepare_files(corpus, prefix=str(tmp_path / "store"), tokenizer=tokenizer)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["store.bin", "store.idx", "texts"]

@@ -401,7 +401,7 @@ def test_what_is_held_out_is_told_with_its_setting(
         told[held_out] = [one for one in caplog.messages if "validation.holdout_fraction" in one]
     [message] = told[False]
     assert nums[True]
-    assert naming(nums[True], 60, "validation.enable").match(message)
+    assert naming(nums[True], 60).match(message)
     assert told[True] == []
 
 

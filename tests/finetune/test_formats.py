@@ -105,8 +105,8 @@ def test_openais_completions_come_first() -> None:
 
 
 FAULTS: list[tuple[object, tuple[str, ...]]] = [
-    ([1], ("an array",)),
-    (5, ("a number, 5",)),
+    ([1], ("[1]",)),
+    (5, ("5",)),
     ({}, ("no keys",)),
     ({"text": "a"}, ("'text'",)),
     ({"prompt": "a"}, ("'prompt'",)),

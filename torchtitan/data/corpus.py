@@ -4,8 +4,8 @@
 documentation, enough to see a small model learn; it differs between Python versions. `synthetic`
 (`synthetic.py`) is the same text on every machine, to compare runs and to test.
 
-The identity of a corpus is cheap to compute from its files (path, size, times). It is enough to
-know, on this machine, that they have not changed since they were tokenized.
+The identity of a corpus comes from its files (path, size, times): on this machine, it tells whether
+they have changed since they were tokenized.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -44,11 +44,6 @@ class Corpus:
     key: list[str] = field(default_factory=list)
     """Values that decide the text besides the files."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of all files."""
-        return sum(file.stat().st_size for file in self.files)
-
     def identity(self) -> list[str]:
         """Return values that change whenever the text may have changed."""
         return [*map(file_identity, self.files), *self.key]
@@ -76,9 +71,15 @@ def file_corpus(
         settings: Names of `text_key` and `template` in error messages.
     """
     text_of = TextTemplate(text_key, template, setting=settings[template is not None])
-    name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-    key = [text_key, *([] if template is None else [template])]
-    return Corpus(name, partial(read_documents, text_of=text_of), files, key)
+    read = partial(read_documents, text_of=text_of)
+    return Corpus(
+        name_of(files), read, files, [text_key, *([] if template is None else [template])]
+    )
+
+
+def name_of(files: Sequence[Path]) -> str:
+    """Return a name of files for messages."""
+    return str(files[0]) if len(files) == 1 else f"{len(files)} files"
 
 
 def stdlib_corpus() -> Corpus:
@@ -95,11 +96,7 @@ def stdlib_corpus() -> Corpus:
         names = [n for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
         files += [file for name in names if (file := Path(folder, name)).is_file()]
     if not files:
-        rule = (
-            f"'python_stdlib' needs the sources of the standard library, {root} holds none; "
-            f"use 'synthetic', or 'files' with dataset_path"
-        )
-        raise DataError.at("dataset", rule)
+        raise DataError.at("dataset", f"python_stdlib needs sources, {root} holds none")
     return Corpus("python_stdlib", _read_source, tuple(sorted(files, key=Path.as_posix)))
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 from bisect import bisect
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -31,7 +29,7 @@ from torchtitan.data.prepare import cached_store
 from torchtitan.data.sampler import Mixture
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.store import TokenStore
-from torchtitan.data.synthetic import synthetic_corpus
+from torchtitan.data.synthetic import MaskedDataset, synthetic_corpus
 from torchtitan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,12 +63,11 @@ class TextSource:
     def __getitem__(self, i: int) -> Samples:
         number, first = self.place_of(i)
         store, stop = self.stores[number], first + self._seq_len + 1
-        tokens = store.read(first, stop)
+        tokens = store.tokens[first:stop]
         if tokens.max() >= self._vocab_size or tokens.min() < 0:
             raise DataError(
-                f"the data must hold ids of the tokenizer, 0 to {self._vocab_size - 1}, found "
-                f"{tokens.min()} to {tokens.max()}; the store was made with another tokenizer than "
-                f"model.tokenizer_path"
+                f"the token store {store.prefix} has ids {tokens.min()} to {tokens.max()}, the "
+                f"tokenizer has 0 to {self._vocab_size - 1}"
             )
         # a copy as int64: the model takes no other type, and the map is read-only
         row = torch.from_numpy(tokens.astype(np.int64))
@@ -102,34 +99,6 @@ class TextSource:
         return hashlib.sha256(hashes.encode()).hexdigest()
 
 
-class MaskedDataset(Dataset):
-    """Keeps the labels of a pseudo-random run in each sample and sets the rest to -100.
-
-    Layouts are compared on it: with equal numbers of labels a wrong divisor would not show.
-    """
-
-    def __getitem__(self, k: int) -> Samples:
-        sample = super().__getitem__(k)
-        labels = sample["labels"].clone()
-        first, last = labelled_run(k, seq_len=len(labels), seed=self._seed)
-        labels[:first] = IGNORED
-        labels[last:] = IGNORED
-        return {**sample, "labels": labels}
-
-
-def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
-    """Return start and end of the labels that sample k keeps: no label, all, or a run."""
-    draw = random.Random(f"labels/{seed}/{k}").random
-    choice = draw()
-    if choice < 1 / 8:
-        return 0, 0
-    if choice < 1 / 4:
-        return 0, seq_len
-    length = int(draw() * (seq_len + 1))
-    first = int(draw() * (seq_len - length + 1))
-    return first, first + length
-
-
 def build_text(
     training: TrainingConfig,
     *,
@@ -150,22 +119,34 @@ def build_text(
     Raises:
         DataError: Data are missing, empty, damaged or too short.
     """
-    stores = _open_stores(training, tokenizer=tokenizer, holdout=holdout, once=once)
-    weights = training.weights or (1.0,)
+    stores = [
+        [
+            _side_of(part, holdout)
+            if isinstance(part, TokenStore)
+            else cached_store(
+                part,
+                tokenizer=tokenizer,
+                cache=training.dataset_cache,
+                holdout=holdout,
+                once=once,
+            )
+            for part in parts
+        ]
+        for parts in find_corpora(training, holdout=holdout, once=once)
+    ]
+    weights = training.dataset_weights or (1.0,)
     if holdout.fraction is not None and holdout.held_out:
         # each document once, without weights
-        stores, weights = [[store for group in stores for store in group]], (1.0,)
+        stores, weights = [[store for row in stores for store in row]], (1.0,)
     sources = [TextSource(row, training, vocab_size=tokenizer.vocab_size) for row in stores]
     for source in sources:
         if not source.num_samples:
-            names = ", ".join(training.paths) or training.dataset
-            needed = f"seq_len + 1 = {training.seq_len + 1} tokens"
             most = max(store.num_tokens for store in source.stores)
-            got = f"at most {most} in a store of {names:.200}"
+            rule = f"the stores of a source have at most {most} tokens, less than seq_len + 1"
             if holdout.fraction is not None:
-                raise holdout.too_small(needed=needed, got=got)
-            rule = f"data must hold at least {needed}, got {got}; add data or lower seq_len"
-            raise DataError.at("seq_len", rule)
+                raise holdout.too_small(rule)
+            names = ", ".join(training.dataset_path) or training.dataset
+            raise DataError.at("seq_len", f"{rule} = {training.seq_len + 1}: {names:.200}")
     masked = training.dataset == "synthetic_masked"
     dataset = (MaskedDataset if masked else Dataset)(
         sources,
@@ -187,25 +168,8 @@ def build_text(
     # ids of another tokenizer are usually found in the first sample, before any long work
     dataset[0]
     num_sources, num_tokens = plural(len(stores), "source"), plural(dataset.num_tokens, "token")
-    total = "repeated" if dataset.num_samples is None else f"{dataset.num_samples} in all"
-    logger.info("data: %s, %s, samples of %d, %s", num_sources, num_tokens, training.seq_len, total)
+    logger.info("data: %s, %s, samples of %d", num_sources, num_tokens, training.seq_len)
     return dataset
-
-
-def _open_stores(
-    training: TrainingConfig, *, tokenizer: Tokenizer, holdout: Holdout, once: Once
-) -> list[list[TokenStore]]:
-    """Return the stores of each source, tokenized first if necessary."""
-    cache = training.dataset_cache
-    return [
-        [
-            _side_of(part, holdout)
-            if isinstance(part, TokenStore)
-            else cached_store(part, tokenizer=tokenizer, cache=cache, holdout=holdout, once=once)
-            for part in parts
-        ]
-        for parts in find_corpora(training, holdout=holdout, once=once)
-    ]
 
 
 def _side_of(store: TokenStore, holdout: Holdout) -> TokenStore:
@@ -215,9 +179,9 @@ def _side_of(store: TokenStore, holdout: Holdout) -> TokenStore:
     twin = held_out_prefix(store.prefix, holdout.fraction)
     if not Path(f"{twin}.idx").exists():
         rule = (
-            f"needs the documents that were held out of the token store {store.prefix}, and "
-            f"{twin}.idx does not exist; write both with torchtitan prepare --holdout_fraction "
-            f"{holdout.fraction}, or name other data in validation.dataset_path"
+            f"the token store {store.prefix} has no store of held-out documents, {twin}.idx; write "
+            f"both by torchtitan prepare --holdout_fraction {holdout.fraction}, or name other data "
+            f"in validation.dataset_path"
         )
         raise DataError.at("holdout_fraction", rule)
     return TokenStore(twin) if holdout.held_out else store
@@ -231,23 +195,11 @@ def find_corpora(
         return [[stdlib_corpus()]]
     if training.dataset != "files":
         return [[synthetic_corpus(held_out=holdout.takes_other_text)]]
-    assert training.paths, "a rule of the settings"
-    groups = find_all(training.paths, cache=training.dataset_cache, once=once)
-    if not training.weights:
+    groups = find_all(training.dataset_path, cache=training.dataset_cache, once=once)
+    if not training.dataset_weights:
         groups = [[file for files in groups for file in files]]
-    counts = Counter(file for files in groups for file in files)
-    if repeated := [file for file, count in counts.items() if count > 1]:
-        logger.warning(
-            "dataset_path names %s more than once, as %s: their documents are repeated",
-            plural(len(repeated), "file"),
-            repeated[0],
-        )
     sources: list[list[Corpus | TokenStore]] = []
-    text = training.dataset_text_key, training.dataset_text_template
-    for files in groups:
-        texts, stores = divide(files)
-        sources.append([])
-        if texts:
-            sources[-1].append(file_corpus(texts, *text))
-        sources[-1] += map(TokenStore, stores)
+    for texts, stores in map(divide, groups):
+        text = file_corpus(texts, training.dataset_text_key, training.dataset_text_template)
+        sources.append([*([text] if texts else []), *map(TokenStore, stores)])
     return sources

@@ -10,7 +10,6 @@ Text is written to two stores when it is tokenized (`prepare.py`).
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -18,8 +17,6 @@ from typing import Any
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 # part of the hash, so that other uses of it select other documents
 PERSON = b"validation split"
@@ -31,6 +28,11 @@ def goes_to_holdout(ids: npt.NDArray[Any], fraction: float) -> bool:
     """Return whether a document with these ids, without its end token, is held out."""
     digest = blake2b(ids.astype("<i4").tobytes(), digest_size=8, person=PERSON).digest()
     return int.from_bytes(digest, "little") < int(fraction * 2**64)
+
+
+def held_out_prefix(prefix: str, fraction: float) -> str:
+    """Return the prefix of the store that holds the documents held out of the store `prefix`."""
+    return f"{prefix}{HELD_OUT}{fraction}"
 
 
 @dataclass(frozen=True)
@@ -58,32 +60,14 @@ class Holdout:
             return {}
         return {"validation.split": f"{self.fraction}{', held out' if self.held_out else ''}"}
 
-    def log(self, name: str, num_held_out: int, total: str) -> None:
-        """Log what is held out of the data to train on."""
-        if self.fraction is None or self.held_out:
-            return
-        logger.info(
-            "%s: %d of %s are held out, with and without validation.enable; remove "
-            "validation.holdout_fraction to train on all",
-            name,
-            num_held_out,
-            total,
-        )
-
-    def too_small(self, *, needed: str, got: str) -> DataError:
+    def too_small(self, got: str) -> DataError:
         """Return the error for data with less than a sample on this side."""
-        verb, change = ("hold out", "raise") if self.held_out else ("leave to train on", "lower")
+        side = "held out" if self.held_out else "left to train on"
         rule = (
-            f"must {verb} at least {needed}, {self.fraction} gives {got}; {change} it, add "
-            f"documents (a text file or a row is one, copies stay together), or name other files "
-            f"in validation.dataset_path"
+            f"{self.fraction} leaves too little data {side}: {got}; change it, add documents, or "
+            f"name other files in validation.dataset_path"
         )
         return DataError.at("holdout_fraction", rule)
 
 
 ALL = Holdout()
-
-
-def held_out_prefix(prefix: str, fraction: float) -> str:
-    """Return the prefix of the store that holds the documents held out of the store `prefix`."""
-    return f"{prefix}{HELD_OUT}{fraction}"

@@ -12,12 +12,10 @@ valid only for one rank and one number of workers, and it counts batches.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -276,11 +274,11 @@ class Loader:
         settings = self._settings
         in_workers: dict[str, Any] = {}
         if settings.num_workers:
-            from torchtitan.data.workers import end_with_trainer, worker_context
+            from torchtitan.data.workers import worker_context
 
             in_workers = {
                 "multiprocessing_context": worker_context(preload=__name__),
-                "worker_init_fn": partial(end_with_trainer, os.getpid()),
+                "worker_init_fn": _init_worker,
             }
         with warnings.catch_warnings():
             # torchdata calls a function that torch 2.13 deprecates
@@ -297,6 +295,12 @@ class Loader:
                 generator=torch.Generator().manual_seed(0),
                 **in_workers,
             )
+
+
+def _init_worker(number: int) -> None:
+    from torchtitan.data.workers import end_with_parent
+
+    end_with_parent()
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ the tokenizer, and the fraction of documents that are held out. One process per 
 store under a lock while other processes wait. Finished stores are never deleted: the cache
 may be emptied by hand while no run uses it.
 
-A corpus is tokenized in parts, each a store that is joined to the final one at the end. Finished
-parts are kept after an interruption. `torchtitan prepare` tokenizes parts in processes, because
-reading JSON and writing stores hold the interpreter lock. A run uses one process with a thread per
-core (tiktoken and `tokenizers` release the lock while they encode): processes would have to be
-started safely beside CUDA and gloo, and would import the user's main module again.
+Text is read and written in order by one process, and encoded in batches: by the threads of a run
+(tiktoken and `tokenizers` release the interpreter lock while they encode), or by the processes of
+`torchtitan prepare`. A run starts no processes, which would have to be started safely beside CUDA
+and gloo.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +40,10 @@ from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import locked
 from torchtitan.data.holdout import ALL, HELD_OUT, Holdout, goes_to_holdout, held_out_prefix
 from torchtitan.data.readers import find_mistakes, join_errors
-from torchtitan.data.store import StoreWriter, TokenStore, hash_files, open_writer
+from torchtitan.data.store import TokenStore, hash_files, open_writer
 from torchtitan.data.text import Ids, Piece, cut_point
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.workers import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +55,6 @@ PIECE_CHARS, DOCUMENT_CHARS = 1 << 20, 1 << 22
 """Longest text that is encoded at once, and longest document for a tokenizer that needs full
 documents. Encoding takes up to 130 times the text's memory."""
 LOG_EVERY_SECONDS = 30.0
-# small enough that all processes end at about the same time, large enough that a part costs little
-MAX_PART_BYTES, NUM_PARTS = 1 << 25, 64
 
 
 def cached_store(
@@ -67,7 +63,6 @@ def cached_store(
     tokenizer: Tokenizer,
     cache: str,
     holdout: Holdout = ALL,
-    num_processes: int = 1,
     once: Once = alone,
 ) -> TokenStore:
     """Return the tokens of a corpus, or of one side of it, from the cache or tokenized now.
@@ -77,7 +72,6 @@ def cached_store(
         tokenizer: Encodes the text.
         cache: Folder of finished stores.
         holdout: Fraction that is held out, and the side to return.
-        num_processes: Processes that tokenize parts of the corpus.
         once: Reads the identity of the corpus in one process of this machine.
 
     Raises:
@@ -87,18 +81,20 @@ def cached_store(
     folder, notes = cached(
         [FORMAT, tokenizer.fingerprint, corpus.name, once(corpus.identity), fraction],
         cache=cache,
-        build=lambda folder: _tokenize(folder, corpus, tokenizer, fraction, num_processes),
+        build=lambda folder: prepare_files(
+            corpus, prefix=f"{folder}/tokens", tokenizer=tokenizer, holdout_fraction=fraction
+        ),
     )
     prefix = str(folder / "tokens")
-    num_held_out, num_documents = notes["num_held_out"], notes["num_documents"]
+    held_out = f"{notes['num_held_out']} of {plural(notes['num_documents'], 'document')}"
     if fraction is not None and holdout.held_out:
         prefix = held_out_prefix(prefix, fraction)
-    if fraction is not None and num_held_out == num_documents * (not holdout.held_out):
-        got = f"none of {plural(num_documents, 'document')} of {corpus.name}"
-        raise holdout.too_small(needed="one document", got=got)
+    if not Path(f"{prefix}.idx").exists():
+        raise holdout.too_small(f"{held_out} of {corpus.name} are held out")
     store = TokenStore(prefix)
     logger.info("%s: %s in %s", corpus.name, plural(store.num_tokens, "token"), folder)
-    holdout.log(corpus.name, num_held_out, plural(num_documents, "document"))
+    if fraction is not None and not holdout.held_out:
+        logger.info("%s: validation.holdout_fraction holds out %s", corpus.name, held_out)
     return store
 
 
@@ -108,67 +104,61 @@ def prepare_files(
     prefix: str,
     tokenizer: Tokenizer,
     holdout_fraction: float | None = None,
-    num_processes: int = 0,
+    num_processes: int = 1,
 ) -> dict[str, Any]:
     """Write the store `prefix`, and with a fraction the store of the documents held out.
 
     Args:
-        corpus: Files to tokenize.
+        corpus: Text to tokenize.
         prefix: Path of the store without the suffixes.
-        tokenizer: Encodes the text.
+        tokenizer: Encodes the text. An end token follows each document.
         holdout_fraction: Fraction of the documents to hold out.
-        num_processes: Processes; 0 for one per core. At most one per part.
+        num_processes: Processes that encode. 1: a thread per core.
 
     Returns:
-        Counts of the documents, of those held out, of tokens and of bytes of text.
+        Name and tokenizer; counts of documents, of those held out, of tokens and of bytes of text.
 
     Raises:
-        DataError: A file cannot be read. Finished parts are kept.
+        DataError: A file cannot be read. Earlier stores are kept.
     """
-    parts = Path(f"{prefix}.parts")
-    parts.parent.mkdir(parents=True, exist_ok=True)
-    lock = parts.with_name(f".{parts.name}.lock")  # hidden: data may be read from this folder
-    with locked(lock):
-        try:
-            return _prepare(
-                corpus, prefix, parts, tokenizer, Holdout(holdout_fraction), num_processes
-            )
-        finally:
-            lock.unlink()
-
-
-def _prepare(
-    corpus: Corpus,
-    prefix: str,
-    parts: Path,
-    tokenizer: Tokenizer,
-    holdout: Holdout,
-    num_processes: int,
-) -> dict[str, Any]:
-    try:
-        store = cached_store(
-            corpus,
-            tokenizer=tokenizer,
-            cache=str(parts),
-            holdout=holdout,
-            num_processes=num_processes or num_cores(),
-        )
-    except BaseException:
-        if not any(parts.glob("*.tmp")):
-            shutil.rmtree(parts, ignore_errors=True)
-        raise
-    folder = Path(store.prefix).parent
-    notes: dict[str, Any] = json.loads((folder / ABOUT).read_text())
-    # indexes are removed first and written last: new tokens must never meet an old index, nor a
-    # store the documents that were held out of an earlier one
-    held_out = sorted(parts.parent.glob(f"{glob.escape(Path(prefix).name)}{HELD_OUT}[0-9]*.idx"))
-    for index in (Path(f"{prefix}.idx"), *held_out):
-        index.unlink(missing_ok=True)
-        index.with_suffix(".bin").unlink(missing_ok=True)
-    for file in sorted(folder.glob("tokens.*")):  # .bin before .idx
-        file.replace(prefix + file.name.removeprefix("tokens"))
-    shutil.rmtree(parts)
-    return notes
+    if mistakes := find_mistakes(corpus.files, corpus.read):
+        raise join_errors(mistakes)
+    fraction, end = holdout_fraction, np.array([tokenizer.eos_id], np.uint32)
+    prefixes = [prefix, *([] if fraction is None else [held_out_prefix(prefix, fraction)])]
+    counts = Counter(num_documents=0, num_held_out=0, num_tokens=0, text_bytes=0)
+    document: list[Ids] = []
+    logged_at = time.monotonic()
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(open_writer(prefix, vocab_size=tokenizer.vocab_size))
+            for prefix in prefixes
+        ]
+        pool = stack.enter_context(_start_pool(num_processes))
+        for piece, ids in _encode(
+            corpus, tokenizer, pool, num_ahead=2 * max(num_cores(), num_processes)
+        ):
+            counts["text_bytes"] += len(piece.text.encode())
+            document.append(ids)
+            if fraction is not None and not piece.ends_document:
+                continue  # the hash needs the full document
+            ids = np.concatenate(document)
+            document.clear()
+            is_held_out = fraction is not None and goes_to_holdout(ids, fraction)
+            if piece.ends_document:
+                ids = np.concatenate([ids, end])
+            writers[is_held_out].add(ids, ends_document=piece.ends_document)
+            counts["num_documents"] += piece.ends_document
+            counts["num_held_out"] += is_held_out
+            counts["num_tokens"] += len(ids)
+            if time.monotonic() - logged_at >= LOG_EVERY_SECONDS:
+                logged_at = time.monotonic()
+                logger.info("%s: %.1f MB of text", corpus.name, counts["text_bytes"] / 1e6)
+        # the new store must never meet the documents that were held out of an earlier one
+        target = Path(prefix)
+        for file in target.parent.glob(f"{glob.escape(target.name)}{HELD_OUT}[0-9]*.idx"):
+            file.unlink()
+            file.with_suffix(".bin").unlink(missing_ok=True)
+    return {"source": corpus.name, "tokenizer": tokenizer.fingerprint, **counts}
 
 
 def cached(
@@ -179,40 +169,36 @@ def cached(
     Args:
         sources: Everything that decides the content, as JSON.
         cache: Parent of the folder.
-        build: Fills a folder, which may hold finished parts, and returns the notes.
+        build: Fills an empty folder and returns the notes.
 
     Raises:
         DataError: The cache cannot be written, or is damaged.
     """
-    key = _hash(sources)
     root = user_path(cache, key="dataset_cache")
-    folder, unfinished = root / key, root / f"{key}.tmp"
+    folder = root / hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not folder.exists():
-            with locked(root / f"{key}.lock"):
+            with locked(folder.with_suffix(".lock")):
                 if not folder.exists():  # another process may have written it meanwhile
-                    unfinished.mkdir(exist_ok=True)
-                    for file in unfinished.glob("**/*.tmp-*"):  # of a process that was killed
-                        file.unlink()
-                    try:
-                        notes = {**build(unfinished), "content": hash_files(_content(unfinished))}
-                        (unfinished / ABOUT).write_text(json.dumps(notes, indent=1) + "\n")
-                        unfinished.rename(folder)
-                    except BaseException:
-                        if any(unfinished.glob(f"*/{ABOUT}")):
-                            logger.warning("finished parts are kept in %s", unfinished)
-                        else:
-                            shutil.rmtree(unfinished)
-                        raise
+                    _build(folder, build)
     except OSError as error:
         rule = f"cannot write to {error.filename or root}: {error.strerror or error}"
         raise DataError.at("dataset_cache", rule) from error
     return folder, read_notes(folder)
 
 
-def _hash(values: Sequence[object]) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
+def _build(folder: Path, build: Callable[[Path], Mapping[str, object]]) -> None:
+    unfinished = folder.with_suffix(".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    unfinished.mkdir()
+    try:
+        notes = {**build(unfinished), "content": hash_files(_content(unfinished))}
+        (unfinished / ABOUT).write_text(json.dumps(notes, indent=1) + "\n")
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -231,168 +217,44 @@ def _content(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.name != ABOUT and file.is_file())
 
 
-def _tokenize(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, fraction: float | None, num_processes: int
-) -> dict[str, Any]:
-    """Write the store `tokens`, and the store of held-out documents, to a folder; return counts."""
-    if mistakes := find_mistakes(corpus.files, corpus.read):
-        raise join_errors(mistakes)
-    parts = [*_divide(corpus, num_processes)]
-    folders = [folder / f"part-{_hash(part.identity())}" for part in parts]
-    unfinished = [
-        (part, target, tokenizer, fraction)
-        for target, part in dict(zip(folders, parts, strict=True)).items()  # files may be repeated
-        if not (target / ABOUT).exists()
-    ]
-    num_processes = min(num_processes, len(unfinished))
-    if num_processes > 1:
-        _tokenize_in_processes(unfinished, num_processes)
-    else:
-        for job in unfinished:
-            _tokenize_part(*job, num_threads=num_cores())
-    notes = [json.loads((target / ABOUT).read_text()) for target in folders]
-    total = {key: sum(counts[key] for counts in notes) for key in notes[0]}
-    for name, num_documents in (
-        ("tokens", total["num_documents"] - total["num_held_out"]),
-        (held_out_prefix("tokens", fraction or 0), total["num_held_out"]),
-    ):
-        if not num_documents:
-            continue
-        with open_writer(folder / name, vocab_size=tokenizer.vocab_size) as writer:
-            for target in folders:  # one store open at a time: each holds several files
-                if (target / f"{name}.idx").exists():
-                    writer.add_store(TokenStore(target / name))
-    for target in set(folders):
-        shutil.rmtree(target)
-    return {"source": corpus.name, "tokenizer": tokenizer.fingerprint, **total}
-
-
-def _divide(corpus: Corpus, num_processes: int) -> Iterator[Corpus]:
-    """Yield neighbouring files together, up to the size of a part."""
-    part_bytes = min(MAX_PART_BYTES, corpus.num_bytes // NUM_PARTS)
+def _start_pool(num_processes: int) -> Executor:
     if num_processes == 1:
-        part_bytes = 8 * MAX_PART_BYTES  # only to resume
-    files: list[Path] = []
-    size = 0
-    for file in corpus.files:
-        files.append(file)
-        size += file.stat().st_size
-        if size >= part_bytes:
-            yield replace(corpus, files=tuple(files))
-            files, size = [], 0
-    if files or not corpus.files:
-        yield replace(corpus, files=tuple(files))
-
-
-def _tokenize_in_processes(jobs: Sequence[tuple[Any, ...]], num_processes: int) -> None:
-    num_threads = max(num_cores() // num_processes, 1)
+        return ThreadPoolExecutor(num_cores())
     # not forked: threads of this process may hold locks
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, spawn, _init_process) as pool:
-        futures = [pool.submit(_tokenize_part, *job, num_threads=num_threads) for job in jobs]
-        try:
-            for number, future in enumerate(as_completed(futures), start=1):
-                future.result()
-                if 20 * number // len(jobs) > 20 * (number - 1) // len(jobs):  # in steps of 5 %
-                    logger.info("%d of %s tokenized", number, plural(len(jobs), "part"))
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a process ended before its work, perhaps out of memory; try fewer --workers"
-            ) from error
-        finally:
-            # running parts finish and are kept
-            pool.shutdown(cancel_futures=True)
-
-
-def _init_process() -> None:
-    """End this process without a traceback on SIGINT, and when its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _tokenize_part(
-    part: Corpus, folder: Path, tokenizer: Tokenizer, fraction: float | None, *, num_threads: int
-) -> None:
-    """Write the stores of a part, each document followed by the end-of-document token."""
-    folder.mkdir(exist_ok=True)
-    start = logged_at = time.monotonic()
-    end = np.array([tokenizer.eos_id], np.uint32)
-    document: list[Ids] = []
-    num_cuts = 0
-    counts = {"num_documents": 0, "num_held_out": 0, "num_tokens": 0, "text_bytes": 0}
-    with ExitStack() as stack:
-        writers: dict[bool, StoreWriter] = {}
-
-        def writer_of(is_held_out: bool) -> StoreWriter:
-            if is_held_out not in writers:  # only sides with a document have a store
-                name = held_out_prefix("tokens", fraction or 0) if is_held_out else "tokens"
-                opened = open_writer(folder / name, vocab_size=tokenizer.vocab_size)
-                writers[is_held_out] = stack.enter_context(opened)
-            return writers[is_held_out]
-
-        for piece, ids in _encode(part, tokenizer, num_threads):
-            counts["text_bytes"] += len(piece.text.encode())
-            counts["num_documents"] += piece.ends_document
-            counts["num_tokens"] += len(ids) + piece.ends_document
-            num_cuts += not piece.ends_document
-            is_held_out = False
-            if fraction is not None:
-                document.append(ids)
-                if not piece.ends_document:
-                    continue
-                ids = np.concatenate(document)
-                document.clear()
-                is_held_out = goes_to_holdout(ids, fraction)
-                counts["num_held_out"] += is_held_out
-            if piece.ends_document:
-                ids = np.concatenate([ids, end])
-            writer_of(is_held_out).add(ids, ends_document=piece.ends_document)
-            if time.monotonic() - logged_at >= LOG_EVERY_SECONDS:
-                logged_at = time.monotonic()
-                megabytes = counts["text_bytes"] / 1e6
-                logger.info("tokenizing %s: %.1f MB of text", part.name, megabytes)
-    draft = folder / f"{ABOUT}.tmp-{os.getpid()}"
-    draft.write_text(json.dumps(counts))
-    draft.replace(folder / ABOUT)
-    if num_cuts and not tokenizer.encodes_pieces:
-        logger.warning(
-            "%s: documents over %d characters were cut, which may change the tokens at %s",
-            part.name,
-            DOCUMENT_CHARS,
-            plural(num_cuts, "cut"),
-        )
-    documents, tokens = counts["num_documents"], counts["num_tokens"]
-    seconds = time.monotonic() - start
-    logger.info(
-        "%s: %s, %s in %.1f s",
-        part.name,
-        plural(documents, "document"),
-        plural(tokens, "token"),
-        seconds,
+    return ProcessPoolExecutor(
+        num_processes, multiprocessing.get_context("spawn"), initializer=_init_process
     )
 
 
-def _encode(corpus: Corpus, tokenizer: Tokenizer, num_threads: int) -> Iterator[tuple[Piece, Ids]]:
-    """Yield pieces of documents with their ids, encoded by threads."""
+def _init_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback
+    end_with_parent()
+
+
+def _encode(
+    corpus: Corpus, tokenizer: Tokenizer, pool: Executor, *, num_ahead: int
+) -> Iterator[tuple[Piece, Ids]]:
+    """Yield pieces of documents with their ids, in order."""
     limit = PIECE_CHARS if tokenizer.encodes_pieces else DOCUMENT_CHARS
-    with ThreadPoolExecutor(num_threads) as pool:
-        # a few batches ahead keep all threads busy
-        pending: deque[tuple[list[Piece], Future[list[Ids]]]] = deque()
-        for batch in _batches(_cut(corpus.pieces(), limit=limit)):
-            texts = [piece.text for piece in batch]
-            pending.append((batch, pool.submit(tokenizer.encode_batch, texts)))
-            if len(pending) > 2 * num_threads:
-                pieces, ids = pending.popleft()
-                yield from zip(pieces, ids.result(), strict=True)
-        for pieces, ids in pending:
-            yield from zip(pieces, ids.result(), strict=True)
+    # a few batches ahead keep the pool busy
+    pending: deque[tuple[list[Piece], Future[list[Ids]]]] = deque()
+
+    def finish_first() -> Iterator[tuple[Piece, Ids]]:
+        pieces, encoded = pending.popleft()
+        try:
+            yield from zip(pieces, encoded.result(), strict=True)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process ended, perhaps out of memory; try fewer --workers"
+            ) from error
+
+    for batch in _batches(_cut(corpus.pieces(), limit=limit)):
+        texts = [piece.text for piece in batch]
+        pending.append((batch, pool.submit(tokenizer.encode_batch, texts)))
+        if len(pending) > num_ahead:
+            yield from finish_first()
+    while pending:
+        yield from finish_first()
 
 
 def _cut(pieces: Iterator[Piece], *, limit: int) -> Iterator[Piece]:

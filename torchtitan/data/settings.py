@@ -13,7 +13,6 @@ from torchtitan.base.urls import hide_credentials, is_url
 from torchtitan.config.settings import (
     ENABLED,
     IMPORT_PATH,
-    UNSET,
     CustomObject,
     FinitePositive,
     ImportPath,
@@ -134,14 +133,6 @@ class TrainingConfig:
     folders of these; or URLs, as s3://bucket/corpus/**/*.jsonl."""
     dataset_weights: Annotated[tuple[FinitePositive, ...], Requires("dataset", "files")] = ()
     """One weight per dataset_path: samples are drawn in this proportion. Empty: one source."""
-    dataset_mixture: Annotated[
-        dict[Text, FinitePositive],
-        Requires("dataset", "files"),
-        Requires("dataset_path", UNSET),
-        Requires("dataset_weights", UNSET),
-    ] = field(default_factory=dict)
-    """A table of files, as in dataset_path, with the weight of each, instead of dataset_path and
-    dataset_weights."""
     dataset_text_key: str = "text"
     """Key of a JSON object, or column of a table, that holds the text."""
     dataset_text_template: Annotated[Text | None, Requires("dataset", "files")] = None
@@ -198,21 +189,10 @@ class TrainingConfig:
         if self.steps == -1 and self.num_epochs is None:
             object.__setattr__(self, "steps", DEFAULT_STEPS)
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Return the entries that name files."""
-        return tuple(self.dataset_mixture) or self.dataset_path
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Return the weight of each entry, empty for one source."""
-        return tuple(self.dataset_mixture.values()) or self.dataset_weights
-
     def violations(self) -> Iterator[Violation]:
         """Check paths, weights, cache, template and batch."""
-        if self.dataset in READS_FILES and not self.paths:
-            keys = ("dataset", "dataset_path", "dataset_mixture")
-            yield Violation(keys, "needs dataset_path; name the files to read")
+        if self.dataset in READS_FILES and not self.dataset_path:
+            yield Violation(("dataset", "dataset_path"), "needs dataset_path")
         num_paths, num_weights = len(self.dataset_path), len(self.dataset_weights)
         if num_weights and self.dataset == "files" and num_weights != num_paths:
             yield Violation(

@@ -25,7 +25,7 @@ import os
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ class TokenStore:
     def __init__(self, prefix: str | Path, *, is_checked: bool = False) -> None:
         self.prefix = str(prefix)
         index_file, token_file = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-        token_size = _size(token_file)
+        token_size = _size_of(token_file)
         dtype, num_sequences, num_boundaries = _read_header(index_file)
         if token_size == 0 or num_sequences == 0 or num_boundaries < 2:
             raise DataError(f"the token store {prefix} (.bin and .idx) holds no tokens")
@@ -74,10 +74,7 @@ class TokenStore:
         if not is_checked:
             size = self._check_index(index_file, item_size=dtype.itemsize)
             if size != token_size:
-                raise DataError(
-                    f"{token_file} must be {size} bytes by its index, got {token_size}; "
-                    f"one of the two files is cut short or belongs to another store"
-                )
+                raise DataError(f"{token_file} must be {size} bytes by its index, got {token_size}")
         self.tokens: npt.NDArray[Any] = _map(token_file, dtype, 0, token_size // dtype.itemsize)
 
     def __reduce__(self) -> tuple[Callable[[str], TokenStore], tuple[str]]:
@@ -117,10 +114,6 @@ class TokenStore:
         """Return the number of documents."""
         return len(self.document_starts) - 1
 
-    def read(self, first: int, stop: int) -> npt.NDArray[Any]:
-        """Return the tokens from `first` to `stop`, mapped, in their stored type."""
-        return self.tokens[first:stop]
-
     def document(self, number: int) -> npt.NDArray[Any]:
         """Return the tokens of one document, mapped, in their stored type."""
         return self.tokens[self.first_token(number) : self.first_token(number + 1)]
@@ -159,7 +152,7 @@ def hash_files(files: Sequence[Path]) -> str:
     """Return a SHA-256 of files: of their size, and of up to 64 chunks of 1 MiB, evenly spread."""
     digest = hashlib.sha256()
     for file in files:
-        size = _size(file)
+        size = _size_of(file)
         digest.update(struct.pack("<Q", size))
         with file.open("rb") as handle:
             for offset in _hashed_offsets(size):
@@ -168,38 +161,31 @@ def hash_files(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _size(file: Path) -> int:
+def _size_of(file: Path) -> int:
     try:
         check_is_file(file)
         return file.stat().st_size
     except OSError as error:
-        raise DataError(
-            f"a token store must have both .bin and .idx, cannot read {file}: {error.strerror}"
-        ) from error
+        raise DataError(f"a token store needs .bin and .idx: {file}: {error.strerror}") from error
 
 
 def _read_header(file: Path) -> tuple[np.dtype[Any], int, int]:
-    size = _size(file)
+    """Return the type of tokens, the number of sequences, and of document boundaries."""
+    size = _size_of(file)
     with file.open("rb") as handle:
         header = handle.read(HEADER.size)
     check_fetched(file, header)
-    if len(header) < HEADER.size:
-        raise DataError(f"{file} is cut short: {size} bytes are less than a header")
-    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
-    if magic != MAGIC or version != VERSION:
-        raise DataError(f"{file} is not an index in Megatron's format, version {VERSION}")
-    if code not in TYPES:
-        raise DataError(
-            f"{file} has tokens of type {code}; only the integer types {list(TYPES)} are supported"
-        )
-    needed = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    # multimodal stores append one byte per sequence
-    if size not in (needed, needed + num_sequences):
-        raise DataError(
-            f"{file} must be {needed} bytes for its {num_sequences} sequences and "
-            f"{num_boundaries} document boundaries, got {size}; it is damaged"
-        )
-    return np.dtype(TYPES[code]), num_sequences, num_boundaries
+    if len(header) == HEADER.size:
+        magic, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
+        expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+        # multimodal stores append one byte per sequence
+        has_size = size in (expected, expected + num_sequences)
+        if (magic, version) == (MAGIC, VERSION) and code in TYPES and has_size:
+            return np.dtype(TYPES[code]), num_sequences, num_boundaries
+    raise DataError(
+        f"{file} must be an index in Megatron's format (version {VERSION}, tokens of type "
+        f"{list(TYPES)}); it is another file or damaged"
+    )
 
 
 def _map(file: Path, dtype: Any, offset: int, count: int) -> npt.NDArray[Any]:
@@ -207,11 +193,10 @@ def _map(file: Path, dtype: Any, offset: int, count: int) -> npt.NDArray[Any]:
     return np.asarray(np.memmap(file, dtype, mode="r", offset=offset, shape=(count,)))
 
 
-def _hashed_offsets(size: int) -> Iterator[int]:
+def _hashed_offsets(size: int) -> Iterable[int]:
     if size <= NUM_HASHED_CHUNKS * CHUNK:
-        yield from range(0, size, CHUNK)
-    else:
-        yield from (i * (size - CHUNK) // (NUM_HASHED_CHUNKS - 1) for i in range(NUM_HASHED_CHUNKS))
+        return range(0, size, CHUNK)
+    return (i * (size - CHUNK) // (NUM_HASHED_CHUNKS - 1) for i in range(NUM_HASHED_CHUNKS))
 
 
 class StoreWriter:
@@ -247,17 +232,6 @@ class StoreWriter:
             self._open_length = 0
             self._starts.append(len(self._lengths))
 
-    def add_store(self, store: TokenStore) -> None:
-        """Append the documents of a store with tokens of the same type."""
-        assert store.tokens.dtype == self._dtype
-        assert self._open_length == 0
-        for first in range(0, store.num_tokens, CHUNK):
-            self._file.write(store.tokens[first : first + CHUNK].tobytes())
-        self.num_tokens += store.num_tokens
-        starts = store.document_starts[1:] + len(self._lengths)
-        self._starts.frombytes(starts.astype("=i8").tobytes())
-        self._lengths.frombytes(store.lengths.astype("=i4").tobytes())
-
     def write_index(self, file: BinaryIO) -> None:
         """Write the index of all documents."""
         assert self._open_length == 0, "the last document was not ended"
@@ -275,9 +249,10 @@ class StoreWriter:
 
 @contextmanager
 def open_writer(prefix: str | Path, *, vocab_size: int) -> Iterator[StoreWriter]:
-    """Yield a writer of the store `prefix`, which exists only after the context ends without error.
+    """Yield a writer of the store `prefix`, which replaces an earlier one if no error is raised.
 
-    Tokens are uint16 if `vocab_size` allows it, else int32, else int64.
+    Tokens are uint16 if `vocab_size` allows it, else int32, else int64. Without documents there is
+    no store afterwards.
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     tokens, index = (Path(f"{prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx"))
@@ -285,19 +260,18 @@ def open_writer(prefix: str | Path, *, vocab_size: int) -> Iterator[StoreWriter]
         with tokens.open("wb") as file:
             writer = StoreWriter(file, vocab_size=vocab_size)
             yield writer
-            _sync(file)
+            file.flush()
+            os.fsync(file.fileno())
         with index.open("wb") as file:
             writer.write_index(file)
-            _sync(file)
+            file.flush()
+            os.fsync(file.fileno())
         # the index first: new tokens must never meet an old index
         Path(f"{prefix}.idx").unlink(missing_ok=True)
-        tokens.replace(f"{prefix}.bin")
-        index.replace(f"{prefix}.idx")
+        Path(f"{prefix}.bin").unlink(missing_ok=True)
+        if writer.num_documents:
+            tokens.replace(f"{prefix}.bin")
+            index.replace(f"{prefix}.idx")
     finally:
         tokens.unlink(missing_ok=True)
         index.unlink(missing_ok=True)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -13,6 +13,8 @@ from functools import partial
 from itertools import accumulate
 
 from torchtitan.data.corpus import Corpus
+from torchtitan.data.dataset import IGNORED, Dataset
+from torchtitan.data.loader import Samples
 from torchtitan.data.text import Piece
 
 NUM_WORDS, NUM_FOLLOWERS = 256, 8
@@ -69,3 +71,31 @@ def make_words() -> list[str]:
         )
         words["".join(letters)] = None
     return list(words)
+
+
+class MaskedDataset(Dataset):
+    """Keeps the labels of a pseudo-random run in each sample and sets the rest to -100.
+
+    Layouts are compared on it: with equal numbers of labels a wrong divisor would not show.
+    """
+
+    def __getitem__(self, k: int) -> Samples:
+        sample = super().__getitem__(k)
+        labels = sample["labels"].clone()
+        first, last = labelled_run(k, seq_len=len(labels), seed=self._seed)
+        labels[:first] = IGNORED
+        labels[last:] = IGNORED
+        return {**sample, "labels": labels}
+
+
+def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
+    """Return start and end of the labels that sample k keeps: no label, all, or a run."""
+    draw = random.Random(f"labels/{seed}/{k}").random
+    choice = draw()
+    if choice < 1 / 8:
+        return 0, 0
+    if choice < 1 / 4:
+        return 0, seq_len
+    length = int(draw() * (seq_len + 1))
+    first = int(draw() * (seq_len - length + 1))
+    return first, first + length

@@ -1,4 +1,4 @@
-"""Processes that read data ahead: started without signals, and ended with their trainer."""
+"""Processes that read data ahead: started without signals, and ended with their parent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import threading
 import time
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
-from pathlib import Path
 
 CHECK_SECONDS = 1.0
-"""Interval at which a worker checks that its trainer is alive."""
+"""Interval at which a process checks that its parent is alive."""
 
 
 def worker_context(*, preload: str) -> BaseContext:
@@ -41,20 +40,24 @@ def _start_server_without_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_trainer(trainer: int, worker: int) -> None:
-    """End this worker when its trainer has ended."""
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended.
 
-    # torch's workers watch their parent, here the server, which survives when a rank is killed
+    torch's workers watch the server that forks them, which survives when a rank is killed.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
     def watch() -> None:
-        while is_alive(trainer) and not _receives_sigterm(trainer):
+        while parent.is_alive() and not _receives_sigterm(parent.pid):
             pass
         os._exit(1)
 
-    threading.Thread(target=watch, name="trainer watch", daemon=True).start()
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
-def _receives_sigterm(trainer: int) -> bool:
-    """Wait a moment for SIGTERM from the trainer, which ends its workers at exit and joins them.
+def _receives_sigterm(parent: int | None) -> bool:
+    """Wait a moment for SIGTERM from the parent, which ends its workers at exit and joins them.
 
     A worker blocks the SIGTERM of any other process.
     """
@@ -62,14 +65,4 @@ def _receives_sigterm(trainer: int) -> bool:
         time.sleep(CHECK_SECONDS)
         return False
     signal_info = signal.sigtimedwait([signal.SIGTERM], CHECK_SECONDS)
-    return signal_info is not None and signal_info.si_pid == trainer
-
-
-def is_alive(process: int) -> bool:
-    """Return whether a process runs."""
-    try:
-        os.kill(process, 0)
-        stat = Path(f"/proc/{process}/stat")  # on Linux; Z is a process that ended unjoined
-        return not stat.exists() or stat.read_text().rpartition(") ")[2][0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+    return signal_info is not None and signal_info.si_pid == parent

@@ -144,7 +144,9 @@ def build_examples(
     samples = TokenStore(folder / "samples")
     num_examples, num_held_out = encoded["num_examples"], planned["other_side"]
     total = plural(num_examples - encoded["without_answer"], "example")
-    holdout.log(source.name, num_held_out, total)
+    if holdout.fraction is not None and not holdout.held_out:
+        rule = "%s: validation.holdout_fraction holds out %d of %s"
+        logger.info(rule, source.name, num_held_out, total)
     _log(encoded, planned, training, num_left=num_examples - num_held_out)
     return Dataset(
         [ExampleSource(examples, samples, training, pad_id=tokenizer.eos_id)],
@@ -249,7 +251,7 @@ def _plan(
         lengths.append(len(row) - 1)
     num_selected = examples.num_documents - counts["other_side"]
     if not num_selected:
-        raise holdout.too_small(needed="one example", got=f"none of {examples.num_documents}")
+        raise holdout.too_small(f"none of {examples.num_documents} examples")
     if not indices:
         rule = (
             f"an example must have an answer in its first {seq_len} tokens, got none in "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.files import Once, alone
-from torchtitan.data.corpus import Corpus
+from torchtitan.data.corpus import Corpus, name_of
 from torchtitan.data.files import find_all
 from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.readers import Row, find_mistakes, join_errors, read_rows
@@ -31,14 +31,13 @@ def find_examples(
     """Return the examples that `[training]` names, unread. Its `pieces` are rows."""
     if training.dataset != "examples":
         return synthetic_examples(held_out=holdout.takes_other_text)
-    groups = find_all(training.paths, cache=training.dataset_cache, once=once)
+    groups = find_all(training.dataset_path, cache=training.dataset_cache, once=once)
     return example_files([file for files in groups for file in files])
 
 
 def example_files(files: Sequence[Path]) -> Corpus:
     """Return the examples in files, unread."""
-    name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-    return Corpus(name, read_rows, tuple(files))
+    return Corpus(name_of(files), read_rows, tuple(files))
 
 
 def parts_of(source: Corpus) -> list[Corpus]:

@@ -90,9 +90,9 @@ def describe_export(
             file=files.get(GENERATION_CONFIG),
             carried=carried,
         )
-    data = [f"`{Path(path).name}`" for path in training.paths or (training.dataset,)]
-    if training.weights:
-        shares = zip(data, training.weights, strict=True)
+    data = [f"`{Path(path).name}`" for path in training.dataset_path or (training.dataset,)]
+    if training.dataset_weights:
+        shares = zip(data, training.dataset_weights, strict=True)
         data = [f"{name} (weight {weight:g})" for name, weight in shares]
     rows: dict[str, object] = {
         "data": ", ".join(data),

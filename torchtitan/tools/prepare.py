@@ -6,7 +6,8 @@ writes `data/corpus.bin` and `data/corpus.idx` in Megatron-LM's format. Train wi
 `training.dataset = "files"` and `training.dataset_path = ["data/corpus"]`. The trainer also
 tokenizes text itself; prepare it if that takes so long that expensive machines would wait for it.
 
-Several processes tokenize one file at a time each. After an interruption, the same command resumes.
+One process reads and writes, several tokenize. To be able to go on after an interruption, prepare a
+large corpus in several stores, and name them all in `dataset_path`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torchtitan.base.log import plural
 from torchtitan.base.urls import is_url
 from torchtitan.data.corpus import Corpus, file_corpus
 from torchtitan.data.files import divide, find_files
-from torchtitan.data.prepare import prepare_files
+from torchtitan.data.prepare import num_cores, prepare_files
 from torchtitan.data.settings import template_parts, template_rule
 from torchtitan.data.store import STORE_SUFFIXES
 from torchtitan.data.tokenizer import build_tokenizer
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
             prefix=prefix,
             tokenizer=build_tokenizer(args.tokenizer, key="--tokenizer"),
             holdout_fraction=args.holdout_fraction,
-            num_processes=args.workers,
+            num_processes=args.workers or num_cores(),
         )
     except KeyboardInterrupt:
         parser.exit(130, "stopped\n")

@@ -109,7 +109,7 @@ TASKS = "--tasks choose --include_path {}/tasks"
         (("--perplexity {}/a.jsonl",), ("NAME=FILES", "a.jsonl")),
         (("--perplexity =a.jsonl",), ("NAME=FILES",)),
         (("--perplexity web={}/none.txt",), ("--perplexity web", "no file matches")),
-        (("--perplexity web={}/empty.txt",), ("--perplexity web", "empty", "remove it")),
+        (("--perplexity web={}/empty.txt",), ("empty.txt",)),
         ((PERPLEXITY, "--seq_len 64 --perplexity b={}/b.pdf"), ("--perplexity b", "no file")),
         ((PERPLEXITY, "--seq_len 65"), ("--seq_len", "at most 64")),
         ((PERPLEXITY, "--dataset_text_key words"), ("words", "dataset_text_key")),

@@ -118,7 +118,7 @@ def list_data(config: Config) -> dict[str, str]:
     if config.validation.enable and config.validation.holdout_fraction is None:
         sources["validation"] = validation_source(config.training, config.validation)
     for section, source in sources.items():
-        for pattern in source.paths:
+        for pattern in source.dataset_path:
             key, cache = f"{section}.dataset_path", config.training.dataset_cache
             files = find_files(pattern, key=key, cache=cache)
             found |= {str(file): _hash(file) for file in files}

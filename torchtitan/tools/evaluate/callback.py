@@ -60,7 +60,7 @@ class Perplexity:
                 f"must be cross_entropy for a perplexity, got '{run.training.loss}'; evaluate the "
                 f"checkpoints with python -m torchtitan evaluate instead",
             )
-        cut = replace(run.training, dataset_weights=(), dataset_mixture={})
+        cut = replace(run.training, dataset_weights=())
         size = cut.local_batch_size
         for name, files in self._files.items():
             domain = open_domain(name, files, cut=cut, tokenizer=tokenizer, of=KEY)

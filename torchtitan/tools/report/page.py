@@ -103,7 +103,7 @@ def _facts(run: RunRecord) -> Iterator[tuple[str, object]]:
         yield "model", _model(config, run.layout)
         if run.layout is not None:
             yield "parameters", f"{run.layout.counts.num_parameters:,}"
-        files = ", ".join(config.training.paths)[:MOST_CHARACTERS]
+        files = ", ".join(config.training.dataset_path)[:MOST_CHARACTERS]
         yield "data", f"{config.training.dataset}: {files}" if files else config.training.dataset
         yield "sequence length", config.training.seq_len
         yield "optimizer", f"{config.optimizer.name}, peak lr {config.optimizer.lr:g}"
