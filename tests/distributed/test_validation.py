@@ -79,7 +79,7 @@ def by_hand(job: list[str], weights: dict[str, Tensor]) -> float:
     run = jobs.start(job)
     model = MODELS["llama3"].build(replace(MODELS["llama3"].flavors["tiny8"], num_layers=4))
     assert run.validator is not None
-    batches = run.validator._loader.dataset
+    batches = run.validator.loader.dataset
     assert isinstance(batches, PadToBatch)
     assert batches.num_drawn == NUM_SAMPLES
     model.load_state_dict(weights)
