@@ -1,12 +1,9 @@
-"""What `import torchtitan` offers: jobs, training and trained models from Python.
+"""What `import torchtitan` offers: jobs, training and trained models from Python (docs/config.md).
 
-Settings come from the engine that reads files and command lines, and training is that of
-`python -m torchtitan.train`, so the same job trains the same model from a shell, a script under
-torchrun and a notebook. The only difference is who ends: a command reports a mistake and exits, a
-function raises it and leaves the process as it was. There is no trainer object to hold on to: a run
-is its folder, from which it resumes and from which its model is loaded.
-
-docs/config.md shows all of it.
+The same job trains the same model from a shell, a script under torchrun and a notebook. The only
+difference is who ends: a command reports a mistake and exits, a function raises it and leaves the
+process as it was. There is no trainer object to hold on to: a run is its folder, from which it
+resumes and from which its model is loaded.
 """
 
 from __future__ import annotations
@@ -145,11 +142,18 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     Raises:
         UserError: A setting, a file or a checkpoint must be fixed, or the loss is not finite.
     """
-    config = _checked(config)
-    if _has_trained_ranks.is_set():  # a second process group would find the first one's addresses
+    if not isinstance(config, Config):
         raise ConfigError(
-            "train has run in this process with several ranks; train in another process"
+            f"train needs a Config, got a {type(config).__name__}; write "
+            f"train(load_config(path, training={{...}}))"
         )
+    if dist.is_initialized() or _has_trained_ranks.is_set():
+        # a second process group of several ranks would find the first one's addresses
+        raise ConfigError(
+            "train makes its own process group, with several ranks only once per process; call "
+            "torch.distributed.destroy_process_group() first, or train in another process"
+        )
+    config = checked(config)
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
     with watch_signals(leave=interrupt) as stop, ExitStack() as cleanup, torch.enable_grad():
@@ -165,7 +169,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
                 wording=nullcontext(),
                 callbacks=callbacks,
             )
-            folder = Path(config.job.dump_folder)
+            progress, folder = trainer.run.progress, trainer.run.folder
             rows = on_first_rank(
                 lambda: [dict(row) for row in read_rows(folder / f"{RECORD}.jsonl")],
                 group=dist.group.WORLD,
@@ -176,8 +180,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
             raise
         if stopped is not None:
             logger.warning(stopped)
-        progress = trainer.run.progress
-        validated = [v for row in rows if (v := row.get("validation_loss")) is not None]
+        validated = [loss for row in rows if (loss := row.get("validation_loss")) is not None]
         return Result(
             step=progress.step,
             loss=rows[-1]["loss"] if rows else None,
@@ -187,22 +190,6 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
             reason=stopped,
             rows=rows,
         )
-
-
-def _checked(config: Config) -> Config:
-    """Return the settings with values of the right types; refuse what no file could ask for."""
-    if not isinstance(config, Config):
-        raise ConfigError(
-            f"train needs a Config, got a {type(config).__name__}; write "
-            f"train(load_config(path, training={{...}}))"
-        )
-    if dist.is_initialized():
-        raise ConfigError(
-            "train makes a process group of its own, and this process has one already, perhaps "
-            "of a train in another thread; call torch.distributed.destroy_process_group() first, "
-            "or train in another process"
-        )
-    return checked(config)
 
 
 def load_model(
@@ -247,46 +234,36 @@ def find_pretrained(
     Raises:
         UserError: The folder is damaged or holds no model.
     """
-    if (path / CONFIG).is_file():
-        return _of_hf_folder(path, group=group)
-    return _of_run(path, verify=verify, group=group)
-
-
-def _of_run(path: Path, *, verify: bool, group: dist.ProcessGroup | None) -> Pretrained:
-    step = find_run_step(path, verify=verify, group=group)
-    config = read_settings(step)
-    spec, architecture = find_model(config.model)
-    model, lora = spec.build_meta(architecture), config.lora
-    if lora.rank:
-        apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
-    return Pretrained(
-        spec=spec,
-        model=model,
-        weights=Checkpoint(path=step, group=group),
-        dtype=config.training.dtype,
-        tokenizer=config.model.tokenizer_path,
-        chat_template=config.training.chat_template,
-        stop_ids=frozenset(),
-        begins=config.training.dataset in SUPERVISED,  # text has no begin token
-        context=config.training.seq_len,
-    )
-
-
-def _of_hf_folder(path: Path, *, group: dist.ProcessGroup | None) -> Pretrained:
+    if not (path / CONFIG).is_file():
+        step = find_run_step(path, verify=verify, group=group)
+        job = read_settings(step)
+        spec, architecture = find_model(job.model)
+        model, lora = spec.build_meta(architecture), job.lora
+        if lora.rank:
+            apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
+        return Pretrained(
+            spec=spec,
+            model=model,
+            weights=Checkpoint(path=step, group=group),
+            dtype=job.training.dtype,
+            tokenizer=job.model.tokenizer_path,
+            chat_template=job.training.chat_template,
+            stop_ids=frozenset(),
+            begins=job.training.dataset in SUPERVISED,  # text has no begin token
+            context=job.training.seq_len,
+        )
     config = read_config(path)
     spec = family_of(config, models=MODELS)
     architecture = architecture_of(config, spec=spec)
     dtype = config.get("dtype", config.get("torch_dtype", "float32"))
-    weights = open_folder(path, spec=spec, architecture=architecture, group=group)
     if dtype not in DTYPES:
         raise CheckpointError(
-            f"{config.path}: the type of the weights must be one of {', '.join(DTYPES)}, got "
-            f"{dtype!r}; take a model in one of these"
+            f"{config.path}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.60}"
         )
     return Pretrained(
         spec=spec,
         model=spec.build_meta(architecture),
-        weights=weights,
+        weights=open_folder(path, spec=spec, architecture=architecture, group=group),
         dtype=dtype,
         tokenizer=str(path),
         chat_template=None,

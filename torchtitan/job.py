@@ -13,7 +13,7 @@ import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import CheckpointError, Violation
@@ -205,22 +205,15 @@ class Config:
         validation, default = self.validation, self.training.dataset
         kind, files = validation.dataset or default, validation.dataset_path
         keys = ("validation.dataset", "validation.dataset_path", "validation.enable")
-        ties = (*keys, "training.dataset")
-        if kind == default == "python_stdlib":
+        if kind == default == "python_stdlib" or (kind in READS_FILES and not files):
             yield Violation(
-                ties,
-                'needs other data: training reads all of "python_stdlib"; write '
-                'validation.holdout_fraction = 0.05 without dataset, or "files" with dataset_path',
-            )
-        elif kind in READS_FILES and not files:
-            yield Violation(
-                ties,
-                f'"{kind}" needs validation.dataset_path; or write '
-                "validation.holdout_fraction = 0.05 without dataset",
+                (*keys, "training.dataset"),
+                f'"{kind}" needs other data than training; name validation.dataset_path, or write '
+                f"validation.holdout_fraction = 0.05 without dataset",
             )
         elif kind not in READS_FILES and files:
             yield Violation(
-                (keys[1], keys[0], "training.dataset"),
+                ("validation.dataset_path", "validation.dataset", "training.dataset"),
                 f'needs dataset = "files" or "examples", got "{kind}"; set that, or remove this',
             )
 
@@ -276,28 +269,28 @@ def write_config(config: Config) -> None:
 
 
 def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
-    """Use the model of the Hugging Face folder that a job starts from, unless it names a flavor.
+    """Use family, sizes and tokenizer of the Hugging Face folder that a job starts from.
 
-    `model.flavor = "hf"` on the command line overrides a file's family and tokenizer. The folder
-    is read later, by `resume_rules.resolve_model`.
+    They hold where the job names none. `--model.flavor hf` overrides a file's family and tokenizer.
+    The folder is read later, by `resume_rules.resolve_model`.
     """
-    config, layer = loaded.config, dict(loaded.layer)
-    path = config.checkpoint.initial_load_path
+    config, path = loaded.config, loaded.config.checkpoint.initial_load_path
     if path is None or not config.checkpoint.initial_load_in_hf:
         return loaded
-    flavor = layer.get(("model", "flavor"))
-    is_named = flavor is not None and flavor.value is not None
-    model = config.model if is_named else replace(config.model, flavor=HF)
-    for key, value in (("name", HF), ("tokenizer_path", path)) if model.flavor == HF else ():
-        setting = layer.get(("model", key))
-        if setting is not None and setting.value is not None:
-            overrides = is_named and flavor is not None and not flavor.is_in_file
-            if not overrides or not setting.is_in_file:
-                continue
-            del layer["model", key]  # no message should point there
-            logger.warning(
-                "%s: has no effect because of %s", setting.where(), flavor and flavor.where()
-            )
-        changed: dict[str, Any] = {key: value}
-        model = replace(model, **changed)
-    return replace(loaded, config=replace(config, model=model), layer=layer)
+    settings = {
+        key: loaded.layer.get(("model", key)) for key in ("flavor", "name", "tokenizer_path")
+    }
+    given = {
+        key: item for key, item in settings.items() if item is not None and item.value is not None
+    }
+    if "flavor" in given and not given["flavor"].is_in_file and config.model.flavor == HF:
+        given = {key: item for key, item in given.items() if not item.is_in_file}
+    model = config.model if "flavor" in given else replace(config.model, flavor=HF)
+    if model.flavor == HF:
+        name, tokenizer = model.name, model.tokenizer_path
+        model = replace(
+            model,
+            name=name if "name" in given else HF,
+            tokenizer_path=tokenizer if "tokenizer_path" in given else path,
+        )
+    return replace(loaded, config=replace(config, model=model))

@@ -45,33 +45,24 @@ SIZE = 'flavor = "small"\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "model", "num_notices"),
+    ("text", "options", "model"),
     [
-        ("", [], ("hf", "hf", "base"), 0),
-        ("", ["--model.name=llama3"], ("llama3", "hf", "base"), 0),
-        (f"{OTHER}{SIZE}", [], ("qwen3", "small", "byte"), 0),
-        (f'{OTHER}flavor = "hf"', [], ("qwen3", "hf", "byte"), 0),
-        (OTHER, [], ("qwen3", "hf", "byte"), 0),
-        (f"{OTHER}{SIZE}", ["--model.flavor=hf"], ("hf", "hf", "base"), 2),
-        (OTHER, ["--model.flavor=hf"], ("hf", "hf", "base"), 2),
-        (OTHER, ["--model.flavor=hf", "--model.name=llama3"], ("llama3", "hf", "base"), 1),
-        (OTHER, ["--model.flavor=hf", "--model.tokenizer_path=x"], ("hf", "hf", "x"), 1),
+        ("", [], ("hf", "hf", "base")),
+        ("", ["--model.name=llama3"], ("llama3", "hf", "base")),
+        (f"{OTHER}{SIZE}", [], ("qwen3", "small", "byte")),
+        (f'{OTHER}flavor = "hf"', [], ("qwen3", "hf", "byte")),
+        (OTHER, [], ("qwen3", "hf", "byte")),
+        (f"{OTHER}{SIZE}", ["--model.flavor=hf"], ("hf", "hf", "base")),
+        (OTHER, ["--model.flavor=hf"], ("hf", "hf", "base")),
+        (OTHER, ["--model.flavor=hf", "--model.name=llama3"], ("llama3", "hf", "base")),
+        (OTHER, ["--model.flavor=hf", "--model.tokenizer_path=x"], ("hf", "hf", "x")),
     ],
 )
 def test_the_model_is_the_folders_where_the_job_asks_for_it(
-    jobs: Jobs,
-    caplog: pytest.LogCaptureFixture,
-    text: str,
-    options: list[str],
-    model: tuple[str, str, str],
-    num_notices: int,
+    jobs: Jobs, text: str, options: list[str], model: tuple[str, str, str]
 ) -> None:
     got = jobs.load(f"{FOLDER}{text}", *options).model
     assert (got.name, got.flavor, got.tokenizer_path) == model
-    assert len(caplog.messages) == num_notices
-    for message in caplog.messages:
-        assert message.startswith("job.toml: [model] ")
-        assert "--model.flavor" in message
 
 
 def test_the_folders_model_is_asked_for_from_python_too(jobs: Jobs) -> None:
@@ -79,12 +70,6 @@ def test_the_folders_model_is_asked_for_from_python_too(jobs: Jobs) -> None:
     for asked in ({"flavor": "hf"}, dict.fromkeys(("name", "flavor", "tokenizer_path"))):
         model = torchtitan.load_config(job, model=asked).model
         assert (model.name, model.flavor, model.tokenizer_path) == ("hf", "hf", "base")
-
-
-def test_no_message_points_at_a_tokenizer_that_is_not_used(jobs: Jobs) -> None:
-    job = ["--job.config_file", jobs.write(f"{FOLDER}{OTHER}{SIZE}")]
-    layer = load_job([*job, "--model.flavor=hf"]).layer
-    assert [path[-1] for path in layer if path[0] == "model"] == ["flavor"]
 
 
 # --- inheritance -------------------------------------------------------------------------------
