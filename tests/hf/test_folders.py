@@ -36,7 +36,7 @@ from torchtitan.hf import config as hf_config
 from torchtitan.hf import export as hf_export
 from torchtitan.hf.config import architecture_of, read_config, sizes_of
 from torchtitan.hf.export import HFExport, export
-from torchtitan.hf.folder import open_folder, to_dcp
+from torchtitan.hf.folder import open_folder
 from torchtitan.hf.model import chosen_rotation
 from torchtitan.hf.names import Names
 from torchtitan.models.decoder import Decoder
@@ -44,6 +44,7 @@ from torchtitan.models.families import MODELS, find_model, to_settings
 from torchtitan.models.settings import ModelConfig, RopeScalingConfig
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import NO_HF_FILES, ModelSpec
+from torchtitan.tools.dcp_folder import to_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LLAMA = MODELS["llama3"]

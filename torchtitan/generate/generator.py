@@ -8,21 +8,16 @@ own parts of the matrices.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.base.device import local_device
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.source import WeightSource
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.finetune.chat import ChatTemplate, find_template
-from torchtitan.mesh.ranks import init_process_group, read_rank_info
-from torchtitan.mesh.settings import CommConfig
 from torchtitan.models.interface import LanguageModel, cast
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.loss import build_loss
@@ -51,20 +46,6 @@ class Generator:
         """Return the tokens that end an answer: those that end a text, and the end of a turn."""
         end = None if self.template is None else self.template.end_of_turn()
         return self.stop_ids | ({self.tokenizer.special_tokens[end]} if end else set())
-
-
-def join_tensor_parallel() -> tuple[torch.device, DeviceMesh | None]:
-    """Return this process's device, and the mesh of all ranks, which share a model's matrices.
-
-    The mesh is None if this process is the only rank.
-    """
-    launch = read_rank_info(os.environ)
-    device = local_device(launch.local_rank)
-    if launch.world_size == 1:
-        return device, None
-    settings = CommConfig(trace_buf_size=0)
-    init_process_group(launch, device_type=device.type, settings=settings, dump_folder=Path())
-    return device, init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("tp",))
 
 
 @dataclass(frozen=True, kw_only=True)

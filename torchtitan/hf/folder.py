@@ -9,30 +9,22 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file
 from torchtitan.base.stored_json import read_json
-from torchtitan.checkpoint.checksums import summarize, write_json
+from torchtitan.checkpoint.checksums import summarize
 from torchtitan.checkpoint.source import ALL, ParameterFilter
-from torchtitan.checkpoint.state import MODEL_STATE, OUTPUT, VOCABULARY
-from torchtitan.checkpoint.storage import STATE, commit, draft_of
+from torchtitan.checkpoint.state import OUTPUT
 from torchtitan.hf.config import (
     VISIBLE_IN_SHAPES,
-    architecture_of,
     check_sizes,
-    family_of,
     find_quantization,
     read_config,
 )
@@ -42,21 +34,17 @@ from torchtitan.hf.weights import (
     HFWeights,
     StoredTensor,
     add_once,
-    add_rows,
     attach_scales,
     check_match,
     stack_parts,
 )
 from torchtitan.mesh.ranks import on_first_rank, reason
-from torchtitan.models.interface import cast
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers in files of old versions of transformers. They follow from the sizes and are not read."""
-BUFFERS = ("rope.freqs", "freqs_cis")
-"""Buffers in files of Meta and torchtitan."""
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -111,86 +99,6 @@ def open_folder(
 
     tensors = on_first_rank(survey, group=group)
     return HFWeights(path=path, tensors=tensors, filter=filter, group=group)
-
-
-def to_dcp(
-    folder: Path,
-    target: Path,
-    *,
-    dtype: torch.dtype,
-    add_tokens: int = 0,
-    models: Mapping[str, ModelSpec],
-) -> tuple[ModelSpec, DecoderConfig]:
-    """Convert a folder to a DCP folder of weights, outside of a run; return the model.
-
-    `add_tokens` rows are appended to embedding and output head.
-
-    Raises:
-        CheckpointError: The folder is damaged, or its model is not in `models`.
-    """
-    config = read_config(folder)
-    spec = family_of(config, models=models)
-    architecture = architecture_of(config, spec=spec)
-    source = open_folder(folder, spec=spec, architecture=architecture, group=None)
-    model = cast(spec.build_meta(architecture), dtype).to_empty(device="cpu")
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    source.read(weights)
-    for name in weights.keys() & VOCABULARY:
-        weights[name] = add_rows(weights[name], add_tokens)
-    _write_dcp(weights, target, state=MODEL_STATE)
-    return spec, replace(architecture, vocab_size=architecture.vocab_size + add_tokens)
-
-
-def torch_to_dcp(file: Path, target: Path, *, models: Mapping[str, ModelSpec]) -> int:
-    """Convert a state dict of torch.save to a DCP folder of weights; return the number of tensors.
-
-    The file has torchtitan's or Hugging Face's names, at the top or under "model". It is a pickle,
-    and is read as plain data: one that names anything but tensors and containers is refused.
-
-    Raises:
-        CheckpointError: The file is missing, damaged, or holds something else.
-    """
-    try:
-        check_is_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes raise KeyError, TypeError, struct.error ...
-        # torch's message first explains how to execute the file nevertheless
-        match = re.search(r"WeightsUnpickler error: (.+)", str(error))
-        raise CheckpointError(
-            f"{file} cannot be read, nothing in it was run: {match[1] if match else reason(error)}"
-        ) from error
-    if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        content = content["model"]
-    weights: dict[str, Tensor] = {}
-    for name, value in content.items() if isinstance(content, dict) else [("", content)]:
-        if name in BUFFERS or (isinstance(name, str) and ROPE_BUFFER.fullmatch(name)):
-            continue
-        is_weight = isinstance(value, Tensor) and value.layout == torch.strided
-        if not (is_weight and isinstance(name, str) and value.device.type == "cpu"):
-            raise CheckpointError(
-                f'{file} must hold dense tensors by name, at the top or under "model", got '
-                f"{str((name, value))[:60]}"
-            )
-        weights[name] = value
-    state: Mapping[str, str] = {}
-    for spec in models.values():
-        names = Names(spec.hf, next(iter(spec.flavors.values())))
-        slots = {name: names.from_hf(name) for name in weights}
-        if weights and all(slot is not None and slot[1] is None for slot in slots.values()):
-            renamed = {slot[0]: weights[name] for name, slot in slots.items() if slot is not None}
-            weights, state = renamed, {"rope": "halves"}
-            break
-    _write_dcp(weights, target, state=state)
-    return len(weights)
-
-
-def _write_dcp(weights: Mapping[str, Tensor], target: Path, *, state: Mapping[str, str]) -> None:
-    draft = draft_of(target)
-    if draft.exists():  # from a process that died
-        shutil.rmtree(draft)
-    dcp.save(dict(weights), storage_writer=dcp.FileSystemWriter(draft), no_dist=True)
-    write_json(draft / STATE, state)
-    commit(target)
 
 
 def _read_headers(

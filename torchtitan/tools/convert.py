@@ -153,8 +153,8 @@ def from_hf(folder: Path, out: Path, *, dtype: str, add_tokens: int = 0) -> str:
     """Write the weights of a Hugging Face folder as a DCP folder; return the job's settings."""
     import torch
 
-    from torchtitan.hf.folder import to_dcp
     from torchtitan.models.families import MODELS, to_settings
+    from torchtitan.tools.dcp_folder import to_dcp
 
     _check_absent(out)
     with warnings.catch_warnings():
@@ -170,8 +170,8 @@ def from_hf(folder: Path, out: Path, *, dtype: str, add_tokens: int = 0) -> str:
 
 def from_torch(file: Path, out: Path) -> str:
     """Write the weights in a file of torch.save as a DCP folder; return a line about it."""
-    from torchtitan.hf.folder import torch_to_dcp
     from torchtitan.models.families import MODELS
+    from torchtitan.tools.dcp_folder import torch_to_dcp
 
     _check_absent(out)
     with warnings.catch_warnings():

@@ -38,6 +38,9 @@ from torchtitan.data.text import check_characters
 from torchtitan.tools.verbs import add_model_options, build_parser, report_errors
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
     from torchtitan.generate.chat import Chat
 
 MOST_TOKENS = 10**6
@@ -61,6 +64,26 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def join_tensor_parallel() -> tuple[torch.device, DeviceMesh | None]:
+    """Return this process's device, and the mesh of all ranks, which share a model's matrices.
+
+    The mesh is None if this process is the only rank.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torchtitan.base.device import local_device
+    from torchtitan.mesh.ranks import init_process_group, read_rank_info
+    from torchtitan.mesh.settings import CommConfig
+
+    launch = read_rank_info(os.environ)
+    device = local_device(launch.local_rank)
+    if launch.world_size == 1:
+        return device, None
+    settings = CommConfig(trace_buf_size=0)
+    init_process_group(launch, device_type=device.type, settings=settings, dump_folder=Path())
+    return device, init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("tp",))
+
+
 def generate(args: argparse.Namespace, prompts: Sequence[str]) -> list[str]:
     """Return the text to print for each prompt. Without prompts, chat in the terminal.
 
@@ -69,7 +92,6 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> list[str]:
     """
     from torchtitan.api import open_generator
     from torchtitan.generate.chat import Chat
-    from torchtitan.generate.generator import join_tensor_parallel
     from torchtitan.generate.sampling import Sampling
     from torchtitan.generate.text import answer, complete
     from torchtitan.mesh.ranks import read_rank_info

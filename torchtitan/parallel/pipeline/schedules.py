@@ -8,7 +8,7 @@ agree. Only this file imports `torch.distributed.pipelining`, whose internals ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -354,43 +354,3 @@ def lower(table: Table) -> dict[int, list[_Action]]:
 
 def _as_torch(action: Action) -> _Action:
     return _Action.from_str(str(action))
-
-
-def execution_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
-    """Yield rank, action and the actions that it depends on, each action after its dependencies.
-
-    The iterator ends early if the ranks deadlock.
-    """
-    num_stages = 1 + max(action.stage for row in table for action in row)
-    num_done = [0] * len(table)
-    done: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(table):
-            for action in row[num_done[rank] :]:
-                needs = [
-                    next((one for one in either if one in done), None)
-                    for either in _requirements(action, num_stages=num_stages)
-                ]
-                met = [need for need in needs if need is not None]
-                if len(met) < len(needs):
-                    break
-                done.add(action)
-                num_done[rank] += 1
-                moved = True
-                yield rank, action, met
-
-
-def _requirements(action: Action, *, num_stages: int) -> list[tuple[Action, ...]]:
-    """Return the dependencies of `action`, each as alternatives. One of them is in the table."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == "forward":
-        return [(Action(stage - 1, "forward", microbatch),)] if stage else []
-    if action.kind == "backward_weight":
-        return [(Action(stage, "backward_input", microbatch),)]
-    needs: list[tuple[Action, ...]] = [(Action(stage, "forward", microbatch),)]
-    if stage + 1 < num_stages:
-        kinds: tuple[Kind, ...] = ("backward", "backward_input")
-        needs.append(tuple(Action(stage + 1, kind, microbatch) for kind in kinds))
-    return needs

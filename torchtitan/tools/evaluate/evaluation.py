@@ -22,12 +22,13 @@ from torchtitan.base.errors import ConfigError, Mistakes
 from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import read_tokenizer_config, special_token
-from torchtitan.generate.generator import Generator, join_tensor_parallel
+from torchtitan.generate.generator import Generator
 from torchtitan.hf.config import read_config
 from torchtitan.hf.names import CONFIG
 from torchtitan.hf.tokenizer_files import tokenizer_file
 from torchtitan.resume_rules import find_run_step, read_settings
 from torchtitan.tools.evaluate.perplexity import measure, open_domain
+from torchtitan.tools.generate import join_tensor_parallel
 
 CUT = ("seq_len", "dataset_text_key", "dataset_text_template", "dataset_cache")
 """Options that override how text is cut."""
