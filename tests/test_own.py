@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.naming import naming
-from torchtitan.base.custom import is_import_path
+from torchtitan.base.custom import is_import_path, load_object
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.imports import load_object
 from torchtitan.callbacks import build_callbacks
 from torchtitan.config.settings import to_toml
 from torchtitan.job import load_config

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from torchtitan import api as torchtitan
+from torchtitan.base.custom import load_object
 from torchtitan.base.errors import UserError
-from torchtitan.base.imports import load_object
-from torchtitan.base.stored_json import read_json
+from torchtitan.base.files import read_json
 from torchtitan.checkpoint.checksums import MANIFEST, seal, write_bytes, write_json
 from torchtitan.config.settings import checked, keys, to_toml, value_at
 from torchtitan.job import CONFIG_FILE, Config

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torchtitan.base.custom import describe_error
+from torchtitan.base.custom import describe_error, instantiate
 from torchtitan.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -163,8 +163,6 @@ def build_callbacks(settings: Sequence[Mapping[str, Any]]) -> list[object]:
     """
     callbacks = []
     for options in settings:
-        from torchtitan.base.imports import instantiate
-
         path, kwargs = options["path"], {k: v for k, v in options.items() if k != "path"}
         callbacks.append(instantiate(path, key=KEY, kwargs=kwargs))
         check_callback(callbacks[-1], path=path)

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from torchtitan.base.custom import mark_stored
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.base.files import read_text
-from torchtitan.base.stored_json import StoredJSON
+from torchtitan.base.files import StoredJSON, read_text
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Comparison, resolve_step, stored_layout
 from torchtitan.config.old_names import OLD_NAMES

@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -65,7 +66,7 @@ from torchtitan.mesh.ranks import (
     read_rank_info,
 )
 from torchtitan.mesh.stop import StopRequest, launcher_started, sync_before_training, watch_signals
-from torchtitan.metrics.console import ProgressBar, format_duration, log_summary, shows_bar
+from torchtitan.metrics.console import ProgressBar, log_summary, shows_bar
 from torchtitan.metrics.rows import RECORD
 from torchtitan.trainer import Trainer
 
@@ -190,7 +191,7 @@ def summarize(trainer: Trainer, *, config: Config, seconds: float) -> dict[str, 
         "tokens": f"{run.progress.tokens_seen:,}",
         **{f"final {name}": f"{loss:.5f}" for name, loss in losses.items() if loss is not None},
         "tokens/s": f"{run.meter.average_tokens_per_second:,.0f}",
-        "time": format_duration(seconds),
+        "time": str(timedelta(seconds=round(seconds))),
         **{name: str(path) for name, path in places.items() if path},
     }
 
@@ -220,7 +221,7 @@ def main(argv: Sequence[str], *, cleanup: ExitStack) -> int:
             note_in_file(traceback.format_exc())
             with suppress(OSError, RuntimeError):  # this error matters more
                 write_collectives()
-            from torchtitan.base.out_of_memory import describe_out_of_memory, find_out_of_memory
+            from torchtitan.base.device import describe_out_of_memory, find_out_of_memory
 
             if (ran_out := find_out_of_memory(error)) is None:
                 raise

@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.device import to_device
-from torchtitan.base.errors import StoppedError
 from torchtitan.callbacks import CallbackRunner
 from torchtitan.checkpoint.state import Progress
-from torchtitan.data.loader import Loader, Samples, StreamSamples
+from torchtitan.data.loader import Loader, Samples
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import gather, tighten_timeout
-from torchtitan.mesh.stop import StopRequest, WaitInterrupted, stop_reason
+from torchtitan.mesh.stop import StopRequest
 from torchtitan.mesh.sync import StepSync
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.meter import Meter
@@ -114,14 +113,13 @@ class Trainer:
         self.last_row: Row | None = None
         checkpoints, dims, hooks = run.checkpoints, run.mesh.dims, run.hooks
         self._stop = stop = stop or StopRequest()
-        stop.callback_requested = lambda: bool(hooks.stops)  # not `run`, which refers to stop
         run.loader.waiting = stop.waiting_for_data
         if run.validator is not None:
             run.validator.limit_waits(stop.waiting_for_data)
-        self._saved_step = run.progress.step
         save_failed = (lambda: False) if checkpoints is None else checkpoints.has_failed
         self._sync = StepSync(
             stop,
+            callback_stops=lambda: bool(hooks.stops),  # not `run`, which refers to stop
             failures=[save_failed, run.hooks.has_failed],
             equal_ranks=dims.pp * dims.tp,  # along these two all hold the same tokens
             device=run.device,
@@ -144,7 +142,7 @@ class Trainer:
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite; weights are unchanged.
             CheckpointError: A checkpoint could not be saved.
-            StoppedError: Stopped by a signal while it waited for data, with nothing to save.
+            StalledError: Data took too long.
         """
         run, events = self.run, self.run.events
         try:
@@ -165,8 +163,8 @@ class Trainer:
         run.meter.start_interval()
         with _collecting_garbage_by_hand() as collect:
             while not (finished or sync.stopped):
-                if (microbatches := self._next_microbatches()) is None:
-                    break
+                with run.meter.waiting_for_data():
+                    microbatches = next(run.loader)
                 progress.step += 1
                 figures = self._train_step(microbatches)
                 progress.tokens_seen += run.tokens_per_step
@@ -199,30 +197,6 @@ class Trainer:
                 run.spikes.log_pending()
         return run.hooks.end(None if finished else sync.stopped)
 
-    def _next_microbatches(self) -> list[Samples] | None:
-        """Return the samples of the next step, or None if the run was stopped while it waited for
-        them, after saving the last step.
-
-        Raises:
-            StoppedError: There is nothing to save.
-        """
-        try:
-            with self.run.meter.waiting_for_data():
-                return next(self.run.loader)
-        except WaitInterrupted:
-            step, self._sync.stopped = self.run.progress.step, stop_reason(self._stop.votes())
-            if step == 0:
-                raise StoppedError("stopped by a signal before the first step") from None
-            if isinstance(self.run.loader.dataset, StreamSamples):
-                # its generator was interrupted, so its state is not the one after the last step
-                raise StoppedError(
-                    f"stopped after step {step} by a signal while waiting for a stream; run the "
-                    f"same command to resume from the last checkpoint"
-                ) from None
-            if self._saved_step != step:
-                self._save(last=False)
-            return None
-
     def _is_validation_due(self, *, last: bool) -> bool:
         validator = self.run.validator
         if validator is None or self._sync.stopped:  # stop as soon as possible
@@ -241,8 +215,7 @@ class Trainer:
         self._sync.check_pending_norm()  # never save a step whose update was left out
         with self.run.meter.paused(), self._status("saving"):
             path = self.run.checkpoints.save(last=last, validation_loss=self._validation_loss())
-        self._saved_step = self.run.progress.step
-        self.run.hooks.checkpoint(self._saved_step, path)
+        self.run.hooks.checkpoint(self.run.progress.step, path)
         return True
 
     def _validation_loss(self) -> float | None:
@@ -317,11 +290,8 @@ class Trainer:
         )
         if validates and run.validator is not None:
             with run.meter.paused(), self._status("validating"):
-                try:
-                    self.last_row |= run.validator.measure(step)
-                    self.last_row |= run.hooks.validation(step, self.last_row)
-                except WaitInterrupted:
-                    self._sync.stopped = stop_reason(self._stop.votes())
+                self.last_row |= run.validator.measure(step)
+                self.last_row |= run.hooks.validation(step, self.last_row)
         for sink in run.sinks:
             sink.write(dict(self.last_row))
 

@@ -10,9 +10,16 @@ from torch.distributed import DistBackendError
 
 from tests.naming import naming
 from torchtitan.base import device as device_module
-from torchtitan.base.device import GIB, device_type, has_bfloat16, local_device, peak_flops
+from torchtitan.base.device import (
+    GIB,
+    describe_out_of_memory,
+    device_type,
+    find_out_of_memory,
+    has_bfloat16,
+    local_device,
+    peak_flops,
+)
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.out_of_memory import describe_out_of_memory, find_out_of_memory
 from torchtitan.base.peaks import GPU_PEAKS, table_peaks
 
 CPU = torch.device("cpu")

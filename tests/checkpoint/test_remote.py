@@ -21,7 +21,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.base.stored_json import StoredJSON
+from torchtitan.base.files import StoredJSON
 from torchtitan.checkpoint.checksums import seal
 from torchtitan.checkpoint.remote import RemoteCheckpoints, Store, read_commit
 from torchtitan.checkpoint.remote import find_steps as find_stored

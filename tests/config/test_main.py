@@ -99,7 +99,7 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--model.flavor=8b"], ["--model.flavor", "'8b'", "did you mean '8B'?"]),
         (["--world_size=0"], ["--world_size", "1 or more", "'0'"]),
         (["--world_size", "two"], ["--world_size", "'two'"]),
-        (["--world_size=6", "--parallelism.tensor_parallel_degree=4"], ["got 6 ranks for 4"]),
+        (["--world_size=6", "--parallelism.tensor_parallel_degree=4"], ["got 4 (", "6 ranks"]),
         (
             ["--world_size=4", "--parallelism.data_parallel_shard_degree=2"],
             ["got 2 (", "for 4 ranks"],

@@ -18,7 +18,7 @@ class Late(StopRequest):
     """Votes to stop once its deadline is over."""
 
     def votes(self) -> list[int]:
-        return [0, int(self.is_late), 0]
+        return [0, int(self.is_late)]
 
     is_late = False
 

@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     (tmp_path / "memory_snapshot").write_text("a file")
     snapshots = MemorySnapshots(SETTINGS, folder=tmp_path, rank=0, step=0)
-    told = naming("profiling.save_memory_snapshot_folder", "memory_snapshot")
+    told = naming("rank_0_memory_snapshot.pickle", "make room")
     observers[0](0, 1024, 2048, 512)  # the allocator's own error follows
     assert told.search(caplog.text)
     with pytest.raises(DataError, match=told):

@@ -26,7 +26,6 @@ from torchtitan.base.log import init_logging, shown_ranks, use_color
 from torchtitan.metrics.console import (
     ConsoleSink,
     ProgressBar,
-    format_duration,
     log_summary,
     shows_bar,
 )
@@ -51,7 +50,7 @@ with ProgressBar(done_steps=2, total_steps=6, show=show, color=color) as bar:
         time.sleep(1.5)  # the bar is drawn once more, twice a second
         os._exit(0)  # and stays on the screen
 if show or rank == 0 and "summary" in sys.argv:
-    log_summary({"steps": "6", "time": format_duration(3725), "metrics": "out/[x]/metrics.jsonl"})
+    log_summary({"steps": "6", "time": "1:02:05", "metrics": "out/[x]/metrics.jsonl"})
 """
 
 

@@ -1,22 +1,25 @@
 """Custom code, named by import path: "package.module:NAME".
 
-There is no registry, and no module is imported for its side effects: a setting names the object,
-and `imports.py` imports it. Importing a module runs it. So a path is imported if the user gave it:
-in a job's file, on the command line or from Python. A path that a stored file names, which may come
-from a stranger, is a `StoredPath`, which is refused without `--trust_code`.
+There is no registry, and no module is imported for its side effects: a setting names the object.
+Importing a module runs it. So a path is imported if the user gave it: in a job's file, on the
+command line or from Python. A path that a stored file names, which may come from a stranger, is a
+`StoredPath`, which is refused without `--trust_code`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import re
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeGuard
 
-from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 _PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 _trusts_stored: ContextVar[bool] = ContextVar("trusts_stored", default=False)
@@ -68,14 +71,52 @@ def add_trust_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_stored(path: str, *, key: str) -> None:
-    """Raise ConfigError for setting `key` if only a stored file names the import path."""
+def load_object(path: str, *, key: str) -> Any:
+    """Import the object that the import path of a setting names. The current folder is searched
+    first.
+
+    Raises:
+        ConfigError: Only a stored file names the path, or the object does not exist, or its module
+            raises an error; names `key`.
+    """
+    if not is_import_path(path):  # such a string in a stored file is not marked as a path
+        raise ConfigError.at(key, f"must be an import path, package.module:NAME, got {path!r:.80}")
     if isinstance(path, StoredPath):
         raise ConfigError.at(
             key,
             f"{path.file} names '{path}', which would run its code; pass --trust_code (in Python: "
             f"trust_code=True) to import it",
         )
+    module, _, names = path.partition(":")
+    value = _import_module(module, path=path, key=key)
+    for name in names.split("."):
+        if not hasattr(value, name):
+            public = [other for other in vars(value) if not other.startswith("_")]
+            raise ConfigError.at(key, f"'{path}' has no {name}{did_you_mean(name, public)}")
+        value = getattr(value, name)
+    return value
+
+
+def _import_module(name: str, *, path: str, key: str) -> Any:
+    folder, before = os.getcwd(), [*sys.path]
+    try:
+        if folder not in sys.path and "" not in sys.path:
+            sys.path.insert(0, folder)
+        with convert_errors(path, key=key):
+            return importlib.import_module(name)
+    finally:
+        sys.path[:] = before
+
+
+def instantiate(path: str, *, key: str, kwargs: Mapping[str, object]) -> Any:
+    """Import a class or function and call it with `kwargs`.
+
+    Raises:
+        ConfigError: It does not exist, takes other arguments, or raises an error; names `key`.
+    """
+    factory = load_object(path, key=key)
+    with convert_errors(path, key=key):
+        return factory(**kwargs)
 
 
 @contextmanager
@@ -91,12 +132,8 @@ def convert_errors(path: str, *, key: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if not is_import_path(path):
             raise
-        raise wrap_error(path, key=key, error=error) from error
-
-
-def wrap_error(path: str, *, key: str, error: BaseException) -> ConfigError:
-    """Return an error of custom code as a ConfigError for setting `key`."""
-    return ConfigError.at(key, f"'{path}' raised an error:\n{describe_error(error)}")
+        rule = f"'{path}' raised an error:\n{describe_error(error)}"
+        raise ConfigError.at(key, rule) from error
 
 
 def describe_error(error: BaseException) -> str:
@@ -105,6 +142,6 @@ def describe_error(error: BaseException) -> str:
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     # the first frame is our call
-    custom = [frame for frame in frames if "importlib" not in frame.filename][1:]
+    custom = [f for f in frames[1:] if f.filename != __file__ and "importlib" not in f.filename]
     lines = [*traceback.format_list(custom), *traceback.format_exception_only(type(error), error)]
     return "".join(lines).rstrip()

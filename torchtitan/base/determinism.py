@@ -2,10 +2,8 @@
 
 Equal seeds are not enough. An operator whose threads add numbers in the order they happen to finish
 returns other digits each time. torch knows these operators and refuses them on request. cuBLAS and
-cuDNN choose algorithms on their own and are configured by an environment variable and by flags.
-
-A setting that the user made is never changed silently: missing settings are added, contradicting
-ones are refused.
+cuDNN choose algorithms on their own and are configured by an environment variable and by flags. A
+setting that the user made is never changed silently: a contradicting one is refused.
 """
 
 from __future__ import annotations
@@ -47,23 +45,16 @@ def set_determinism(
         ConfigError: A setting of the process contradicts `deterministic`.
     """
     if deterministic and device_type == "cuda":
-        _prepare_cuda(environ)
+        benchmark, cublas = torch.backends.cudnn.benchmark, environ.setdefault(CUBLAS, ":4096:8")
+        if benchmark or cublas not in CUBLAS_REPRODUCIBLE:
+            raise ConfigError(
+                f"debug.deterministic needs torch.backends.cudnn.benchmark = False, got "
+                f"{benchmark}, and {CUBLAS} to be {' or '.join(CUBLAS_REPRODUCIBLE)} in the "
+                f"environment, got '{cublas}'"
+            )
+        torch.backends.cudnn.deterministic = True
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-
-
-def _prepare_cuda(environ: MutableMapping[str, str]) -> None:
-    if torch.backends.cudnn.benchmark:
-        raise ConfigError(
-            "debug.deterministic needs torch.backends.cudnn.benchmark = False, got True"
-        )
-    value = environ.setdefault(CUBLAS, CUBLAS_REPRODUCIBLE[0])
-    if value not in CUBLAS_REPRODUCIBLE:
-        raise ConfigError(
-            f"debug.deterministic needs {CUBLAS} to be {' or '.join(CUBLAS_REPRODUCIBLE)} in the "
-            f"environment, got '{value}'"
-        )
-    torch.backends.cudnn.deterministic = True
 
 
 @contextmanager

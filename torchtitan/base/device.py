@@ -1,8 +1,8 @@
 """The device of this process: its name, peak speed, memory, and small transfers.
 
-Model FLOP/s utilization (MFU) needs the peak of the device. CPUs and GPUs that are missing in the
-table (`peaks.py`) have no peak, and runs on them no MFU. A timed matrix product is no substitute:
-measured on a busy machine, a CPU's peak was a quarter of the speed of training.
+Model FLOP/s utilization (MFU) needs the peak of the device. CPUs, and GPUs that `peaks.py` lacks,
+have no peak, and runs on them no MFU. A timed matrix product is no substitute: on a busy machine a
+CPU's peak was a quarter of the speed of training.
 
 `tensor.item()` makes the host wait until the device has finished all queued work, and then the
 device waits for the host. `HostCopy` queues a copy into page-locked memory instead, which is read
@@ -14,21 +14,22 @@ from __future__ import annotations
 import platform
 import re
 import resource
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torchtitan.base.peaks import GpuPeaks
-
 GIB = 2**30
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+"""Flags in /proc/cpuinfo of CPUs with bfloat16 units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,6 @@ class PeakFlops:
 
     value: float
     source: str
-
-
-BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-"""Flags in /proc/cpuinfo of CPUs with bfloat16 units."""
 
 
 def device_type() -> Literal["cuda", "cpu"]:
@@ -71,7 +68,8 @@ def device_name(device: torch.device) -> str:
     """Return the product name of the device, for a CPU with the number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"{_cpu_model()}, threads: {torch.get_num_threads()} (OMP_NUM_THREADS)"
+    model = _cpu_info("model name") or platform.machine()
+    return f"{model}, threads: {torch.get_num_threads()} (OMP_NUM_THREADS)"
 
 
 def has_bfloat16(device_type: str) -> bool:
@@ -79,7 +77,7 @@ def has_bfloat16(device_type: str) -> bool:
     slower than float32."""
     if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return torch.backends.mkldnn.is_available() and bool(BF16_FLAGS & _cpu_flags())
+    return torch.backends.mkldnn.is_available() and bool(BF16_FLAGS & {*_cpu_info("flags").split()})
 
 
 def peak_flops(device: torch.device, *, dtype: torch.dtype) -> PeakFlops | None:
@@ -92,10 +90,11 @@ def peak_flops(device: torch.device, *, dtype: torch.dtype) -> PeakFlops | None:
     from torchtitan.base.peaks import table_peaks
 
     name = device_name(device)
-    peaks = table_peaks(name)
-    if peaks is None:
+    if (peaks := table_peaks(name)) is None:
         return None
-    column, teraflops = _column(peaks, dtype=dtype)
+    is_tf32 = torch.get_float32_matmul_precision() != "highest"
+    column = "bf16" if dtype == torch.bfloat16 else "tf32" if is_tf32 else "fp32"
+    teraflops = peaks._asdict()[column]
     return PeakFlops(value=teraflops * 1e12, source=f"data sheet of {name}, dense {column}")
 
 
@@ -116,28 +115,43 @@ def reset_memory_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _column(peaks: GpuPeaks, *, dtype: torch.dtype) -> tuple[str, float]:
-    if dtype == torch.bfloat16:
-        return "bf16", peaks.bf16
-    if torch.get_float32_matmul_precision() == "highest":
-        return "fp32", peaks.fp32
-    return "tf32", peaks.tf32
-
-
-def _cpu_model() -> str:
-    return _cpu_info("model name") or platform.machine()
-
-
-def _cpu_flags() -> set[str]:
-    return set(_cpu_info("flags").split())
-
-
 def _cpu_info(key: str) -> str:
     """Return the value of `key` for the first core in /proc/cpuinfo, or ""."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
     match = re.search(rf"^{key}\s*:\s*(.+)$", text, flags=re.MULTILINE)
     return match.group(1).strip() if match else ""
+
+
+def find_out_of_memory(error: BaseException | None) -> Exception | None:
+    """Return the out-of-memory error that caused `error`, if any. A pipeline wraps errors."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        # NCCL allocates its buffers by itself, and its error quotes CUDA's
+        if isinstance(error, dist.DistBackendError) and "out of memory" in str(error):
+            return error
+        error = error.__cause__
+    return None
+
+
+def describe_out_of_memory(
+    error: Exception, argv: Sequence[str], *, environ: Mapping[str, str]
+) -> str:
+    """Return a message with the rank, torch's error, the peak, and a command that plans the job."""
+    world_size = environ.get("WORLD_SIZE", "1")
+    num_local = environ.get("LOCAL_WORLD_SIZE", world_size)
+    command = ["python", "-m", "torchtitan", "plan", "memory", "--ran_out"]
+    command += [f"--world_size={world_size}", f"--gpus_per_node={num_local}"]
+    device = torch.device(device_type())
+    if device.type == "cuda":
+        memory_gib = torch.cuda.mem_get_info()[1] / GIB
+        command += [f"--device={device_name(device)}", f"--memory_gib={memory_gib:.1f}"]
+    return (
+        f"rank {environ.get('RANK', '0')} is out of memory: {error}\n"
+        f"Its memory peaked at {memory_peak_gib(device):.2f} GiB. Run this to see what the memory "
+        f"holds and which settings need less:\n{shlex.join([*command, *argv])}"
+    )
 
 
 class HostCopy:

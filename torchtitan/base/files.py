@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import CheckpointError, ConfigError, DataError
 
 Once = Callable[[Callable[[], Any]], Any]
 """Calls a function in one process of this machine and returns its result, a JSON value, in all."""
@@ -27,8 +27,7 @@ def user_path(path: str, *, key: str) -> Path:
         expanded.exists()
     # a name that is too long, a folder without permission; the home of an unknown user
     except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError.at(key, f"cannot look for {path!r:.200}: {reason}") from error
+        raise DataError.at(key, f"cannot look for {path!r:.200}: {error}") from error
     return expanded
 
 
@@ -58,14 +57,68 @@ def read_text(path: Path, *, errors: str = "strict") -> str:
     return path.read_text(encoding="utf-8", errors=errors)
 
 
-def load_json(text: str, *, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Return the value of a JSON text.
+class StoredJSON(dict[str, Any]):
+    """A JSON object read from the file `path`; a missing key raises CheckpointError."""
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self.path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"{self.path} is damaged: it lacks '{key}'; use another checkpoint")
+
+    def __reduce__(self) -> tuple[type[StoredJSON], tuple[Path, dict[str, Any]]]:
+        return StoredJSON, (self.path, dict(self))
+
+    def check_types(self, types: Mapping[str, type]) -> StoredJSON:
+        """Return self if each present key of `types` has a value of exactly that type.
+
+        Raises:
+            CheckpointError: A value has another type.
+        """
+        for key, cls in types.items():
+            if key in self and type(self[key]) is not cls:  # exact: true is an int to isinstance
+                raise self._damage(key, f"of type {cls.__name__}")
+        return self
+
+    def check_counts(self, *keys: str) -> StoredJSON:
+        """Return self if the values of `keys` are counts: integers from 0 to 2^63 - 1.
+
+        Raises:
+            CheckpointError: A value is out of range.
+        """
+        for key in keys:
+            if not 0 <= self[key] < 2**63:
+                raise self._damage(key, "0 or more and fit into 64 bits")
+        return self
+
+    def _damage(self, key: str, rule: str) -> CheckpointError:
+        value = str(self[key])[:60]
+        return CheckpointError(
+            f"{self.path} is damaged: '{key}' must be {rule}, got {value!r}; use another checkpoint"
+        )
+
+
+def read_json(path: Path) -> StoredJSON:
+    """Read a JSON object.
 
     Raises:
-        ValueError: The text is not JSON, or has a lone surrogate, which no text file can hold.
-        RecursionError: The value is nested too deeply.
+        CheckpointError: The file is missing or does not hold a JSON object.
     """
-    found = json.loads(text, object_hook=object_hook)
-    if "\\ud" in text.lower():
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
+    try:
+        check_is_file(path)
+        return parse_json(path.read_bytes(), path=path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def parse_json(data: bytes, *, path: Path) -> StoredJSON:
+    """Return the JSON object in `data`, which was read from `path`; raise as `read_json` does."""
+    try:
+        content = json.loads(data.decode())
+        json.dumps(content, ensure_ascii=False).encode()  # no text file can hold a lone surrogate
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return StoredJSON(path, content)

@@ -3,8 +3,7 @@
 If every rank logged to the console, a job of a thousand ranks would print each line a thousand
 times. Launchers filter by local rank (`torchrun --local-ranks-filter`), which exists on every node,
 and what they hide is lost. So each process filters by its global rank: the ranks in LOG_RANK log to
-the console, and every rank logs to a file. Python warnings and the log records of torch are
-treated in the same way.
+the console, and every rank logs to a file, Python warnings and torch's log records included.
 
 Modules log through `logging.getLogger(__name__)`. Only `main()` calls `init_logging`.
 """
@@ -24,18 +23,11 @@ from typing import Literal, TextIO
 from torchtitan.base.errors import ConfigError
 
 Style = Literal["dim", "red", "green", "yellow", "blue", "magenta", "cyan"]
-
-_CODES: Mapping[Style, int] = {
-    "dim": 2,
-    "red": 31,
-    "green": 32,
-    "yellow": 33,
-    "blue": 34,
-    "magenta": 35,
-    "cyan": 36,
+_CODES: Mapping[Style, str] = {
+    **{"dim": "2", "red": "31", "green": "32", "yellow": "33"},
+    **{"blue": "34", "magenta": "35", "cyan": "36"},
 }
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_TIME = "%H:%M:%S"
 _HANDLER_PREFIX = "torchtitan."
 
 
@@ -67,17 +59,12 @@ def init_logging(
         logging.getLogger().addHandler(handler)
     logging.getLogger("torchtitan").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    if not os.environ.get("TORCH_LOGS"):  # which asks for torch's own handlers
-        _propagate_torch_loggers()
-
-
-def _propagate_torch_loggers() -> None:
-    """Remove the console handlers of torch's loggers, which print on every rank."""
-    for name in list(logging.Logger.manager.loggerDict):
-        if f"{name}.".startswith("torch.") and name != "torch.__trace":  # writes TORCH_TRACE's file
-            logger = logging.getLogger(name)
-            logger.handlers = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
-            logger.propagate = True
+    if not os.environ.get("TORCH_LOGS"):  # which asks for torch's own handlers, on every rank
+        for name in list(logging.Logger.manager.loggerDict):
+            if f"{name}.".startswith("torch.") and name != "torch.__trace":  # TORCH_TRACE's file
+                logger = logging.getLogger(name)
+                logger.handlers = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
+                logger.propagate = True
 
 
 def note_in_file(message: str, level: str = "ERROR") -> None:
@@ -102,7 +89,7 @@ def reset_logging() -> None:
 
 @contextmanager
 def keep_logging() -> Iterator[None]:
-    """Undo on exit what `init_logging` installed inside."""
+    """Remove on exit what `init_logging` installed inside."""
     level = logging.getLogger("torchtitan").level
     try:
         yield
@@ -122,10 +109,10 @@ def shown_ranks(spec: str, *, world_size: int) -> frozenset[int]:
     words = [word.strip() for word in spec.split(",")]
     if all(word.isdecimal() and len(word) < 10 and int(word) < world_size for word in words):
         return frozenset(map(int, words))
-    known = "0, since this job has only rank 0"
-    if world_size > 1:
-        known = f"global ranks between 0 and {world_size - 1}, separated by commas"
-    raise ConfigError(f"LOG_RANK must be 'all' or {known}, got {spec!r}; try LOG_RANK=0")
+    raise ConfigError(
+        f"LOG_RANK must be 'all' or global ranks between 0 and {world_size - 1}, separated by "
+        f"commas, got {spec!r}; try LOG_RANK=0"
+    )
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -174,18 +161,15 @@ class _ConsoleHandler(logging.StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record).rstrip()
-        if not self._color:
-            text = _ESCAPES.sub("", text)
+        text = text if self._color else _ESCAPES.sub("", text)
         if record.levelno >= logging.WARNING:
             style: Style = "yellow" if record.levelno < logging.ERROR else "red"
             text = f"{paint(record.levelname, style, color=self._color)} {text}"
-        clock = time.strftime(_TIME, time.localtime(record.created))
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         return f"{self._before}{paint(clock, 'dim', color=self._color)} {self._label}{text}"
 
 
-class _FileHandler(logging.FileHandler):
-    """Write plain text."""
-
+class _PlainFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return _ESCAPES.sub("", super().format(record).rstrip())
 
@@ -193,11 +177,8 @@ class _FileHandler(logging.FileHandler):
 def _open_file(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = _FileHandler(path, encoding="utf-8")
+        handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"job.dump_folder must be writable, got {path.parent.parent} "
-            f"({error.strerror}: {error.filename})"
-        ) from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        raise ConfigError(f"job.dump_folder must be writable, got {path}: {error}") from error
+    handler.setFormatter(_PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     return handler

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuPeaks:
+class GpuPeaks(NamedTuple):
     """Dense peaks in TFLOP/s: bf16 (fp32 accumulate) and TF32 matrix units, plain fp32."""
 
     bf16: float
@@ -24,47 +23,44 @@ class GpuPeaks:
 # Ampere GA102, Ada and Blackwell RTX white papers; AMD Instinct data sheets (a device is one GCD of
 # an MI250X). tests/base/test_device.py checks the bf16 column against units x clock.
 GPU_PEAKS: Mapping[str, GpuPeaks] = {
-    "A10": GpuPeaks(bf16=125.0, tf32=62.5, fp32=31.2),
-    "A10G": GpuPeaks(bf16=70.0, tf32=35.0, fp32=35.0),
-    "A30": GpuPeaks(bf16=165.0, tf32=82.0, fp32=10.3),
-    "A40": GpuPeaks(bf16=149.7, tf32=74.8, fp32=37.4),
-    "A100": GpuPeaks(bf16=312.0, tf32=156.0, fp32=19.5),
-    "A800": GpuPeaks(bf16=312.0, tf32=156.0, fp32=19.5),
-    "RTX A6000": GpuPeaks(bf16=154.8, tf32=77.4, fp32=38.7),
-    "RTX 3090": GpuPeaks(bf16=71.0, tf32=35.6, fp32=35.6),
-    "L4": GpuPeaks(bf16=121.0, tf32=60.0, fp32=30.3),
-    "L40": GpuPeaks(bf16=181.0, tf32=90.5, fp32=90.5),
-    "L40S": GpuPeaks(bf16=362.0, tf32=183.0, fp32=91.6),
-    "RTX 6000 Ada": GpuPeaks(bf16=364.2, tf32=182.1, fp32=91.1),
-    "RTX 4090": GpuPeaks(bf16=165.2, tf32=82.6, fp32=82.6),
-    "RTX 5090": GpuPeaks(bf16=209.5, tf32=104.8, fp32=104.8),
-    "H100": GpuPeaks(bf16=989.4, tf32=494.7, fp32=67.0),
-    "H100 PCIe": GpuPeaks(bf16=756.0, tf32=378.0, fp32=51.0),
-    "H100 NVL": GpuPeaks(bf16=835.5, tf32=417.5, fp32=60.0),
-    "H800": GpuPeaks(bf16=989.4, tf32=494.7, fp32=67.0),
-    "H200": GpuPeaks(bf16=989.4, tf32=494.7, fp32=67.0),
-    "H200 NVL": GpuPeaks(bf16=835.5, tf32=417.5, fp32=60.0),
-    "GH200": GpuPeaks(bf16=989.4, tf32=494.7, fp32=67.0),
-    "B200": GpuPeaks(bf16=2250.0, tf32=1100.0, fp32=75.0),
-    "GB200": GpuPeaks(bf16=2500.0, tf32=1250.0, fp32=80.0),
-    "B300": GpuPeaks(bf16=2250.0, tf32=1125.0, fp32=75.0),
-    "GB300": GpuPeaks(bf16=2500.0, tf32=1250.0, fp32=80.0),
+    "A10": GpuPeaks(125.0, 62.5, 31.2),
+    "A10G": GpuPeaks(70.0, 35.0, 35.0),
+    "A30": GpuPeaks(165.0, 82.0, 10.3),
+    "A40": GpuPeaks(149.7, 74.8, 37.4),
+    "A100": GpuPeaks(312.0, 156.0, 19.5),
+    "A800": GpuPeaks(312.0, 156.0, 19.5),
+    "RTX A6000": GpuPeaks(154.8, 77.4, 38.7),
+    "RTX 3090": GpuPeaks(71.0, 35.6, 35.6),
+    "L4": GpuPeaks(121.0, 60.0, 30.3),
+    "L40": GpuPeaks(181.0, 90.5, 90.5),
+    "L40S": GpuPeaks(362.0, 183.0, 91.6),
+    "RTX 6000 Ada": GpuPeaks(364.2, 182.1, 91.1),
+    "RTX 4090": GpuPeaks(165.2, 82.6, 82.6),
+    "RTX 5090": GpuPeaks(209.5, 104.8, 104.8),
+    "H100": GpuPeaks(989.4, 494.7, 67.0),
+    "H100 PCIe": GpuPeaks(756.0, 378.0, 51.0),
+    "H100 NVL": GpuPeaks(835.5, 417.5, 60.0),
+    "H800": GpuPeaks(989.4, 494.7, 67.0),
+    "H200": GpuPeaks(989.4, 494.7, 67.0),
+    "H200 NVL": GpuPeaks(835.5, 417.5, 60.0),
+    "GH200": GpuPeaks(989.4, 494.7, 67.0),
+    "B200": GpuPeaks(2250.0, 1100.0, 75.0),
+    "GB200": GpuPeaks(2500.0, 1250.0, 80.0),
+    "B300": GpuPeaks(2250.0, 1125.0, 75.0),
+    "GB300": GpuPeaks(2500.0, 1250.0, 80.0),
     # torch uses no TF32 on AMD: fp32 matrix units in both columns
-    "MI250X": GpuPeaks(bf16=191.5, tf32=47.9, fp32=47.9),
-    "MI300X": GpuPeaks(bf16=1307.4, tf32=163.4, fp32=163.4),
-    "MI325X": GpuPeaks(bf16=1307.4, tf32=163.4, fp32=163.4),
+    "MI250X": GpuPeaks(191.5, 47.9, 47.9),
+    "MI300X": GpuPeaks(1307.4, 163.4, 163.4),
+    "MI325X": GpuPeaks(1307.4, 163.4, 163.4),
 }
-
-# words of names of products that the table does not have
-_OTHER_PRODUCT = frozenset({"Laptop", "MIG", "D", "Max", "Ti", "SUPER"})
+OTHER_PRODUCT = frozenset({"Laptop", "MIG", "D", "Max", "Ti", "SUPER"})
+"""Words of names of products that the table does not have."""
 
 
 def table_peaks(name: str) -> GpuPeaks | None:
     """Return the table's row for a device name, or None if it has none."""
     words = set(re.split(r"[\s/-]+", name))
-    if words & _OTHER_PRODUCT:
-        return None
     matches = [key for key in GPU_PEAKS if words.issuperset(key.split())]
-    if not matches:
+    if not matches or words & OTHER_PRODUCT:
         return None
     return GPU_PEAKS[max(matches, key=lambda key: len(key.split()))]

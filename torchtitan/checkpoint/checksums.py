@@ -29,7 +29,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.stored_json import StoredJSON, read_json
+from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 
 MANIFEST = "manifest.json"

@@ -32,7 +32,7 @@ import fsspec
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.base.stored_json import StoredJSON, parse_json
+from torchtitan.base.files import StoredJSON, parse_json
 from torchtitan.base.urls import missing_package, url_problem, without_secrets
 from torchtitan.checkpoint.checksums import (
     MANIFEST,

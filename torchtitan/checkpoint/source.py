@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.base.files import StoredJSON
 from torchtitan.base.patterns import matches
-from torchtitan.base.stored_json import StoredJSON
 from torchtitan.checkpoint.reader import Shape, read_tensors, stored_shapes
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.state import COMPONENTS, EMBEDDING, OUTPUT

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.stored_json import StoredJSON
+from torchtitan.base.files import StoredJSON
 from torchtitan.base.urls import is_url
 from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
 from torchtitan.checkpoint.manager import CheckpointIO

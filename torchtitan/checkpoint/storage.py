@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.stored_json import StoredJSON, read_json
+from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.checkpoint.checksums import (
     MANIFEST,
     FileRecord,

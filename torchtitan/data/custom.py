@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from torchtitan.base.custom import describe_error
+from torchtitan.base.custom import describe_error, instantiate
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.base.imports import instantiate
 from torchtitan.data.dataset import IGNORED, ORDER, Dataset, has_document_lengths
 from torchtitan.data.loader import MapSamples, Samples
 from torchtitan.data.settings import TrainingConfig

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.stored_json import StoredJSON, read_json
+from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.hf.names import CONFIG
 from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, RopeScaling
 from torchtitan.models.spec import REQUIRED, HFFormat, ModelSpec, Size

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.stored_json import StoredJSON, read_json
+from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import STATE
 from torchtitan.data.settings import SUPERVISED, TrainingConfig

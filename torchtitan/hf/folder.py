@@ -17,8 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.files import check_is_file
-from torchtitan.base.stored_json import read_json
+from torchtitan.base.files import check_is_file, read_json
 from torchtitan.checkpoint.checksums import summarize
 from torchtitan.checkpoint.source import ALL, ParameterFilter
 from torchtitan.checkpoint.state import OUTPUT

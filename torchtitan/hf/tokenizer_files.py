@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.stored_json import StoredJSON, read_json
+from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.hf.names import GENERATION_CONFIG
 
 TOKENIZER = "tokenizer.json"

@@ -71,33 +71,27 @@ def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDim
     Raises:
         ConfigError: The degrees do not multiply to `world_size`.
     """
-    given = {
+    degrees = {
         "pipeline_parallel_degree": settings.pipeline_parallel_degree,
         "data_parallel_replicate_degree": settings.data_parallel_replicate_degree,
         "context_parallel_degree": settings.context_parallel_degree,
         "tensor_parallel_degree": settings.tensor_parallel_degree,
     }
-    others = prod(given.values())
-    dp_shard = settings.data_parallel_shard_degree
-    blamed = (*(name for name, n in given.items() if n > 1), "data_parallel_shard_degree")
-    keys = tuple(f"parallelism.{name}" for name in blamed)
-    factors = ", ".join(f"{name} {n}" for name, n in given.items() if n > 1) or "all degrees 1"
+    others, dp_shard = prod(degrees.values()), settings.data_parallel_shard_degree
     if dp_shard == -1:
-        if world_size % others:
-            raise ConfigError.at(
-                keys,
-                f"the number of ranks must be a multiple of the degrees' product, got "
-                f"{world_size} ranks for {others} ({factors}); start {others} ranks or a multiple "
-                f"(NGPU={others}), or lower a degree",
-            )
-        dp_shard = world_size // others
-    elif others * dp_shard != world_size:
+        dp_shard = max(world_size // others, 1)
+    if others * dp_shard != world_size:
+        used = {name: degree for name, degree in degrees.items() if degree > 1}
+        factors = ", ".join(f"{name} {n}" for name, n in used.items()) or "all other degrees 1"
+        keys = [f"parallelism.{name}" for name in (*used, "data_parallel_shard_degree")]
+        remedy = f"a multiple of {others}, or lower a degree"
+        if settings.data_parallel_shard_degree != -1:
+            factors += f", data_parallel_shard_degree {dp_shard}"
+            remedy = f"{others * dp_shard}, or set data_parallel_shard_degree = -1 to use all"
         raise ConfigError.at(
-            keys,
-            f"the degrees' product must equal the number of ranks, got {others * dp_shard} "
-            f"({factors}, data_parallel_shard_degree {dp_shard}) for {world_size} ranks; start "
-            f"NGPU={others * dp_shard} ranks, or set data_parallel_shard_degree = -1 to use all "
-            f"ranks left over",
+            tuple(keys),
+            f"the degrees' product must fit the number of ranks, got {others * dp_shard} "
+            f"({factors}) for {world_size} ranks; start NGPU={others * dp_shard} ranks, {remedy}",
         )
     ep, inner = settings.expert_parallel_degree, dp_shard * others
     inner //= settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree

@@ -48,9 +48,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def is_timeout(error: BaseException) -> bool:
     """Return whether `error` is a collective's timeout, by the messages of gloo, NCCL and store."""
-    words = "timed out waiting|collective operation timeout|wait timeout"
-    is_known = re.search(words, str(error), re.IGNORECASE) is not None
-    return is_known and isinstance(error, RuntimeError) and os.environ.get("WORLD_SIZE", "1") != "1"
+    return _is_of_a_collective(error, "timed out waiting|collective operation timeout|wait timeout")
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -58,9 +56,13 @@ def is_communication_error(error: BaseException) -> bool:
 
     gloo reports a closed connection or a timeout. Any other error, also NCCL's, may be the cause.
     """
-    is_lost = re.search("connection (closed|reset)", str(error), re.IGNORECASE) is not None
+    return is_timeout(error) or _is_of_a_collective(error, "connection (closed|reset)")
+
+
+def _is_of_a_collective(error: BaseException, words: str) -> bool:
     has_others = os.environ.get("WORLD_SIZE", "1") != "1"
-    return is_timeout(error) or (is_lost and has_others and isinstance(error, RuntimeError))
+    is_match = re.search(words, str(error), re.IGNORECASE) is not None
+    return is_match and has_others and isinstance(error, RuntimeError)
 
 
 @contextmanager
@@ -90,12 +92,8 @@ def refused_exit(error: BaseException) -> ConfigError:
 
 
 def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:
-    """Raise if the global gradient norm is not finite. Every rank must pass the same `norm`.
-
-    Args:
-        norm: Global gradient norm.
-        loss: This rank's part of the loss.
-        step: The step, for the message.
+    """Raise if the global gradient norm is not finite. Every rank passes the same
+    `norm`, and its part of the loss.
 
     Raises:
         NonFiniteError: Names the step and the ranks whose loss is not finite.
@@ -105,14 +103,12 @@ def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:
     losses: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(losses, loss.item())
     culprits = {rank: value for rank, value in enumerate(losses) if not math.isfinite(value)}
-    if culprits:
-        seen = "the loss is " + ", ".join(f"{v} on rank {rank}" for rank, v in culprits.items())
-    else:
-        seen = f"the loss is finite on every rank, but the gradient norm is {norm}"
+    values = ", ".join(f"{value} on rank {rank}" for rank, value in culprits.items())
+    values = values or f"finite on every rank, and the gradient norm {norm}"
     raise NonFiniteError(
-        f"step {step} must have a finite loss and gradient norm: {seen}. The weights were not "
-        f"changed; resume from the last checkpoint with checkpoint.mode = 'continue' and a lower "
-        f"optimizer.lr, or start again in another dump_folder"
+        f"step {step} must have a finite loss and gradient norm: the loss is {values}. The weights "
+        f"were not changed; resume from the last checkpoint with checkpoint.mode = 'continue' and "
+        f"a lower optimizer.lr, or start again in another dump_folder"
     )
 
 

@@ -20,9 +20,9 @@ the limit of a collective, because copying data may take hours.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError, Violation
+from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
 from torchtitan.config.settings import CONFIG_FILE, literal, values_of
 from torchtitan.mesh.faults import enable_recorder
 from torchtitan.mesh.settings import CommConfig
@@ -75,17 +75,15 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
         return RankInfo(rank=0, local_rank=0, world_size=1)
     try:
         rank, local_rank, world_size = (int(environ[name]) for name in VARIABLES)
-        is_port = 0 <= int(environ.get("MASTER_PORT", "1")) < 2**16
-        can_meet = world_size == 1 or all(name in environ for name in RENDEZVOUS)
-        is_valid = 0 <= rank < world_size and local_rank >= 0 and is_port and can_meet
     except (KeyError, ValueError):
-        is_valid = False
-    if not is_valid:
+        rank = local_rank = world_size = -1
+    can_meet = world_size == 1 or all(name in environ for name in RENDEZVOUS)
+    if not (0 <= rank < world_size and local_rank >= 0 and can_meet):
         values = {name: environ.get(name, "")[:60] for name in (*VARIABLES, *RENDEZVOUS)}
         raise ConfigError(
-            f"RANK must be a number below WORLD_SIZE, LOCAL_RANK 0 or more, MASTER_PORT a port, "
-            f"and several ranks need MASTER_ADDR and MASTER_PORT, got {values}; start ranks with "
-            f"torchrun or ./run_train.sh"
+            f"RANK must be a number below WORLD_SIZE, LOCAL_RANK 0 or more, and several ranks need "
+            f"MASTER_ADDR and MASTER_PORT, got {values}; start ranks with torchrun or "
+            f"./run_train.sh"
         )
     return RankInfo(rank=rank, local_rank=local_rank, world_size=world_size)
 
@@ -152,11 +150,6 @@ def gather(tensor: Tensor) -> Tensor:
     return torch.stack(gathered)
 
 
-def job_store() -> dist.Store:
-    """Return the key-value store of the job."""
-    return _get_default_store()
-
-
 def let_rank_0_report() -> None:
     """Sleep unless this is rank 0. If rank 0 has the same error, it prints it and exits, and the
     launcher ends this process, so that the user sees one message."""
@@ -181,7 +174,7 @@ def leave(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-MAX_NAMED = 3
+MAX_DIFFERENCES = 3
 """Differences in a message."""
 
 
@@ -191,12 +184,9 @@ def check_alike(config: object) -> None:
     Raises:
         ConfigError: They differ; raised on every rank, with the settings.
     """
-    settings = {
-        ".".join(path): literal(value)
-        for path, value in values_of(config).items()
-        if path != CONFIG_FILE  # the path may differ between machines
-    }
-    if difference := _compare(settings):
+    values = values_of(config)
+    values.pop(CONFIG_FILE, None)  # the path may differ between machines
+    if difference := _compare({".".join(path): literal(x) for path, x in values.items()}):
         raise ConfigError(
             f"all ranks must have the same settings, but {difference}; give all machines the same "
             f"file and options"
@@ -220,24 +210,18 @@ def _compare(values: Mapping[str, str]) -> str | None:
     """Describe how ranks differ from rank 0; None if all ranks are equal."""
     first = [values]
     dist.broadcast_object_list(first)
+    texts = [
+        f"{name} is {values.get(name, 'unset')} there and {first[0].get(name, 'unset')} on rank 0"
+        for name in dict.fromkeys([*first[0], *values])
+        if first[0].get(name) != values.get(name)
+    ]
     differences = [""] * dist.get_world_size()
-    dist.all_gather_object(differences, _difference(first[0], values))
+    dist.all_gather_object(differences, ", ".join(texts[:MAX_DIFFERENCES]))
     ranks = [str(rank) for rank, difference in enumerate(differences) if difference]
     if not ranks:
         return None
-    differ = f"ranks {', '.join(ranks)} differ" if ranks[1:] else f"rank {ranks[0]} differs"
-    return f"{differ} from rank 0: {differences[int(ranks[0])]}"
-
-
-def _difference(first: Mapping[str, str], values: Mapping[str, str]) -> str:
-    """List the first few entries that differ, with both values."""
-    found = [
-        f"{name} is {values.get(name, 'unset')} there and {first.get(name, 'unset')} on rank 0"
-        for name in dict.fromkeys([*first, *values])
-        if first.get(name) != values.get(name)
-    ]
-    more = len(found) - MAX_NAMED
-    return ", ".join(found[:MAX_NAMED]) + (f", and {more} more" if more > 0 else "")
+    names = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    return f"those of {names} differ from rank 0's: {differences[int(ranks[0])]}"
 
 
 LONGEST = timedelta(days=7)
@@ -247,13 +231,12 @@ LONGEST = timedelta(days=7)
 class OncePerMachine:
     """Calls functions on one rank per machine and returns their results on all ranks.
 
-    All ranks create it and call it with the same functions in the same order. Results must be
-    JSON-compatible.
+    All ranks create it and call it with the same functions in the same order.
     """
 
     def __init__(self) -> None:
         # makes the keys of this instance unique
-        self._run = job_store().add(f"once/runs of {dist.get_rank()}", 1)
+        self._run = _get_default_store().add(f"once/runs of {dist.get_rank()}", 1)
         self._numbers = count()
 
     def __call__(self, work: Callable[[], Any]) -> Any:
@@ -263,31 +246,24 @@ class OncePerMachine:
             UserError: Raised by `work`, here or there.
         """
         key = f"once/{self._run}/{next(self._numbers)}/{socket.gethostname()}"
-        store = job_store()
+        store = _get_default_store()
         if store.add(f"{key}/begun", 1) > 1:
             store.wait([key], LONGEST)
-            return _received(json.loads(store.get(key)))
+            result, problem = pickle.loads(store.get(key))
+            if problem is not None:
+                raise DataError(problem)
+            return result
         try:
             result = work()
         except BaseException as error:
-            store.set(key, json.dumps({"error": _told(error)}))
+            text = (
+                str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            )
+            problem = error.problem if isinstance(error, DataError) else text
+            store.set(key, pickle.dumps((None, problem)))
             raise
-        store.set(key, json.dumps({"result": result}))
+        store.set(key, pickle.dumps((result, None)))
         return result
-
-
-def _told(error: BaseException) -> dict[str, object]:
-    if isinstance(error, DataError) and isinstance(error.problem, Violation):
-        return {"keys": error.problem.keys, "rule": error.problem.rule}
-    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return {"keys": [], "rule": said}
-
-
-def _received(message: dict[str, Any]) -> Any:
-    if "result" in message:
-        return message["result"]
-    keys, rule = message["error"]["keys"], message["error"]["rule"]
-    raise DataError(Violation(tuple(keys), rule) if keys else rule)
 
 
 K = TypeVar("K")
@@ -320,6 +296,18 @@ def reasons(error: CheckpointError | CheckpointException) -> str:
     )
 
 
+def _attempt(
+    action: Callable[[], T], *, group: dist.ProcessGroup | None
+) -> tuple[T | None, str | None]:
+    """Return the result of an action, or the message of an expected error."""
+    try:
+        return action(), None
+    except _EXPECTED as error:
+        if group is None and isinstance(error, UserError):
+            raise
+        return None, str(error)
+
+
 def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
     """Run `action` on rank 0 and return its result on every rank.
 
@@ -329,12 +317,7 @@ def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -
     """
     outcome: list[Any] = [None, None]
     if group is None or dist.get_rank(group) == 0:
-        try:
-            outcome[0] = action()
-        except _EXPECTED as error:
-            if group is None and isinstance(error, UserError):
-                raise
-            outcome[1] = str(error)
+        outcome = [*_attempt(action, group=group)]
     if group is not None:
         dist.broadcast_object_list(outcome, group_src=0, group=group)
     if outcome[1] is not None:
@@ -348,18 +331,10 @@ def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -
     Raises:
         CheckpointError: A rank raised a UserError or one of the file system; raised on every rank.
     """
-    value: T | None = None
-    message: str | None = None
-    try:
-        value = action()
-    except _EXPECTED as error:
-        if group is None and isinstance(error, UserError):
-            raise
-        message = str(error)
-    outcomes: list[Any] = [(value, message)]
+    outcomes: list[Any] = [_attempt(action, group=group)]
     if group is not None:
-        outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, (value, message), group=group)
+        outcomes *= dist.get_world_size(group)
+        dist.all_gather_object(outcomes, outcomes[0], group=group)
     messages = dict.fromkeys(message for _, message in outcomes if message is not None)
     if messages:
         raise CheckpointError("; ".join(messages))

@@ -7,7 +7,7 @@ exchange these records in every step (`sync.py`): all of them learn of it in the
 together and end. Before the first step there is nothing to save, and a signal ends a rank at once.
 
 A rank that waits for data takes part in no step. An alarm ends the wait before the other ranks'
-collectives time out; if this is the only rank, soon after a signal.
+collectives time out.
 """
 
 from __future__ import annotations
@@ -39,12 +39,6 @@ job's time limit counts from here."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_OF_ONE_REQUEST = 1.0
 """A scheduler signals the launcher and the ranks, and the launcher passes it on: one request."""
-SECONDS_FOR_DATA = 5.0
-"""How long data may still take on the only rank once it is asked to stop."""
-
-
-class WaitInterrupted(Exception):  # noqa: N818 - no error
-    """A signal came while the only rank waited for data."""
 
 
 class _WaitEnded(BaseException):
@@ -61,22 +55,18 @@ class StopRequest:
         leave: Callable[[int], None] = os._exit,
         takes_signals: bool = False,
     ) -> None:
-        self.callback_requested: Callable[[], bool] = lambda: False
-        """Whether a callback asks to stop."""
         self.data_timeout_seconds = 300.0
         """Current timeout of the other ranks' collectives."""
         self._clock, self._leave, self._takes_signals = clock, leave, takes_signals
-        self._started = clock()
-        self._seconds: int | None = None
+        self._deadline: float | None = None
         self._first_signal: float | None = None
-        self._defers = self._waits_alone = False
+        self._defers = False
         self._replaced: dict[signal.Signals, Any] | None = None
 
     def end_after(self, seconds: int | None, *, started: float | None = None) -> None:
-        """Stop the run this many seconds after it `started`, by default when this request was
-        made. None sets no limit."""
-        self._seconds = seconds
-        self._started = self._started if started is None else started
+        """Stop the run this many seconds after it `started`, by default now. None: no limit."""
+        started = self._clock() if started is None else started
+        self._deadline = None if seconds is None else started + seconds
 
     @property
     def is_signalled(self) -> bool:
@@ -84,10 +74,9 @@ class StopRequest:
         return self._first_signal is not None
 
     def votes(self) -> list[int]:
-        """Return what to sum over all ranks: 1 for a signal, for a deadline that is over, and for
-        a callback."""
-        late = self._seconds is not None and self._clock() - self._started >= self._seconds
-        return [int(self.is_signalled), int(late), int(self.callback_requested())]
+        """Return what to sum over all ranks: 1 for a signal, and for a deadline that is over."""
+        is_late = self._deadline is not None and self._clock() >= self._deadline
+        return [int(self.is_signalled), int(is_late)]
 
     def defer(self) -> None:
         """From now on only note a signal: the step loop agrees on it with all ranks."""
@@ -97,7 +86,7 @@ class StopRequest:
 
     def install(self) -> None:
         """Handle the signals of this process. Until then they have their default effect."""
-        handlers = {**dict.fromkeys(SIGNALS, self.on_signal), signal.SIGALRM: self.on_alarm}
+        handlers = {**dict.fromkeys(SIGNALS, self.on_signal), signal.SIGALRM: _end_wait}
         self._replaced = {number: signal.signal(number, h) for number, h in handlers.items()}
 
     def uninstall(self) -> None:
@@ -108,25 +97,16 @@ class StopRequest:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Limit the wait for data inside to most of `data_timeout_seconds`; after a signal to the
-        only rank to `SECONDS_FOR_DATA`.
+        """Limit the wait for data inside to most of `data_timeout_seconds`.
 
         Raises:
             StalledError: No data came in time.
-            WaitInterrupted: This rank, the only one, was asked to stop.
         """
-        if self._replaced is None:
-            yield
-            return
         limit = PART_FOR_DATA * self.data_timeout_seconds
-        self._waits_alone = dist.get_world_size() == 1
-        is_asked = self._waits_alone and self.is_signalled
-        signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_DATA if is_asked else limit)
+        signal.setitimer(signal.ITIMER_REAL, 0 if self._replaced is None else limit)
         try:
             yield
         except _WaitEnded as ended:
-            if self._waits_alone and self.is_signalled:
-                raise WaitInterrupted from None
             raise StalledError(
                 f"rank {dist.get_rank()} waited {limit:g} s for data, most of "
                 f"comm.train_timeout_seconds (comm.init_timeout_seconds until the first step is "
@@ -134,39 +114,32 @@ class StopRequest:
             ) from None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            self._waits_alone = False
-
-    def on_alarm(self, number: int, frame: FrameType | None) -> None:
-        """Handle the end of the time for data: raise in the main thread, which waits for them."""
-        raise _WaitEnded(_source_of_data(frame))
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: note the first one, leave on a second one and before `defer`."""
         name, now = signal.Signals(number).name, self._clock()
         if self._first_signal is None:
             self._first_signal = now
-            if not self._defers:
+            if self._defers:
+                logger.warning("%s: stopping after this step, or the next; again to quit", name)
+            else:
                 logger.warning("%s before the first step: nothing to save", name)
                 self._leave(StoppedError.exit_code)
-            else:
-                logger.warning("%s: stopping after this step, or the next; again to quit", name)
-                if self._waits_alone:
-                    signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_DATA)
         elif now - self._first_signal >= SECONDS_OF_ONE_REQUEST:
             cursor = "\x1b[?25h" if is_terminal(sys.stderr) else ""  # a progress bar hides it
             os.write(2, f"{erase_line(sys.stderr)}{cursor}{name} again: quitting\n".encode())
             self._leave(128 + number)
 
 
-def _source_of_data(frame: FrameType | None) -> str:
-    """Return which processes, or which line of the dataset, `frame` waits for."""
+def _end_wait(number: int, frame: FrameType | None) -> None:
+    """Raise in the main thread, which waits for data workers or runs the dataset."""
     if workers := multiprocessing.active_children():
         pids = ", ".join(str(worker.pid) for worker in workers)
-        return f"no data from its data workers (processes {pids})"
+        raise _WaitEnded(f"no data from its data workers (processes {pids})")
     stack = traceback.extract_stack(frame)
     custom = [f for f in stack if not f.filename.startswith((sys.prefix, sys.base_prefix))]
     at = (custom or stack)[-1]
-    return f"the dataset is still in {at.name}, {at.filename}:{at.lineno}"
+    raise _WaitEnded(f"the dataset is still in {at.name}, {at.filename}:{at.lineno}")
 
 
 def sync_before_training(stop: StopRequest) -> None:

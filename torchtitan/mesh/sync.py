@@ -27,6 +27,7 @@ class StepSync:
 
     Args:
         stop: Requests to stop on this rank.
+        callback_stops: Return whether a callback asks to stop.
         failures: Return whether something failed on this rank, e.g. a background save.
         equal_ranks: Number of ranks that have the same tokens.
         device: Device of the reductions.
@@ -36,13 +37,14 @@ class StepSync:
         self,
         stop: StopRequest,
         *,
+        callback_stops: Callable[[], bool] = lambda: False,
         failures: Sequence[Callable[[], bool]],
         equal_ranks: int,
         device: torch.device,
     ) -> None:
         self.stopped: str | None = None
         """Why the run stops early, the same on all ranks. None if it does not."""
-        self._stop, self._failures = stop, failures
+        self._stop, self._callback_stops, self._failures = stop, callback_stops, failures
         self._equal_ranks, self._device = equal_ranks, device
         self._flags: HostCopy | None = None
         self._unchecked: tuple[HostCopy, Tensor, int] | None = None
@@ -50,7 +52,7 @@ class StepSync:
     def sum_valid(self, num_valid: Tensor) -> Tensor:
         """Return the number of valid tokens in the global batch; exchange flags with it."""
         failed = [int(has_failed()) for has_failed in self._failures]
-        flags = to_device([*failed, *self._stop.votes()], num_valid.device)
+        flags = to_device([*failed, *self._votes()], num_valid.device)
         sums = torch.cat([num_valid.reshape(1), flags])
         dist.all_reduce(sums)
         self._flags = HostCopy(sums[1:])
@@ -67,9 +69,12 @@ class StepSync:
     def sync_stop_flags(self) -> None:
         """Exchange the requests to stop again, after a save that may have taken long."""
         if self.stopped is None:
-            votes = to_device(self._stop.votes(), self._device)
+            votes = to_device(self._votes(), self._device)
             dist.all_reduce(votes)
             self.stopped = stop_reason(votes.tolist())
+
+    def _votes(self) -> list[int]:
+        return [*self._stop.votes(), int(self._callback_stops())]
 
     def defer_norm_check(self, norm: Tensor, *, loss: Tensor, step: int) -> None:
         """Store the gradient norm of a step and this rank's loss for `check_pending_norm`."""

@@ -46,20 +46,18 @@ class ConsoleSink:
 
     def write(self, row: Row) -> None:
         """Log the row. Missing figures are left out; a missing loss is a dash and a warning."""
-        has_no_loss = "loss" in row and row["loss"] is None
         columns = [
             paint(pattern.format(row[name]), style, color=self._color)
             for name, (pattern, style) in _COLUMNS.items()
             if row.get(name) is not None
         ]
+        has_no_loss = "loss" in row and row["loss"] is None
         if has_no_loss:
             columns.insert(1, paint(f"loss: {'-':>8}", "green", color=self._color))
         logger.info("  ".join(columns))
         if has_no_loss:
-            logger.warning(
-                "Step %d has no loss, because its batch has no labels. Its gradients are zero.",
-                row["step"],
-            )
+            text = "Step %d has no loss, because its batch has no labels. Its gradients are zero."
+            logger.warning(text, row["step"])
 
     def close(self) -> None:
         """Do nothing."""
@@ -136,10 +134,3 @@ def log_summary(entries: Mapping[str, str]) -> None:
     width = max(map(len, entries))
     lines = (f"\n  {name:<{width}}  {value}" for name, value in entries.items())
     logger.info("training finished%s", "".join(lines))
-
-
-def format_duration(seconds: float) -> str:
-    """Return hours, minutes and seconds, such as 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

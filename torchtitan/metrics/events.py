@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -20,6 +20,14 @@ from torchtitan.metrics.rows import Row, read_rows
 
 logger = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
+TEXTS = {
+    "start": ("config", "layout"),
+    "checkpoint": ("folder",),
+    "spike": ("figure", "action"),
+    "end": ("reason",),
+    "failure": ("reason",),
+}
+"""Texts in the row of each event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +98,9 @@ def read_events(run: Path) -> list[Row]:
     path = run / EVENTS
     rows = list(read_rows(path)) if path.exists() else []
     for row in rows:
-        for key in ("event", "time", "reason", "folder", "figure", "action", "config", "layout"):
-            if not isinstance(row[key] if key in ("event", "time") else row.get(key, ""), str):
-                raise DataError(f"{path}: {key!r} must be a text, got {row[key]!r:.60}")
+        for key in ("event", "time", *TEXTS.get(str(row.get("event")), ())):
+            if not isinstance(row.get(key), str):
+                raise DataError(f"{path}: each {row.get('event')} must have a text {key!r}")
     return rows
 
 
@@ -100,22 +108,10 @@ def newest_hardware(rows: Sequence[Row]) -> Hardware | None:
     """Return the hardware of the newest start, or None if no row has it.
 
     Figures after its `resumed_from` were measured on this hardware.
-
-    Raises:
-        DataError: It is damaged.
     """
-    starts = [row for row in rows if row["event"] == "start"]
-    if not starts:
-        return None
-    keys = ("resumed_from", "world_size", "ranks_per_machine", "device")
-    values = {key: starts[-1][key] for key in keys}
-    is_valid = isinstance(values["device"], str) and all(
-        type(values[key]) is int and (key != "resumed_from") <= values[key] < 2**31
-        for key in keys[:3]
-    )
-    if not is_valid:
-        raise DataError(f"{EVENTS}: a start must have {', '.join(keys)}, got {str(values)[:100]}")
-    return Hardware(**values)
+    names = [field.name for field in fields(Hardware)]
+    starts = [row for row in rows if row["event"] == "start" and row.keys() >= {*names}]
+    return Hardware(**{name: starts[-1][name] for name in names}) if starts else None
 
 
 def read_hardware(run: Path) -> Hardware:

@@ -1,38 +1,20 @@
-"""Rows of `metrics.jsonl` and `events.jsonl`: one JSON object with a step per line.
-
-A run's folder may come from anyone, so tools check what they read: a key that is missing, or a
-figure that is not a number (`figure_of`), is an error that names the line.
-"""
+"""Rows of `metrics.jsonl` and `events.jsonl`: one JSON object with a step per line."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.files import check_is_file, load_json
+from torchtitan.base.files import check_is_file
 
 Row = dict[str, Any]
 RECORD = "metrics"
 """Name of the metrics file without its suffix."""
-
-
-class StoredRow(Row):
-    """A row read from a file. `place` names its line in the error of a missing key."""
-
-    def __init__(self, content: Row, *, place: str = "a row") -> None:  # asdict() names no place
-        super().__init__(content)
-        self.place = place
-
-    def __missing__(self, key: str) -> Any:
-        raise DataError(f"{self.place} has no {key!r}; restore the file")
-
-    def __reduce__(self) -> Any:
-        return partial(StoredRow, place=self.place), (dict(self),)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -41,28 +23,28 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
         DataError: The file cannot be read, or another line is not a row.
     """
-    wrong = ""
     try:
         check_is_file(path)
-        with path.open(encoding="utf-8", errors="replace") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if wrong:
-                    raise DataError(f"{wrong}; fix the file or move it away")
-                place = f"{path} line {number}"
-                if (row := _parse(line, place=place)) is not None:
-                    yield row
-                elif line.endswith("\n"):  # else it may still be written
-                    wrong = f"{place} must be a JSON object with a step, got {line.strip()[:60]!r}"
+                row = _parse(line)
+                if row is None and not line.endswith(b"\n"):
+                    return
+                if row is None:
+                    place, text = f"{path} line {number}", line.decode(errors="replace").strip()
+                    rule = f"must be a JSON object with a step, got {text[:60]!r}"
+                    raise DataError(f"{place} {rule}; fix the file or move it away")
+                yield row
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _parse(line: str, *, place: str) -> Row | None:
+def _parse(line: bytes) -> Row | None:
     try:
-        row = load_json(line, object_hook=partial(StoredRow, place=place))
+        row = json.loads(line)
     except (ValueError, RecursionError):  # more than 4300 digits; deep nesting
         return None
-    step = row.get("step") if isinstance(row, StoredRow) else None
+    step = row.get("step") if isinstance(row, dict) else None
     return row if type(step) is int and 0 <= step < 2**63 else None
 
 
@@ -74,14 +56,9 @@ def figure_of(row: Row, name: str) -> float | None:
     """
     value = row.get(name)
     if value is not None and not isinstance(value, int | float):
-        place = row.place if isinstance(row, StoredRow) else f"step {row['step']}"
-        raise DataError(
-            f"{place}: {name!r} must be a number or null, got {str(value)[:60]!r}; restore the file"
-        )
+        raise DataError(f"step {row['step']}: {name!r} must be a number, got {value!r:.60}")
     # an integer may be too large for a float
-    if value is None or abs(value) > 1e300 or not isfinite(value):
-        return None
-    return float(value)
+    return None if value is None or abs(value) > 1e300 or not isfinite(value) else float(value)
 
 
 @contextmanager

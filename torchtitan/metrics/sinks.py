@@ -17,8 +17,10 @@ import os
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from torchtitan.base.custom import instantiate
+from torchtitan.base.errors import ConfigError
 from torchtitan.metrics.console import ConsoleSink
 from torchtitan.metrics.rows import RECORD, Row, convert_os_errors, read_rows
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Protocol of a sink.
 
@@ -122,11 +125,11 @@ def build_sinks(
             sinks.append(WandbSink(folder, name=name, settings=job_config))
         fixed = {"folder": folder, "rank": rank, "resume_step": resume_step}
         for options in metrics.sinks:
-            from torchtitan.base.imports import check_methods, instantiate
-
             path, kwargs = options["path"], {k: v for k, v in options.items() if k != "path"}
-            sink: Sink = instantiate(path, key="metrics.sinks", kwargs=fixed | kwargs)
-            check_methods(sink, Sink, path=path, key="metrics.sinks")
+            sink = instantiate(path, key="metrics.sinks", kwargs=fixed | kwargs)
+            if not isinstance(sink, Sink):
+                rule = f"'{path}' must have the methods write(row) and close()"
+                raise ConfigError.at("metrics.sinks", rule)
             sinks.append(sink)
     return [*sinks, ConsoleSink(color=color)]
 

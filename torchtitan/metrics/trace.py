@@ -22,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.metrics.rows import convert_os_errors
 
 if TYPE_CHECKING:
     from torchtitan.metrics.settings import ProfilingConfig
@@ -37,27 +38,21 @@ class Profiler:
     def __init__(
         self, settings: ProfilingConfig, *, folder: Path, rank: int, device: torch.device
     ) -> None:
-        self._folder = folder / settings.save_traces_folder
-        self._rank = rank
+        self._folder, self._rank = folder / settings.save_traces_folder, rank
         self._step: int | None = None
-        self._num_written = 0
-        self._profile_freq = settings.profile_freq
+        self._num_written, self._profile_freq = 0, settings.profile_freq
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        else:
-            # Kineto prints two lines per trace; on a GPU its errors matter
+        else:  # Kineto prints two lines per trace; on a GPU its errors matter
             os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
         # each trace is written before the next one, and the warm-up is a setting
         warnings.filterwarnings("ignore", message=".*Profiler (clears events|won't be using)")
-        recorded = settings.profiler_warmup + settings.profiler_active
+        warmup, active = settings.profiler_warmup, settings.profiler_active
+        wait = settings.profile_freq - warmup - active
         self._profile = profile(
             activities=activities,
-            schedule=schedule(
-                wait=settings.profile_freq - recorded,
-                warmup=settings.profiler_warmup,
-                active=settings.profiler_active,
-            ),
+            schedule=schedule(wait=wait, warmup=warmup, active=active),
             on_trace_ready=self._write,
         )
         self._profile.start()
@@ -76,17 +71,14 @@ class Profiler:
         """Stop recording. An incomplete trace is dropped."""
         self._profile.stop()
         if not self._num_written:
-            logger.warning(
-                "No step was profiled, because the run ended before step %d; use a smaller "
-                "profiling.profile_freq",
-                self._profile_freq,
-            )
+            text = "No step was profiled: the run ended before step %d (profiling.profile_freq)"
+            logger.warning(text, self._profile_freq)
 
     def _write(self, trace: profile) -> None:
         if self._step is None:  # called by `close`: the trace is incomplete
             return
         path = self._folder / f"step-{self._step}" / f"rank_{self._rank}.json"
-        write_complete(path, trace.export_chrome_trace, key="profiling.save_traces_folder")
+        write_complete(path, trace.export_chrome_trace)
         self._num_written += 1
         logger.info("Wrote the trace of step %d to %s", self._step, path)
 
@@ -95,10 +87,8 @@ class MemorySnapshots:
     """Record allocations from now on; call `step` after each training step."""
 
     def __init__(self, settings: ProfilingConfig, *, folder: Path, rank: int, step: int) -> None:
-        self._folder = folder / settings.save_memory_snapshot_folder
-        self._rank = rank
-        self._profile_freq = settings.profile_freq
-        self._step = step
+        self._folder, self._rank = folder / settings.save_memory_snapshot_folder, rank
+        self._profile_freq, self._step = settings.profile_freq, step
         self._is_open = True
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_ENTRIES)
         torch._C._cuda_attach_out_of_memory_observer(self._write_out_of_memory)
@@ -120,39 +110,29 @@ class MemorySnapshots:
 
     def _write_out_of_memory(self, *_: int) -> None:
         """Called by the allocator before it raises, so that nothing is freed yet."""
-        if not self._is_open:
-            return
-        try:
-            self._write(f"iteration_{self._step + 1}_exit")
-        except DataError as error:  # must not replace the error of the allocator
-            logger.warning("%s", error)
+        if self._is_open:
+            try:
+                self._write(f"iteration_{self._step + 1}_exit")
+            except DataError as error:  # must not replace the error of the allocator
+                logger.warning("%s", error)
 
     def _write(self, name: str) -> None:
         path = self._folder / name / f"rank_{self._rank}_memory_snapshot.pickle"
-        write_complete(
-            path, torch.cuda.memory._dump_snapshot, key="profiling.save_memory_snapshot_folder"
-        )
+        write_complete(path, torch.cuda.memory._dump_snapshot)
         logger.info("Wrote a memory snapshot to %s", path)
 
 
-def write_complete(path: Path, write: Callable[[str], object], *, key: str) -> None:
+def write_complete(path: Path, write: Callable[[str], object]) -> None:
     """Call `write` with a temporary name, and rename the file: readers never see a partial one.
-
-    Args:
-        path: The file. Its folder is created.
-        write: Writes the file of a name.
-        key: Setting of the folder.
 
     Raises:
         DataError: The file cannot be written.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    try:
+    with convert_os_errors(str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         write(str(temporary))
         os.replace(temporary, path)
-    except OSError as error:
-        raise DataError(f"{key} must be writable, got {path}: {error.strerror}") from error
 
 
 Recorder = Profiler | MemorySnapshots

@@ -9,7 +9,8 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,17 +47,15 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: Path, *, resume_step: int, settings: Mapping[str, Any]) -> None:
-        tensorboard = _import_package(
-            "torch.utils.tensorboard", setting="metrics.enable_tensorboard"
-        )
+        tensorboard = _import("torch.utils.tensorboard", key="metrics.enable_tensorboard")
         self._folder = str(folder)
         # indented, so that Markdown shows the lines as code
-        lines = (f"    {key} = {json.dumps(value)}\n" for key, value in _flatten(settings))
+        text = textwrap.indent(json.dumps(settings, indent=2), "    ")
         with convert_os_errors(self._folder):
             self._writer = tensorboard.SummaryWriter(
                 self._folder, purge_step=resume_step + 1, flush_secs=10
             )
-            self._writer.add_text("settings", "".join(lines), global_step=resume_step)
+            self._writer.add_text("settings", text, global_step=resume_step)
 
     def write(self, row: Row) -> None:
         """Write the row under torchtitan 0.2's tags.
@@ -89,7 +88,7 @@ class WandbSink:
     """
 
     def __init__(self, folder: Path, *, name: str, settings: Mapping[str, Any]) -> None:
-        wandb = _import_package("wandb", setting="metrics.enable_wandb")
+        wandb = _import("wandb", key="metrics.enable_wandb")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
@@ -128,21 +127,8 @@ def tagged(row: Row) -> dict[str, float]:
     return figures
 
 
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting with its dotted key, e.g. training.dataloader.num_workers."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _import_package(module: str, *, setting: str) -> ModuleType:
-    """Import an optional package."""
+def _import(module: str, *, key: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"{setting} = true needs a package that cannot be imported ({error}); "
-            f"install it with pip, or set {setting} to false"
-        ) from error
+        raise ConfigError.at(key, f"needs a package: {error}; install it with pip") from error

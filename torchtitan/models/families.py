@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from importlib import import_module
 
-from torchtitan.base.custom import is_import_path
+from torchtitan.base.custom import is_import_path, load_object
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
 from torchtitan.models.settings import (
     ALL_SIZES,
@@ -136,8 +136,6 @@ def find_spec(settings: ModelConfig) -> ModelSpec:
         )
         raise ConfigError.at(("model.name", "model.flavor"), rule)
     if is_import_path(name):
-        from torchtitan.base.imports import load_object
-
         spec = load_object(name, key="model.name")
         if isinstance(spec, ModelSpec) and spec.flavors:
             return spec

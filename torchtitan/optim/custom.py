@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.base.custom import convert_errors
+from torchtitan.base.custom import convert_errors, instantiate
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.imports import instantiate
 from torchtitan.optim.settings import OptimizerConfig
 
 NAME = "optimizer.name"

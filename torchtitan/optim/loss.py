@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.base.custom import is_import_path
+from torchtitan.base.custom import is_import_path, load_object
 from torchtitan.base.errors import ConfigError
 
 LOSS = "training.loss"
@@ -211,8 +211,6 @@ def find_loss(name: str, options: Mapping[str, Any]) -> TokenLosses | None:
     """
     if not is_import_path(name):
         return None
-    from torchtitan.base.imports import load_object
-
     losses: TokenLosses = load_object(name, key=LOSS)
     if not callable(losses) or isinstance(losses, type):
         rule = f"'{name}' must be a function of logits (tokens, vocabulary) and labels (tokens)"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.base.custom import load_object
 from torchtitan.base.errors import ConfigError
 from torchtitan.optim.settings import LRSchedulerConfig
 
@@ -73,8 +74,6 @@ def find_decay(name: str, options: Mapping[str, Any]) -> Callable[[float], float
     """
     if name in DECAYS:
         return DECAYS[name]
-    from torchtitan.base.imports import load_object
-
     key = "lr_scheduler.decay_type"
     decay: Callable[..., float] = load_object(name, key=key)
     if not callable(decay):

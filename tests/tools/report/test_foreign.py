@@ -57,10 +57,6 @@ REFUSED = {
         appended("events.jsonl", {"step": 1, "event": "start", "time": "", "config": ""}),
         "layout",
     ),
-    "events: ranks in quotes": (
-        lambda run: replaced("events.jsonl", json.dumps(START | {"world_size": "2"}) + "\n")(run),
-        "world_size",
-    ),
     "events: no reason": (appended("events.jsonl", START | {"event": "end"}), "reason"),
     "events: no figure": (appended("events.jsonl", START | {"event": "spike"}), "figure"),
     "events: a spike in quotes": (

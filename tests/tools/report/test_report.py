@@ -10,13 +10,13 @@ import subprocess
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from weakref import ref
 
 import numpy as np
 import pytest
 
 from torchtitan.metrics.events import EventLog
-from torchtitan.metrics.rows import StoredRow
 from torchtitan.tools.report.command import main
 from torchtitan.tools.report.read import events, name_runs, read_figures, read_run, thinned
 
@@ -100,6 +100,10 @@ def test_thinning_keeps_ends_and_spikes() -> None:
     assert set(zip(steps, values, strict=True)) < set(points)
     nine = [column[:9] for column in columns]
     assert thinned(*nine, num_buckets=2000) == (list(range(9)), [v for _, v in points[:9]])
+
+
+class StoredRow(dict[str, Any]):
+    """A row that can be referred to weakly."""
 
 
 @pytest.mark.promise("tools")

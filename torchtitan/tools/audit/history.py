@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
-from torchtitan.base.stored_json import read_json
+from torchtitan.base.files import read_json
 from torchtitan.base.urls import is_url
 from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.start import stored_layout
