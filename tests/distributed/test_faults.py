@@ -215,7 +215,7 @@ def stopped(job: list[str], *, step: int, factor: float) -> str:
 
     class Asked(StopRequest):
         def votes(self) -> list[int]:
-            return [int(run.progress.step == step), 0, 0]
+            return [int(run.progress.step == step), 0]
 
     def changed(correct: HeadLoss) -> HeadLoss:
         return lambda x, weight, labels: (

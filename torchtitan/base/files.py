@@ -57,6 +57,15 @@ def read_text(path: Path, *, errors: str = "strict") -> str:
     return path.read_text(encoding="utf-8", errors=errors)
 
 
+def load_json(text: bytes) -> Any:
+    """Return a JSON value; raise ValueError also for a lone surrogate, which no text file can hold,
+    and RecursionError for a value that is nested too deeply."""
+    value = json.loads(text)
+    if b"\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 class StoredJSON(dict[str, Any]):
     """A JSON object read from the file `path`; a missing key raises CheckpointError."""
 
@@ -115,8 +124,7 @@ def read_json(path: Path) -> StoredJSON:
 def parse_json(data: bytes, *, path: Path) -> StoredJSON:
     """Return the JSON object in `data`, which was read from `path`; raise as `read_json` does."""
     try:
-        content = json.loads(data.decode())
-        json.dumps(content, ensure_ascii=False).encode()  # no text file can hold a lone surrogate
+        content = load_json(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):

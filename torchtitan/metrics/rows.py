@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.files import check_is_file
+from torchtitan.base.files import check_is_file, load_json
 
 Row = dict[str, Any]
 RECORD = "metrics"
@@ -41,7 +40,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def _parse(line: bytes) -> Row | None:
     try:
-        row = json.loads(line)
+        row = load_json(line)
     except (ValueError, RecursionError):  # more than 4300 digits; deep nesting
         return None
     step = row.get("step") if isinstance(row, dict) else None
