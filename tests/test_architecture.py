@@ -47,7 +47,7 @@ FLOORS: Mapping[str, int] = {
 }
 # what a package may import beyond its own, where that is not "all lower floors"
 NARROW: Mapping[str, frozenset[str]] = {
-    "config": frozenset({"base.errors", "base.custom", "base.imports", "base.urls"}),
+    "config": frozenset({"base.errors", "base.custom", "base.urls"}),
     "models": frozenset({"base"}),
     "settings": frozenset({"config", "base.custom", "base.errors", "base.urls", "models.sizes"}),
 }
