@@ -250,7 +250,6 @@ def find_pretrained(
             chat_template=job.training.chat_template,
             stop_ids=frozenset(),
             begins=job.training.dataset in SUPERVISED,  # text has no begin token
-            context=job.training.seq_len,
         )
     config = read_config(path)
     spec = family_of(config, models=MODELS)
@@ -269,7 +268,6 @@ def find_pretrained(
         chat_template=None,
         stop_ids=read_stop_ids(path) or eos_ids(config),
         begins=True,
-        context=config.get("max_position_embeddings"),
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from torchtitan.config.settings import keys
+from torchtitan.config.settings import convert, keys
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.documents import build_text
 from torchtitan.data.loader import Loader
@@ -20,7 +24,7 @@ SEQ_LEN = 16
 def training(cache: Path, **settings: object) -> TrainingConfig:
     values = {"seq_len": SEQ_LEN, "dataset_cache": str(cache), **settings}
     known = keys(TrainingConfig)
-    typed = {k: known[k,].convert(v) if (k,) in known else v for k, v in values.items()}
+    typed = {k: convert(v, known[k,].annotation) if (k,) in known else v for k, v in values.items()}
     return TrainingConfig(**typed)
 
 
@@ -73,3 +77,15 @@ def rows(step: list[dict[str, torch.Tensor]]) -> list[tuple[int, ...]]:
         for batch in step
         for tokens, labels in zip(batch["tokens"], batch["labels"], strict=True)
     ]
+
+
+def check_resume(make_stream: Callable[[], Any], *, num_samples: int = 8) -> None:
+    """Check that a custom stream resumes at its next sample after each of the first ones."""
+    expected = [*islice(make_stream(), num_samples)]
+    stream = make_stream()
+    for number, sample in enumerate(expected):
+        if number:
+            state = json.loads(json.dumps(stream.state_dict()))
+            stream = make_stream()
+            stream.load_state_dict(state)
+        assert next(iter(stream)) == sample

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.helpers import SEQ_LEN, dataset_of, loader_of, rows, training
+from tests.data.helpers import SEQ_LEN, check_resume, dataset_of, loader_of, rows, training
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.data.custom import build_custom, check_resume
+from torchtitan.data.custom import build_custom
 from torchtitan.data.hub import HubText
 from torchtitan.data.loader import MapSamples
 from torchtitan.data.tokenizer import ByteTokenizer
@@ -84,10 +84,8 @@ def test_a_release_that_resumes_wrongly_is_refused(
         hub_text(files)
 
 
-def test_what_is_wrong_is_said(tmp_path: Path, files: list[str]) -> None:
-    with pytest.raises(ConfigError, match=naming("dataset_options")):
-        stream(tmp_path)
-    with pytest.raises(ConfigError, match=naming("dataset_options", "'json'", "none.jsonl")):
+def test_a_wrong_name_or_key_is_named(tmp_path: Path, files: list[str]) -> None:
+    with pytest.raises(DataError, match=naming("HubText", "none.jsonl")):
         stream(tmp_path, name="json", data_files=(str(tmp_path / "none.jsonl"),))
     with pytest.raises(DataError, match=naming("text_key", "'body'", "'text'")):
         stream(tmp_path, name="json", data_files=tuple(files), text_key="body")[0]

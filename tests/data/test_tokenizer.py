@@ -107,13 +107,12 @@ def test_llama3_special_tokens(tmp_path: Path) -> None:
 
 
 DAMAGE = [
-    (lambda data: data[: len(data) // 2], r"line \d+"),
+    (lambda data: data[: len(data) // 2], ""),
     (lambda data: b"\n".join(data.splitlines()[:100]), "256"),
-    (lambda data: data.replace(b"\n", b" 7\n", 1), "line 1"),
-    (lambda data: b"{}\n", "line 1"),
-    (lambda data: data.splitlines()[0] + b"\n" + data, "line 2"),
+    (lambda data: data.replace(b"\n", b" 7\n", 1), ""),
+    (lambda data: data.splitlines()[0] + b"\n" + data, "once"),
     (lambda data: b"", "256"),
-    (lambda data: b"\n\x0e\n\x05<unk>", "tokenizer.json"),
+    (lambda data: b"\n\x0e\n\x05<unk>", ""),
     (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
 ]
 

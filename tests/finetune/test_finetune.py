@@ -222,16 +222,16 @@ def test_long_examples_are_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixt
             (*b"p", *b"c" * 23, EOS): 1,
         }
     )
-    assert naming("3 of 5 examples", "3 samples", "24 tokens").match(caplog.text)
-    assert naming("seq_len = 24", "3 examples", "long_examples: truncate").match(caplog.text)
+    assert naming("3 of 4 examples", "3 samples", "24 tokens").match(caplog.text)
+    assert naming("3 examples", "long_examples: truncate").match(caplog.text)
 
 
 def test_long_examples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         dataset = examples_of(tmp_path, LONG, num_epochs=1, long_examples="skip")
     assert dataset.num_samples == 1
-    assert naming("1 of 5 examples", "1 sample").match(caplog.text)
-    assert naming("seq_len = 24", "3 examples", "long_examples: skip").match(caplog.text)
+    assert naming("1 of 4 examples", "1 sample").match(caplog.text)
+    assert naming("3 examples", "long_examples: skip").match(caplog.text)
 
 
 def test_a_store_is_no_file_of_examples(tmp_path: Path) -> None:
@@ -337,57 +337,6 @@ def test_written_special_tokens_need_a_setting(tmp_path: Path) -> None:
     assert examples_of(tmp_path, dataset_path=[path], **meant).num_samples == 2
 
 
-def test_keys_that_nothing_reads_are_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    said = {"role": "assistant", "content": "b", "weight": 1, "train": True, "empty": None}
-    chat = [
-        CHAT[0],
-        {**said, "mood": "good", "reasoning_content": "c"},
-        CHAT[2],
-        {**said, "mood": 1},
-    ]
-    template = tmp_path / "a.jinja"
-    template.write_text(
-        CHATML.replace("message.content", "(message['reasoning_content'] or '') + message.content")
-    )
-    other = tmp_path / "other.jinja"  # the template gets no such key from this row
-    other.write_text(template.read_text().replace("reasoning_content", "reasoning"))
-    for setting, unread in (
-        (None, ["mood", "reasoning_content"]),
-        (str(other), ["mood", "reasoning_content"]),
-        (str(template), ["mood"]),
-    ):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            examples_of(tmp_path, [{"messages": chat}] * 3, seq_len=200, chat_template=setting)
-        [message] = [one for one in caplog.messages if "'mood'" in one]
-        assert [key for key in {**said, **chat[1]} if repr(key) in message] == unread
-        assert naming("'mood'", 6).match(message)
-
-
-WHOLE = {
-    "each as JSON": "{{ message | tojson }}",
-    "its items": "{% for k, v in message.items() %}{{ k }}: {{ v }}, {% endfor %}",
-    "only the user's": "{{ message | tojson if message.role == 'user' else message.content }}",
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_keys_of_messages_that_are_written_whole_are_read(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ends = "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
-    template = tmp_path / "a.jinja"
-    template.write_text(f"{{% for message in messages %}}{WHOLE[name]}{ends}{{% endfor %}}")
-    chat = [{**CHAT[0], "mood": "good"}, {**CHAT[1], "name": "b"}]
-    with caplog.at_level(logging.WARNING):
-        examples_of(tmp_path, [{"messages": chat}] * 3, seq_len=400, chat_template=str(template))
-    assert "'mood'" not in caplog.text
-    found = [one for one in caplog.messages if naming("'name'", 3).match(one)]
-    assert len(found) == ("'name'" in caplog.text) == (name == "only the user's")
-
-
 def test_what_is_held_out_is_told_with_its_setting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -401,7 +350,7 @@ def test_what_is_held_out_is_told_with_its_setting(
         told[held_out] = [one for one in caplog.messages if "validation.holdout_fraction" in one]
     [message] = told[False]
     assert nums[True]
-    assert naming(nums[True], 60).match(message)
+    assert naming(nums[True]).match(message)
     assert told[True] == []
 
 

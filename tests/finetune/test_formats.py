@@ -107,7 +107,7 @@ def test_openais_completions_come_first() -> None:
 FAULTS: list[tuple[object, tuple[str, ...]]] = [
     ([1], ("[1]",)),
     (5, ("5",)),
-    ({}, ("no keys",)),
+    ({}, ("none",)),
     ({"text": "a"}, ("'text'",)),
     ({"prompt": "a"}, ("'prompt'",)),
     ({"completion": "a", "output": "b"}, ("'completion'",)),

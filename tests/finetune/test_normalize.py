@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -131,25 +130,6 @@ def test_conversations_with_tools_have_their_template(tmp_path: Path) -> None:
         oracle.apply_chat_template([HI, HELLO], tools=each, tokenize=False).removesuffix("<|end|>")
         for each in (tools, None)
     }
-
-
-def test_rows_that_datasets_wrote_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    turns = [call({"x": 1, "theta": None}), call({"x": None, "theta": 90})]
-    rows: list[Any] = [{"messages": [HI, {**HELLO, "tool_calls": [turn]}]} for turn in turns]
-    folder = write_tokenizer(tmp_path, template=HERMES)
-    training = TrainingConfig(
-        dataset="examples",
-        dataset_path=(write_lines(tmp_path / "a.jsonl", rows),),
-        dataset_cache=str(tmp_path / "cache"),
-        seq_len=256,
-    )
-    with caplog.at_level(logging.WARNING):
-        build_examples(
-            training, tokenizer=build_tokenizer(str(folder)), tokenizer_path=str(folder), seed=0
-        )
-    assert any("null" in message and "2 examples" in message for message in caplog.messages)
 
 
 def test_the_template_gets_the_variables_of_a_row(tmp_path: Path) -> None:

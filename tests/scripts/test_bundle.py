@@ -10,14 +10,18 @@ import pytest
 from scripts import bundle
 
 PROJECT = {
-    "dependencies": ["torch>=2.11,<2.16", "torchdata>=0.11", "tomli>=2.0; python_version < '3.11'"],
+    "dependencies": [
+        "torch>=2.11,<2.16",
+        "tokenizers>=0.21",
+        "tomli>=2.0; python_version < '3.11'",
+    ],
     "optional-dependencies": {"float8": ["torchao>=0.15"]},
 }
 
 
 def test_bundle_leaves_out_what_is_there() -> None:
     assert bundle.bundled(PROJECT) == [
-        "torchdata>=0.11",
+        "tokenizers>=0.21",
         "tomli>=2.0; python_version < '3.11'",
         "torchao>=0.15",
     ]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.finetune.chats import CHATML, write_lines, write_tokenizer
-from tests.naming import naming
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.finetune.data import build_examples
@@ -126,14 +125,6 @@ def test_colors_are_for_terminals(
     assert "\x1b[32m" in texts[1]
     assert re.sub("\x1b\\[[0-9]+m", "", texts[1]) == texts[0]
     assert "'<|im_start|>'=2 " in texts[0]
-
-
-def test_keys_that_nothing_reads_are_named(
-    job: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_lines(tmp_path / "c.jsonl", [chat_of("yes", mood="good")])
-    assert main([*job[:-2], path]) == 0
-    assert naming("'mood'", 1).match(caplog.text)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ A dataset holds only file names and numbers, so it is cheap to send to worker pr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,7 +19,6 @@ import torch
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.files import Once, alone
-from torchtitan.base.log import plural
 from torchtitan.data.holdout import Holdout
 from torchtitan.data.sampler import Draw, Inverse, Mixture, Permutation
 from torchtitan.data.settings import SUPERVISED
@@ -147,12 +146,10 @@ def has_document_lengths(training: TrainingConfig) -> bool:
     return training.attn_mask_type == "block_causal" or training.reset_positions
 
 
-DATASETS: Mapping[str, str] = {  # imported when used: a run on text loads no Jinja
-    **dict.fromkeys(SUPERVISED, "torchtitan.finetune.data:build_examples"),
-    "custom": "torchtitan.data.custom:build_custom",
-    "text": "torchtitan.data.documents:build_text",
-}
-"""Functions that build samples, by `training.dataset`; any other dataset is text."""
+# imported when used: a run on text loads no Jinja
+TEXT = "torchtitan.data.documents:build_text"
+EXAMPLES = "torchtitan.finetune.data:build_examples"
+CUSTOM = "torchtitan.data.custom:build_custom"
 
 
 def build_samples(
@@ -181,16 +178,16 @@ def build_samples(
     Raises:
         DataError: Data are missing, empty, damaged or too short.
     """
-    name = training.dataset if training.dataset in DATASETS else "text"
-    kwargs: dict[str, Any] = {"tokenizer": tokenizer, "seed": seed}
+    path, kwargs = TEXT, dict[str, Any](tokenizer=tokenizer, seed=seed)
     if is_import_path(training.dataset):
-        name = "custom"
+        path = CUSTOM
         kwargs["held_out"] = held_out
     else:
         kwargs |= {"holdout": Holdout(holdout_fraction, held_out=held_out), "once": once}
-        if training.dataset in SUPERVISED:
-            kwargs["tokenizer_path"] = tokenizer_path
-    module, _, function = DATASETS[name].partition(":")
+    if training.dataset in SUPERVISED:
+        path = EXAMPLES
+        kwargs["tokenizer_path"] = tokenizer_path
+    module, _, function = path.partition(":")
     try:
         samples: MapSamples = getattr(import_module(module), function)(training, **kwargs)
     except DataError as error:
@@ -205,15 +202,11 @@ def check_fills_batch(
     """Raise DataError if the samples do not fill one global batch."""
     if samples.num_samples is None or samples.num_samples >= global_batch:
         return
-    assert training.num_epochs is not None, "without it the data never end"
     # without accumulation the global batch is what the ranks read at once
-    to_lower = ["local_batch_size"] if accumulation == 1 else []
-    if training.global_batch_size != -1:
-        to_lower.append("global_batch_size")
+    key = "local_batch_size" if accumulation == 1 else "global_batch_size"
     rule = (
         f"the data must fill a global batch of {global_batch} samples of {training.seq_len} "
-        f"tokens, got {plural(samples.num_samples, 'sample')} in "
-        f"{plural(training.num_epochs, 'epoch')}; add data, or lower {' and '.join(to_lower)}, or "
-        f"seq_len"
+        f"tokens, got {samples.num_samples} in num_epochs = {training.num_epochs}; add data, or "
+        f"lower {key} or seq_len"
     )
-    raise DataError(Violation((*to_lower, "seq_len"), rule).within("training"))
+    raise DataError(Violation((key, "seq_len"), rule).within("training"))

@@ -46,43 +46,33 @@ class HubText:
         seq_len: int,
         seed: int,
         held_out: bool,
-        name: str = "",
+        name: str,
         subset: str | None = None,
         split: str = "train",
         revision: str | None = None,
         data_files: Sequence[str] = (),
         text_key: str = "text",
     ) -> None:
-        if not name:
-            raise ConfigError.at(OPTIONS, "must name a dataset, as owner/name")
-        self._tokenizer, self._seq_len, self._name = tokenizer, seq_len, name
+        self._tokenizer, self._seq_len = tokenizer, seq_len
         files = list(data_files) or None
-        self._source = {"split": split, "revision": revision, "data_files": files}
-        self._subset = subset
+        self._source: dict[str, Any] = {"path": name, "name": subset, "split": split}
+        self._source |= {"revision": revision, "data_files": files}
         self._text_of = TextTemplate(text_key, None, setting=f"{OPTIONS}.text_key")
         self._documents, self._left = self._open(), list[int]()
         self._position: dict[str, Any] | None = None
         """State of the documents that were opened, None at the start of a pass."""
         self._has_read = False
         """Whether any of them was read. Before that, `datasets` returns a state at the start."""
-        self.fingerprint = f"{name}, {subset}, {self._source}, {text_key}, without empty texts"
+        self.fingerprint = f"{self._source}, {text_key}, without empty texts"
 
     def _open(self) -> Any:
-        try:
-            from datasets import __version__, load_dataset
-        except ImportError as error:
-            rule = f"needs the package datasets ({error}); install it with pip"
-            raise ConfigError.at(OPTIONS, rule) from error
-        if __version__ == "5.0.0":
-            # https://github.com/huggingface/datasets/issues/8308
-            rule = "must not be read with datasets 5.0.0, whose streams repeat text when they are "
-            raise ConfigError.at(OPTIONS, rule + "resumed twice; install another release")
-        try:
-            return load_dataset(self._name, self._subset, streaming=True, **self._source)
-        except Exception as error:  # of the network, the Hub or a name, without a common class
-            message = "".join(str(error).strip().splitlines()[:1])
-            rule = f"must name a dataset that can be streamed, got {self._name!r}, {self._source}"
-            raise ConfigError.at(OPTIONS, f"{rule}: {type(error).__name__}: {message}") from error
+        from datasets import __version__, load_dataset
+
+        if __version__ == "5.0.0":  # https://github.com/huggingface/datasets/issues/8308
+            raise ConfigError.at(
+                OPTIONS, "datasets 5.0.0 repeats text on a resume; install another"
+            )
+        return load_dataset(**self._source, streaming=True)
 
     def __iter__(self) -> Iterator[list[int]]:
         documents = iter(self._documents)
@@ -98,7 +88,7 @@ class HubText:
                 return
             self._has_read = True
             # as files are read: an empty text is no document
-            if text := self._text_of(Row(document, f"each document of {self._name}")):
+            if text := self._text_of(Row(document, f"each document of {self._source['path']}")):
                 self._left += [*self._tokenizer.encode(text), self._tokenizer.eos_id]
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,21 +6,20 @@ batch. They are cut into blocks of local_batch_size; rank r's a-th microbatch is
 and the position is the state: a run resumes at the next sample in any layout. Only streams add a
 state of their own. Skipped samples (`SkippedSamples`) are passed over; the order stays the same.
 
-torchdata's StatefulDataLoader runs the workers and reads ahead. Its own state is not used: it is
-valid only for one rank and one number of workers, and it counts batches.
+torch's DataLoader runs the workers and reads ahead. It needs no state: a resumed run starts it at
+the position.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.sampler import SkippedSamples
@@ -203,31 +202,22 @@ class Loader:
 
     def __next__(self) -> list[Samples]:
         with self.waiting():
-            step = self._read_step()
+            if self._batches is None:
+                self._batches = iter(self._start())
+            step = []
+            for batch in islice(self._batches, self._blocks.accumulation):
+                if isinstance(batch, DataError):
+                    raise batch
+                step.append(batch)
         if not step:
             raise StopIteration
         if self.on_sample is not None:
-            blocks = islice(self._blocks, self._blocks.accumulation)
-            numbers = (k for block in blocks for k in block)
+            numbers = chain.from_iterable(islice(self._blocks, self._blocks.accumulation))
             samples = (tokens for batch in step for tokens in batch["tokens"])
             for number, tokens in zip(numbers, samples, strict=True):
                 self.on_sample(number, tokens)
-        self._move_to(self._blocks.end_of_step)
+        self._blocks = replace(self._blocks, position=self._blocks.end_of_step)
         return step
-
-    def _read_step(self) -> list[Samples]:
-        """Return the next microbatches, at most `accumulation` of them."""
-        if self._batches is None:
-            self._batches = iter(self._start())
-        step = []
-        for batch in islice(self._batches, self._blocks.accumulation):
-            if isinstance(batch, DataError):
-                raise batch
-            step.append(batch)
-        return step
-
-    def _move_to(self, position: int) -> None:
-        self._blocks = replace(self._blocks, position=position)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the fingerprint of the data, equal on all ranks."""
@@ -243,58 +233,54 @@ class Loader:
             DataError: The data differ from the stored fingerprint.
         """
         stored, current = state["fingerprint"], self.dataset.fingerprint
-        differing = [key for key in {**stored, **current} if stored.get(key) != current.get(key)]
-        if differing:
-            changes = "; ".join(
-                f"{key}: was {_short(stored.get(key))}, is {_short(current.get(key))}"
-                for key in differing
-            )
+        changes = [
+            f"{key}: was {_short(stored.get(key))}, is {_short(current.get(key))}"
+            for key in {**stored, **current}
+            if stored.get(key) != current.get(key)
+        ]
+        if changes:
             raise DataError(
-                f"a run must resume on the data it was started on, but this differs: {changes}; "
-                f'restore it, start at the first sample with checkpoint.mode = "continue" and '
-                f'exclude_from_loading = ["dataloader"], or start a new run in another '
-                f"job.dump_folder"
+                f"a run must resume on the data it was started on, but this differs: "
+                f"{'; '.join(changes)}; restore it, start at the first sample with "
+                f'checkpoint.mode = "continue" and exclude_from_loading = ["dataloader"], or start '
+                f"a new run in another job.dump_folder"
             )
-        self.close()
-        self._move_to(state["position"])
+        self._restart_at(state["position"])
         if isinstance(self.dataset, StreamSamples):
             self.dataset.load_state(state["stream"], position=self.position)
 
     def rewind(self) -> None:
         """Return to the first sample."""
+        self._restart_at(0)
+
+    def _restart_at(self, position: int) -> None:
         self.close()
-        self._move_to(0)
+        self._blocks = replace(self._blocks, position=position)
 
     def close(self) -> None:
         """End the workers. The next step starts new ones at the position."""
         # the last reference: the iterator joins its workers when it is deleted
         self._batches = None
 
-    def _start(self) -> StatefulDataLoader[Any]:
+    def _start(self) -> DataLoader[Samples | DataError]:
         settings = self._settings
-        in_workers: dict[str, Any] = {}
+        context = None
         if settings.num_workers:
             from torchtitan.data.workers import worker_context
 
-            in_workers = {
-                "multiprocessing_context": worker_context(preload=__name__),
-                "worker_init_fn": _init_worker,
-            }
-        with warnings.catch_warnings():
-            # torchdata calls a function that torch 2.13 deprecates
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            return StatefulDataLoader(
-                _ReturnErrors(self.dataset),
-                collate_fn=_collate,
-                batch_sampler=self._blocks,
-                num_workers=settings.num_workers,
-                persistent_workers=settings.persistent_workers,
-                prefetch_factor=settings.prefetch_factor,
-                pin_memory=settings.pin_memory and torch.cuda.is_available(),
-                # not the global generator: its draws would differ after a resume
-                generator=torch.Generator().manual_seed(0),
-                **in_workers,
-            )
+            context = worker_context(preload=__name__)
+        return DataLoader(
+            _Batches(self.dataset),
+            batch_size=None,
+            sampler=self._blocks,
+            num_workers=settings.num_workers,
+            prefetch_factor=settings.prefetch_factor,
+            multiprocessing_context=context,
+            worker_init_fn=_init_worker,
+            pin_memory=settings.pin_memory and torch.cuda.is_available(),
+            # not the global generator: its draws would differ after a resume
+            generator=torch.Generator().manual_seed(0),
+        )
 
 
 def _init_worker(number: int) -> None:
@@ -304,29 +290,22 @@ def _init_worker(number: int) -> None:
 
 
 @dataclass(frozen=True)
-class _ReturnErrors:
-    """Returns a DataError as the sample. Raised in a worker, it would arrive with a traceback."""
+class _Batches(Dataset[Samples | DataError]):
+    """Reads the samples of a block as a batch.
 
-    dataset: MapSamples
+    A DataError is returned: raised in a worker, it would arrive with a traceback.
+    """
 
-    def __getitem__(self, k: int) -> Samples | DataError:
+    samples: MapSamples
+
+    def __getitem__(self, numbers: list[int]) -> Samples | DataError:
         try:
-            return self.dataset[k]
+            rows = [self.samples[k] for k in numbers]
         except DataError as error:
             return error
-
-
-def _collate(samples: list[Samples | DataError]) -> Samples | DataError:
-    """Stack samples into a batch. Their document lengths differ in number and are concatenated."""
-    tensors: list[Samples] = []
-    for sample in samples:
-        if isinstance(sample, DataError):
-            return sample
-        tensors.append(sample)
-    return {
-        key: (torch.cat if key == "document_lengths" else torch.stack)([s[key] for s in tensors])
-        for key in tensors[0]
-    }
+        # document lengths differ in number
+        join = {"document_lengths": torch.cat}
+        return {key: join.get(key, torch.stack)([row[key] for row in rows]) for key in rows[0]}
 
 
 def _short(value: str | None) -> str:

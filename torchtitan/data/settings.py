@@ -9,7 +9,6 @@ from string import Formatter
 from typing import Annotated, Literal
 
 from torchtitan.base.errors import Violation
-from torchtitan.base.urls import hide_credentials, is_url
 from torchtitan.config.settings import (
     ENABLED,
     IMPORT_PATH,
@@ -151,7 +150,7 @@ class TrainingConfig:
     """Cut an example longer than seq_len at its end, or skip it."""
     special_tokens_in_examples: Annotated[Literal["refuse", "encode"], OF_EXAMPLES] = "refuse"
     """Names of special tokens in the text of examples are an error, or encode: mean the tokens."""
-    dataset_cache: Text = DEFAULT_CACHE
+    dataset_cache: LocalPath = DEFAULT_CACHE
     """Folder for tokenized data, named by a fingerprint of the files and the tokenizer."""
     skip_samples: tuple[SampleRange, ...] = ()
     """Samples to skip, as ranges of their first and last number in the order of the run, such as
@@ -199,9 +198,6 @@ class TrainingConfig:
                 ("dataset_weights", "dataset_path"),
                 f"must hold one weight for each dataset_path, got {num_weights} for {num_paths}",
             )
-        if is_url(self.dataset_cache):
-            url = hide_credentials(self.dataset_cache)
-            yield Violation(("dataset_cache",), f"must be a folder, got the URL {url!r}")
         ends = [number for pair in self.skip_samples for number in pair]
         # a range may hold one number; each range starts after the previous one
         if any(a > b or (i % 2 and a == b) for i, (a, b) in enumerate(pairwise(ends))):

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, Undefined, meta, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -171,12 +171,7 @@ class ChatTemplate:
             line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             rule = f"{origin} must be valid Jinja, {line}{error}"
             raise DataError.at("chat_template", rule) from error
-        texts = tree.find_all(nodes.TemplateData)
-        attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
-        self.names = attributes | {node.value for node in tree.find_all(nodes.Const)}
-        """Names of all keys that the template may read, and other constants."""
-        self.variable_names = meta.find_undeclared_variables(tree)
-        self._has_tags = any(text.data == BEGIN_MARK for text in texts)
+        self._has_tags = BEGIN_MARK in {text.data for text in tree.find_all(nodes.TemplateData)}
         self.source, self.origin, self.variables = source, origin, dict(variables)
         self.with_tools = with_tools
         self._special_at_start = re.compile(rf"\s*(?:{any_of(special)})")
@@ -190,16 +185,6 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
         )
         return text.replace(BEGIN_MARK, "").replace(END_MARK, "")
-
-    def reads(self, conversation: Conversation, *, number: int, key: str) -> bool:
-        """Return whether the text depends on a key of a message: some templates write all keys."""
-        messages = [*conversation.messages]
-        messages[number] = {k: v for k, v in messages[number].items() if k != key}
-        try:
-            without = self.render(conversation._replace(messages=messages))
-        except DataError:
-            return True
-        return without != self.render(conversation)
 
     def end_of_turn(self) -> str | None:
         """Return the special token that the template writes after an answer, None without one.
@@ -230,11 +215,7 @@ class ChatTemplate:
             answered = self._render(conversation, num_messages=i + 1)
             prompt = self._prompt(conversation, number=i)
             if not (answered.startswith(prompt) and text.startswith(answered)):
-                raise DataError(
-                    f"{where}: cannot find the answer of message {i + 1}: the chat template "
-                    f"{self.origin} must write the messages before it alike without it; put {TAGS} "
-                    f"around the assistant's part in the template"
-                )
+                raise self._cannot_find(f"{where}: message {i + 1}")
             ending = self._special_at_end.search(answered, len(prompt))
             spans.append((len(prompt), ending.end() if ending else len(answered)))
         return Rendered(text, spans)
@@ -252,13 +233,14 @@ class ChatTemplate:
         start = prompted.removeprefix(answered)
         before, found, _ = answered.partition(start) if start else ("", "", "")
         if not found:
-            where = conversation.where
-            raise DataError(
-                f"{where}: cannot find the answer of message 1: the chat template {self.origin} "
-                f"must begin it as the answers after it; put {TAGS} around the assistant's part in "
-                f"the template"
-            )
+            raise self._cannot_find(f"{conversation.where}: message 1")
         return before + found
+
+    def _cannot_find(self, where: str) -> DataError:
+        return DataError(
+            f"{where}: cannot find the answer in the text of the chat template {self.origin}; put "
+            f"{TAGS} around each answer in the template"
+        )
 
     def _render(
         self, conversation: Conversation, *, num_messages: int, add_generation_prompt: bool = False
@@ -289,21 +271,9 @@ class ChatTemplate:
         trained = [is_trained(message) for message in messages if message["role"] == "assistant"]
         if not all(trained):
             if len(trained) != len(spans):
-                raise DataError(
-                    f"{where}: cannot find the answer that is empty or not trained on: the chat "
-                    f"template {self.origin} tags {plural(len(spans), 'part')} for "
-                    f"{plural(len(trained), 'answer')}; put one pair of {TAGS} around each answer"
-                )
+                raise self._cannot_find(where)
             spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
         return [(start, stop) for start, stop in spans if start < stop]
-
-    def lacks_end(self, rendered: Rendered) -> bool:
-        """Return whether the token that ends an answer is outside the template's tags."""
-        return any(
-            self._special_at_start.match(rendered.text, stop)
-            and not self._special_at_end.search(rendered.text[start:stop])
-            for start, stop in rendered.spans
-        )
 
 
 def is_trained(message: Message) -> bool:

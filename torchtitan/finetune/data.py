@@ -142,12 +142,7 @@ def build_examples(
         build=plan,
     )
     samples = TokenStore(folder / "samples")
-    num_examples, num_held_out = encoded["num_examples"], planned["other_side"]
-    total = plural(num_examples - encoded["without_answer"], "example")
-    if holdout.fraction is not None and not holdout.held_out:
-        rule = "%s: validation.holdout_fraction holds out %d of %s"
-        logger.info(rule, source.name, num_held_out, total)
-    _log(encoded, planned, training, num_left=num_examples - num_held_out)
+    _log(encoded, planned, training, holdout=holdout)
     return Dataset(
         [ExampleSource(examples, samples, training, pad_id=tokenizer.eos_id)],
         seed=seed,
@@ -215,8 +210,6 @@ def _encode(source: Corpus, encoder: Encoder, *, writer: StoreWriter) -> dict[st
         "source": source.name,
         "num_examples": writer.num_documents + num_skipped,
         "without_answer": num_skipped,
-        **encoder.notes,
-        "unread_keys": dict(encoder.unread_keys),
     }
 
 
@@ -276,59 +269,27 @@ def _log(
     planned: Mapping[str, Any],
     training: TrainingConfig,
     *,
-    num_left: int,
+    holdout: Holdout,
 ) -> None:
-    """Log how many examples are used, padded, cut and skipped."""
-    name, seq_len = encoded["source"], training.seq_len
-    capacity = planned["num_samples"] * seq_len
-    used = f"{planned['num_used']} of {plural(num_left, 'example')}"
-    samples = f"{plural(planned['num_samples'], 'sample')} of {plural(seq_len, 'token')}"
-    padding, loss = (planned[key] / capacity for key in ("num_padding", "num_labels"))
+    """Log how many examples are used, held out, padded, cut and left out."""
+    num_answered = encoded["num_examples"] - encoded["without_answer"]
+    num_samples, seq_len = planned["num_samples"], training.seq_len
+    padding, loss = (
+        100 * planned[key] / (num_samples * seq_len) for key in ("num_padding", "num_labels")
+    )
     logger.info(
-        "%s: %s in %s, %.1f %% padding, loss on %.1f %%",
-        name,
-        used,
-        samples,
-        100 * padding,
-        100 * loss,
+        f"{encoded['source']}: {planned['num_used']} of {plural(num_answered, 'example')} in "
+        f"{plural(num_samples, 'sample')} of {plural(seq_len, 'token')}, {padding:.1f} % padding, "
+        f"loss on {loss:.1f} %"
     )
-    num_long, num_cut, num_empty = (
-        planned["too_long"],
-        planned["answer_cut_off"],
-        encoded["without_answer"],
-    )
-    if num_long or num_cut or num_empty:
-        long = f"longer than seq_len = {seq_len}: {plural(num_long, 'example')}"
-        empty = f"{plural(num_empty, 'example')} without an answer"
+    if holdout.fraction is not None and not holdout.held_out:
+        logger.info(f"validation.holdout_fraction holds out {planned['other_side']} of them")
+    if planned["too_long"] or encoded["without_answer"]:
         logger.warning(
-            "%s: %s (long_examples: %s); skipped: %s, and %d without one in the first %s",
-            name,
-            long,
-            training.long_examples,
-            empty,
-            num_cut,
-            plural(seq_len, "token"),
-        )
-    warn_of_encoded(name, encoded, encoded["unread_keys"])
-
-
-def warn_of_encoded(name: str, notes: Mapping[str, int], unread_keys: Mapping[str, int]) -> None:
-    """Warn of end tokens and keys that the template leaves out; see `Encoder`."""
-    if notes["null_arguments"]:
-        logger.warning(
-            "%s: arguments of tool calls are null in %s and are trained on as null. The library "
-            "datasets writes null for a key that a row does not have: remove such keys",
-            name,
-            plural(notes["null_arguments"], "example"),
-        )
-    if unread_keys:
-        keys = ", ".join(f"{k!r} in {plural(num, 'message')}" for k, num in unread_keys.items())
-        logger.warning("%s: nothing reads these keys of messages: %s", name, keys)
-    if notes["without_end"]:
-        logger.warning(
-            "The chat template's {%% generation %%} tags leave out the token that ends the turn in "
-            "%s: the model will not learn to stop; move {%% endgeneration %%} after it",
-            plural(notes["without_end"], "example"),
+            f"{encoded['source']}: longer than seq_len: {plural(planned['too_long'], 'example')} "
+            f"(long_examples: {training.long_examples}), of which {planned['answer_cut_off']} "
+            f"without an answer in the first {seq_len} tokens; "
+            f"{plural(encoded['without_answer'], 'example')} without any"
         )
 
 

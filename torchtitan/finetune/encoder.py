@@ -17,7 +17,6 @@ training gets the same tokens as inference.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -30,14 +29,11 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import (
     BEGIN_MARK,
     END_MARK,
-    REASONING_KEYS,
     ChatTemplate,
     Conversation,
 )
-from torchtitan.finetune.examples import Completion, Example, has_null_arguments, strings_in
+from torchtitan.finetune.examples import Completion, Example, strings_in
 
-READ_HERE = ("role", "content", "weight", "train")
-"""Keys of messages that have a meaning under any template."""
 _MARKS = re.compile(f"[{BEGIN_MARK}{END_MARK}]")
 Numbers = npt.NDArray[np.int64]
 """2 * id + 1 for each token that is trained on, 2 * id for each other."""
@@ -48,9 +44,7 @@ Labelled = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 class Encoder:
     """Encodes an example as one number per token: 2 * id + 1 if it is trained on, else 2 * id.
 
-    So a token store holds ids and labels. `notes` counts conversations whose tags leave out the
-    token that ends the turn, and those with a null argument of a tool; `unread_keys` counts
-    messages by keys that nothing reads.
+    So a token store holds ids and labels.
 
     Args:
         tokenizer: Encodes the text.
@@ -72,10 +66,6 @@ class Encoder:
         self._forbidden = re.compile(any_of([] if self._encodes_special else special))
         ends = [name for name, i in special.items() if i == tokenizer.eos_id]
         self._written_ends = tuple(ends if self._encodes_special else ())
-        self.notes = Counter(without_end=0, null_arguments=0)
-        self.unread_keys: Counter[str] = Counter()
-        # by role and key, as told from the first such message
-        self._is_read: dict[tuple[str, str], bool] = {}
 
     def encode(self, examples: Sequence[Example]) -> list[Numbers]:
         """Return the numbers of each example.
@@ -120,29 +110,8 @@ class Encoder:
         templates = [self._check(example) for example in examples]
         rendered = [t.divide(example) for t, example in zip(templates, examples, strict=True)]
         encoded = self._tokenizer.encode_special([text for text, _ in rendered])
-        for template, example, text, (ids, ends) in zip(
-            templates, examples, rendered, encoded, strict=True
-        ):
-            self._count_unread(example, template=template)
-            self.notes["null_arguments"] += any(map(has_null_arguments, example.messages))
-            self.notes["without_end"] += template.lacks_end(text)
-            yield np.array(ids, np.int64), overlaps_spans(ends, spans=text.spans)
-
-    def _count_unread(self, example: Conversation, *, template: ChatTemplate) -> None:
-        """Count the keys of messages, and the variables, that nothing reads."""
-        variables = [*(["tools"] if example.tools else []), *example.variables]
-        self.unread_keys.update(name for name in variables if name not in template.variable_names)
-        for number, message in enumerate(example.messages):
-            reasoning = [key for key in REASONING_KEYS if key in message]
-            for key in message:
-                names = reasoning if key in REASONING_KEYS else (key,)
-                if key in READ_HERE or not template.names.isdisjoint(names):
-                    continue
-                role_key = (message["role"], key)
-                if role_key not in self._is_read:
-                    self._is_read[role_key] = template.reads(example, number=number, key=key)
-                if not self._is_read[role_key]:
-                    self.unread_keys[key] += 1
+        for (_, spans), (ids, ends) in zip(rendered, encoded, strict=True):
+            yield np.array(ids, np.int64), overlaps_spans(ends, spans=spans)
 
     def _check(self, example: Conversation) -> ChatTemplate:
         """Return the template; raise DataError without one, or for text that it may not have."""

@@ -13,9 +13,9 @@ value.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeGuard
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.text import check_characters
@@ -51,33 +51,23 @@ Example = Conversation | Completion
 Row = dict[str, Any]
 
 
-class Format(NamedTuple):
-    """A format of rows."""
-
-    sample: str
-    """A row, for messages."""
-    keys: frozenset[str]
-    """Keys that a row of this format has."""
-    parse: Callable[[Row, str], Example]
-
-
 def parse_example(row: object, *, where: str) -> Example:
     """Return the example in a row; raise DataError if it has no known format."""
     if not isinstance(row, dict):
         raise DataError(f"{where} must be a JSON object, got {row!r:.60}")
     row = _without_nulls(row)
-    for format in FORMATS:
-        if format.keys <= row.keys():
-            for text in strings_in(row):
-                check_characters(text, where=where)
-            return format.parse(row, where)
-    sample = ", ".join(format.sample for format in FORMATS)
-    got = f"keys {', '.join(map(repr, row))}" if row else "no keys"
-    raise DataError(f"{where} must be one of {sample}, got {got}")
-
-
-def _openai(row: Row, where: str) -> Conversation:
-    return _conversation(row["messages"], row, where)
+    for text in strings_in(row):
+        check_characters(text, where=where)
+    if "messages" in row:
+        return _conversation(row["messages"], row, where)
+    if "prompt" in row and "completion" in row:
+        return _completion(row, where)
+    if "conversations" in row:
+        return _conversation(_sharegpt(row["conversations"], where=where), row, where)
+    raise DataError(
+        f"{where} must have the key messages, or prompt and completion, or conversations, got "
+        f"keys {', '.join(map(repr, row)) or 'none'}"
+    )
 
 
 def _completion(row: Row, where: str) -> Example:
@@ -91,11 +81,11 @@ def _completion(row: Row, where: str) -> Example:
     return Completion(prompt, completion, where)
 
 
-def _sharegpt(row: Row, where: str) -> Conversation:
-    turns = row["conversations"]
+def _sharegpt(turns: object, *, where: str) -> list[Message]:
+    """Return the messages of ShareGPT's turns."""
     if not _are_objects(turns):
         raise DataError(f"{where}: conversations must be a list of objects, got {turns!r:.60}")
-    messages = []
+    messages: list[Message] = []
     for number, turn in enumerate(turns, start=1):
         message = {key: value for key, value in turn.items() if key not in ("from", "value")}
         if "from" in turn:
@@ -110,18 +100,7 @@ def _sharegpt(row: Row, where: str) -> Conversation:
                 key, value = "tool_calls", _calls(value, where=f"{where}: turn {number}")
             message = {"role": SPEAKERS[speaker], key: value, **message}
         messages.append(message)
-    return _conversation(messages, row, where)
-
-
-FORMATS = (
-    Format('{"messages": [{"role": ..., "content": ...}, ...]}', frozenset({"messages"}), _openai),
-    Format('{"prompt": ..., "completion": ...}', frozenset({"prompt", "completion"}), _completion),
-    Format(
-        '{"conversations": [{"from": ..., "value": ...}, ...]}',
-        frozenset({"conversations"}),
-        _sharegpt,
-    ),
-)
+    return messages
 
 
 def _conversation(messages: object, row: Row, where: str) -> Conversation:
@@ -130,7 +109,6 @@ def _conversation(messages: object, row: Row, where: str) -> Conversation:
         raise DataError(f"{where}: tools must be a list of objects, got {tools!r:.60}")
     if not _are_objects(messages) or not messages:
         raise DataError(f"{where}: messages must be a list of objects, got {messages!r:.60}")
-    assert isinstance(messages, list)
     messages = [*map(_normalize, messages)]
     system = {"role": "system", "content": row.get("system")}
     if system["content"] and messages[0] != system:
@@ -153,7 +131,7 @@ def _normalize(message: Message) -> Message:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     parts = message.get("content")
     if parts and _are_objects(parts) and all(part.get("type") == "text" for part in parts):
-        texts = [part.get("text") for part in parts]
+        texts: list[Any] = [part.get("text") for part in parts]
         if all(isinstance(text, str) for text in texts):
             message = {**message, "content": "".join(texts)}
     calls: Any = message.get("tool_calls")
@@ -213,10 +191,7 @@ def _calls(text: object, *, where: str) -> list[dict[str, Any]]:
     calls = _parsed(text)
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise DataError(
-            f'{where} must be a call of a tool as JSON, {{"name": ..., "arguments": ...}}, or a '
-            f"list of them, got {text!r:.60}"
-        )
+        raise DataError(f"{where} must be calls of tools as JSON, got {text!r:.60}")
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 
 
@@ -234,15 +209,8 @@ def _parsed(value: object) -> Any:
         return value
 
 
-def _are_objects(value: object) -> bool:
+def _are_objects(value: object) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def has_null_arguments(message: Message) -> bool:
-    """Return whether a call of a tool has an argument that is null."""
-    functions = (call.get("function", call) for call in message.get("tool_calls") or ())
-    arguments = [f.get("arguments") for f in functions if isinstance(f, dict)]
-    return any(isinstance(a, dict) and None in a.values() for a in arguments)
 
 
 def strings_in(value: object) -> Iterator[str]:

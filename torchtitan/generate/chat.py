@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torchtitan.base.errors import DataError, did_you_mean
+from torchtitan.base.errors import DataError
 from torchtitan.data.text import any_of
 from torchtitan.finetune.chat import Message
 from torchtitan.generate.generator import Generator
@@ -29,13 +29,11 @@ from torchtitan.generate.text import encode_chats, get_template, stream_tokens
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-COMMANDS = {
-    "/reset": "forget the conversation, except the system message",
-    "/system": "TEXT: set the system message; without TEXT, remove it",
-    "/help": "show the commands",
-    "/quit": "leave, as Ctrl-D does",
-}
-HELP = "\n".join(f"{name} {meaning}" for name, meaning in COMMANDS.items())
+HELP = """\
+/reset forget the conversation, except the system message
+/system TEXT: set the system message; without TEXT, remove it
+/help show the commands
+/quit leave, as Ctrl-D does"""
 
 
 class Chat:
@@ -59,8 +57,6 @@ class Chat:
         self.system = system
         self.messages: list[Message] = []
         """The conversation without the system message."""
-        self.num_tokens = 0
-        """Length of the last prompt."""
 
     def ask(self, question: str) -> abc.Generator[str, None, None]:
         """Yield the answer in pieces; remember it with its question, also if it is closed early.
@@ -73,7 +69,6 @@ class Chat:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages: list[Message] = [*self.messages, {"role": "user", "content": question}]
         [ids], stop_ids = encode_chats(self._generator, [[*system, *messages]])
-        self.num_tokens = len(ids)
         answer = ""
         try:
             for piece in stream_tokens(self._generator, ids, stop_ids, **self._sampling):
@@ -84,17 +79,6 @@ class Chat:
             while (plain := self._special.sub("", answer)) != answer:
                 answer = plain
             self.messages = [*messages, {"role": "assistant", "content": answer}]
-
-    @property
-    def warning(self) -> str | None:
-        """Warning if the conversation is longer than the model's context."""
-        context = self._generator.context
-        if context is None or self.num_tokens <= context:
-            return None
-        return (
-            f"(the conversation has {self.num_tokens} tokens, more than the {context} that the "
-            f"model was trained for; /reset starts a new one)"
-        )
 
     def run_command(self, line: str) -> str | None:
         """Run a line that starts with a slash; return the text to show, None to leave.
@@ -113,10 +97,7 @@ class Chat:
         if name == "/system":
             self.system = text.strip() or None
             return "(system message removed)" if self.system is None else "(system message set)"
-        raise DataError(
-            f"a command must be one of {', '.join(COMMANDS)}, got {name!r:.60}"
-            f"{did_you_mean(name, COMMANDS)}; to send the line, put a space before it"
-        )
+        raise DataError(f"{name!r:.60} is no command; /help lists them, a space before it sends it")
 
 
 def talk(
@@ -172,8 +153,6 @@ def _answer(
     write("\n")
     if interrupted.is_set():
         notify("(stopped)")
-    if chat.warning:
-        notify(chat.warning)
 
 
 @contextmanager

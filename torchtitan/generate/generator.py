@@ -39,8 +39,6 @@ class Generator:
     """Tokens that end a text."""
     begin_ids: Sequence[int] = ()
     """Tokens before a text that is not a chat."""
-    context: int | None = None
-    """Longest sequence that the model was trained for, None if unknown."""
 
     def answer_stop_ids(self) -> frozenset[int]:
         """Return the tokens that end an answer: those that end a text, and the end of a turn."""
@@ -66,8 +64,6 @@ class Pretrained:
     """Tokens that end a text."""
     begins: bool = False
     """Whether the model was trained on texts that follow the tokenizer's `begin_ids`."""
-    context: int | None = None
-    """Longest sequence that the model was trained for, None if unknown."""
 
 
 def build_generator(
@@ -107,7 +103,6 @@ def build_generator(
         template=template,
         stop_ids=pretrained.stop_ids | {tokenizer.eos_id},
         begin_ids=tokenizer.begin_ids if pretrained.begins else (),
-        context=pretrained.context,
     )
 
 

@@ -126,9 +126,11 @@ def _encode(generator: Generator, prompts: Sequence[str], *, special: bool) -> l
     for number, prompt in enumerate(prompts, start=1):
         check_characters(prompt, where=f"prompt {number}")
     tokenizer = generator.tokenizer
-    encode_special = tokenizer.encode_special
-    encode = (lambda p: list(encode_special([p])[0].ids)) if special else tokenizer.encode
-    rows = (with_begin(encode(prompt), begin_ids=generator.begin_ids) for prompt in prompts)
+    if special:
+        rows = [list(encoded.ids) for encoded in tokenizer.encode_special(prompts)]
+    else:
+        rows = [tokenizer.encode(prompt) for prompt in prompts]
+    rows = [with_begin(row, begin_ids=generator.begin_ids) for row in rows]
     return [row or [tokenizer.eos_id] for row in rows]
 
 
@@ -141,10 +143,7 @@ def _visible(generator: Generator, ids: Sequence[int]) -> list[int]:
 def get_template(generator: Generator) -> ChatTemplate:
     """Return the chat template; raise ConfigError without one."""
     if generator.template is None:
-        raise ConfigError(
-            "a chat needs a chat template: add chat_template.jinja beside the tokenizer, or name a "
-            "file by --chat_template"
-        )
+        raise ConfigError("a chat needs a chat template; name a file by --chat_template")
     return generator.template
 
 

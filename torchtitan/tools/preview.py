@@ -64,7 +64,7 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
     Raises:
         UserError: The data are not examples, or the training would refuse them.
     """
-    from torchtitan.finetune.data import build_encoder, fate_of, warn_of_encoded
+    from torchtitan.finetune.data import build_encoder, fate_of
     from torchtitan.finetune.sources import find_examples, label_all, parts_of
     from torchtitan.resume_rules import resolve_model
 
@@ -102,7 +102,6 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
         total, all_lengths = total + counts, all_lengths + lengths
     if len(parts) > 1:
         _print(*summary(source.name, total, all_lengths, training))
-    warn_of_encoded(source.name, encoder.notes, encoder.unread_keys)
     if mistakes:
         raise join_errors(mistakes)
 

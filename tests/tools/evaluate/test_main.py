@@ -116,7 +116,7 @@ TASKS = "--tasks choose --include_path {}/tasks"
         ((PERPLEXITY, "--dataset_text_template {words"), ("dataset_text_template", "braces")),
         (("--perplexity a={}/tasks/rows.json --dataset_text_key answer",), ("answer",)),
         ((PERPLEXITY, "--tokenizer {}/none"), ("does not exist", "--tokenizer")),
-        ((PERPLEXITY, "--tokenizer bpe_2048"), ("vocabulary must fit",)),
+        ((PERPLEXITY, "--tokenizer bpe_2048"), ("2048 ids",)),
         ((PERPLEXITY, "--checkpoint {}/none"), ("none holds none",)),
         ((PERPLEXITY, "--batch_size 0"), ("--batch_size", "at least 1, got 0")),
         ((PERPLEXITY, "--seq_len 0"), ("--seq_len", "at least 1, got 0")),
