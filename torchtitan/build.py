@@ -23,10 +23,9 @@ import torch.distributed as dist
 import torchtitan
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device
-from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.errors import ConfigError
 from torchtitan.base.files import Once
 from torchtitan.base.log import plural
-from torchtitan.base.patterns import matches
 from torchtitan.callbacks import CallbackRunner, build_callbacks
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.state import Progress, RunState
@@ -275,7 +274,7 @@ def choose_start(
     config: Config, *, layout: Layout, samples: Callable[[], MapSamples], io: CheckpointIO | None
 ) -> Start | None:
     """Return what the run starts from, or None for the initial weights. Collective."""
-    start, folder, lora = None, Path(config.job.dump_folder), config.lora
+    start, folder = None, Path(config.job.dump_folder)
     # without checkpoints, the job is only compared with the one whose results the folder has
     if io is not None or on_first_rank((folder / CONFIG_FILE).is_file, group=dist.group.WORLD):
         from torchtitan.checkpoint.start import find_start
@@ -302,45 +301,13 @@ def choose_start(
                 model=config.model,
                 spec=layout.spec,
                 architecture=layout.architecture,
-                lengths=config.sequence_lengths,
-                optional=is_adapter if lora.rank else None,
+                optional=is_adapter if config.lora.rank else None,
                 io=io,
             ),
         )
-    if lora.rank and start is None:
-        from torchtitan.finetune.lora import warn_of_random_base
-
-        warn_of_random_base(lora)
-    elif lora.rank and start is not None:
-        check_adapter_scale(start, alpha=lora.alpha)
+    if config.lora.rank and start is None:
+        logger.warning("lora.rank trains adapters of random weights: no checkpoint is loaded")
     return start
-
-
-def check_adapter_scale(start: Start, *, alpha: float) -> None:
-    """Check that adapters from which a new run starts are scaled as they were trained.
-
-    A resumed run has all of its settings compared.
-
-    Raises:
-        CheckpointError: Another scale was trained.
-    """
-    from torchtitan.checkpoint.source import Checkpoint
-    from torchtitan.finetune.lora import is_adapter
-    from torchtitan.resume_rules import Job
-
-    source = start.source
-    if start.mode != "finetune" or not isinstance(source, Checkpoint):
-        return
-    if not any(is_adapter(name) and not matches(name, start.exclude) for name in source.shapes()):
-        return
-    manifest = source.manifest
-    trained = Job.stored(manifest["config"], file=manifest.path).config.lora.alpha
-    if trained != alpha:
-        raise CheckpointError(
-            f"the adapters of {source.path} must be scaled as they were trained, by "
-            f"lora.alpha = {trained:g}, got {alpha:g}; write lora.alpha = {trained:g}, or start "
-            f'with new adapters: checkpoint.exclude_from_loading = ["*.lora_?"]'
-        )
 
 
 # -- data --------------------------------------------------------------------------------------
@@ -541,10 +508,6 @@ def log_job(
         f"{plural(layout.samples_per_step(training), 'sample')} per step, computing in "
         f"{training.mixed_precision_param} ({precision}) from {training.dtype} weights"
     )
-    if layout.architecture.rope_scaling is not None:
-        from torchtitan.models.positions import warn_beyond_rope
-
-        warn_beyond_rope(layout.architecture.rope_scaling, lengths=config.sequence_lengths)
     if (float8 := layout.float8) is not None:
         logger.info(
             "Linear layers of blocks multiply in float8 (%s%s); MFU is still of bfloat16's peak",

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.files import alone
 from torchtitan.build import build_training_samples, log_job
@@ -104,12 +103,6 @@ def logged(caplog: pytest.LogCaptureFixture, *options: str, world_size: int = 1)
 
 CPU = torch.device("cpu")
 YARN = ["--model.rope_scaling.type=yarn", "--model.rope_scaling.original_max_position=512"]
-
-
-def test_a_stretch_too_short_for_the_sequences_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    text = logged(caplog, *YARN, "--model.rope_scaling.factor=7.9")
-    assert naming("model.rope_scaling.factor", 4044, 7.9, 512).match(text)
-    assert naming("training.seq_len", 4096, 8).match(text)
 
 
 LOCAL, WHOLE = "local_batch_size", "global_batch_size"

@@ -139,58 +139,11 @@ def test_a_folder_that_is_named_once_says_family_sizes_and_tokenizer(tmp_path: P
     assert find_layout(config, world_size=1).architecture == found
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "is_noticed"),
-    [
-        ({"max_position_embeddings": 64}, ["--training.seq_len=64"], False),
-        ({"max_position_embeddings": 64}, ["--training.seq_len=65"], True),
-        ({"max_position_embeddings": 64}, ["--training.seq_len=65", *FLAVOR], True),
-        ({"max_position_embeddings": 64}, ["--training.seq_len=65", *STRETCHED], False),
-        ({}, ["--training.seq_len=65"], False),
-    ],
-)
-def test_sequences_beyond_the_stated_positions_are_noticed(
-    changes: dict[str, object],
-    options: list[str],
-    is_noticed: bool,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    folder = folder_of(tmp_path / "theirs", **changes)
-    assert check_config([*job_from(folder, *options), "--model.tokenizer_path=byte"]) == 0
-    found = [text for text in caplog.messages if "max_position_embeddings = 64" in text]
-    assert len(found) == is_noticed
-    assert all("training.seq_len is 65" in text for text in found)
-
-
 LLAMA_31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_31 |= {"original_max_position_embeddings": 8192}
 OWN = ["--model.rope_scaling.type=llama3", "--model.rope_scaling.factor=16"]
 OWN += ["--model.rope_scaling.original_max_position=8192"]
 VALIDATED = ["--validation.enable", "--validation.dataset=synthetic", "--validation.seq_len=131073"]
-
-
-@pytest.mark.parametrize(
-    ("options", "noticed"),
-    [
-        (["--training.seq_len=131072"], []),
-        (["--training.seq_len=131073"], ["training.seq_len is 131073"]),
-        (["--training.seq_len=131073", *OWN], []),
-        (VALIDATED, ["validation.seq_len is 131073"]),
-        ([*VALIDATED, "--validation.enable=false"], []),
-        ([*VALIDATED, *STRETCHED], ["validation.seq_len is 131073"]),
-    ],
-)
-def test_llama_3_1_reaches_what_its_folder_states(
-    options: list[str], noticed: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    changes = {"max_position_embeddings": 131072, "rope_scaling": LLAMA_31}
-    folder = folder_of(tmp_path / "theirs", name="llama3", **changes)
-    job = job_from(folder, "--training.dataset=synthetic", "--training.seq_len=64", *options)
-    assert check_config([*job, "--model.tokenizer_path=byte"]) == 0
-    found = [text for text in caplog.messages if "seq_len is" in text]
-    assert len(found) == len(noticed)
-    assert all(text in one for text, one in zip(noticed, found, strict=True))
 
 
 def test_without_a_tokenizer_in_the_folder_none_is_assumed(tmp_path: Path) -> None:

@@ -129,13 +129,3 @@ def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt:
     if not settings.modules:
         raise ConfigError.at("lora.modules", 'must name a layer, e.g. "layers.*"')
     return partial(apply_lora, rank=settings.rank, alpha=settings.alpha, patterns=settings.modules)
-
-
-def warn_of_random_base(settings: LoRAConfig) -> None:
-    """Warn if adapters are trained beside random weights, in a run from scratch."""
-    if settings.rank:
-        logger.warning(
-            "lora.rank = %d trains adapters of random weights, since the run starts from no "
-            "checkpoint; name the base by checkpoint.initial_load_path",
-            settings.rank,
-        )

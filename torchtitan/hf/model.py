@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan.base.errors import ConfigError, Mistakes
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.checkpoint.manager import EXPORT
 from torchtitan.hf.config import (
     architecture_of,
@@ -17,15 +16,12 @@ from torchtitan.hf.config import (
     family_of,
     find_inexpressible,
     read_config,
-    read_scaling,
-    rope_table,
 )
 from torchtitan.hf.folder import is_hf_folder
-from torchtitan.hf.names import CONFIG, Names
+from torchtitan.hf.names import Names
 from torchtitan.models.families import MODELS, find_spec, to_settings
 from torchtitan.models.interface import LanguageModel
 from torchtitan.models.settings import ALL_SIZES, HF, ModelConfig, given_sizes
-from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -79,28 +75,6 @@ def with_model_of(stored_model: ModelConfig, settings: ModelConfig) -> ModelConf
     return replace(settings, name=stored_model.name, rope_scaling=scaling, **sizes)
 
 
-def warn_beyond_positions(
-    folder: Path, *, scaling: RopeScaling | None, lengths: Mapping[str, int]
-) -> None:
-    """Log a warning if sequences are longer than a Hugging Face folder states for its model.
-
-    Args:
-        folder: The folder.
-        scaling: The model's. With YaRN's, `warn_beyond_rope` does this; with another one than the
-            folder's, the folder does not state how far it reaches.
-        lengths: Tokens of the sequences by key.
-    """
-    config = read_config(folder)
-    stated = config.get("max_position_embeddings", math.inf)
-    is_folders = scaling is not None and scaling == read_scaling(rope_table(config))
-    if scaling is not None and not (scaling.type == "llama3" and is_folders):
-        return
-    for key, seq_len in lengths.items():
-        if stated < seq_len:
-            text = "%s is %d, beyond max_position_embeddings = %d in %s"
-            logger.warning(text, key, seq_len, stated, folder / CONFIG)
-
-
 def missing_folder(path: Path) -> ConfigError:
     """Return the error for a Hugging Face folder that does not exist."""
     remedy = "name a folder with config.json and safetensors files"
@@ -112,32 +86,16 @@ def missing_folder(path: Path) -> ConfigError:
 
 
 def check_names_and_sizes(model: LanguageModel, *, spec: ModelSpec, keys: Sequence[str]) -> None:
-    """Check that Hugging Face's files can hold the model.
-
-    Args:
-        model: The full model.
-        spec: Its family.
-        keys: Keys of [checkpoint] that ask for it.
+    """Check that Hugging Face's files can hold the full `model`, as the `keys` of [checkpoint] ask.
 
     Raises:
         ConfigError: Its format has no names for the parameters, or cannot store the sizes.
     """
-    mismatch = Names(spec.hf, model.config).find_mismatch([n for n, _ in model.named_parameters()])
-    problem = None if mismatch else find_inexpressible(model.config, spec.hf)
-    mistakes = Mistakes()
-    for key in keys:
-        if problem is not None:
-            mistakes.add(
-                f"checkpoint.{key}",
-                f"needs sizes that Hugging Face's format can store: {problem}; change [model]",
-            )
-        if mismatch is not None:
-            mistakes.add(
-                f"checkpoint.{key}",
-                f"needs Hugging Face's names of all parameters in the ModelSpec of {spec.name} "
-                f"(hf): {mismatch}",
-            )
-    mistakes.report()
+    names = Names(spec.hf, model.config)
+    problem = names.find_mismatch([name for name, _ in model.named_parameters()])
+    if problem := problem or find_inexpressible(model.config, spec.hf):
+        rule = f"needs a model that Hugging Face's format of {spec.name} can store: {problem}"
+        raise ConfigError([Violation((f"checkpoint.{key}",), rule) for key in keys])
 
 
 def chosen_rotation(settings: ModelConfig) -> set[str]:

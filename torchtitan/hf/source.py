@@ -6,7 +6,7 @@ folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torchtitan.base.errors import CheckpointError, ConfigError
@@ -15,7 +15,7 @@ from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import ParameterFilter, WeightSource
 from torchtitan.checkpoint.start import INITIAL_PATH, LoadMode, find_initial, open_step
 from torchtitan.hf.folder import is_hf_folder, open_folder
-from torchtitan.hf.model import chosen_rotation, missing_folder, warn_beyond_positions
+from torchtitan.hf.model import chosen_rotation, missing_folder
 from torchtitan.hf.names import Names
 from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.models.settings import ModelConfig
@@ -30,7 +30,6 @@ def open_initial(
     model: ModelConfig,
     spec: ModelSpec,
     architecture: DecoderConfig,
-    lengths: Mapping[str, int],
     optional: Callable[[str], bool] | None,
     io: CheckpointIO | None,
 ) -> WeightSource:
@@ -42,7 +41,6 @@ def open_initial(
         model: The section [model].
         spec: Family of the model.
         architecture: Sizes of the model.
-        lengths: Tokens per sequence, by the key that sets them.
         optional: Selects parameters that the source may lack.
         io: Folder and process group of checkpoints.
 
@@ -67,9 +65,7 @@ def open_initial(
     if settings.initial_load_in_hf:
         if not on_first_rank(path.is_dir, group=group):
             raise missing_folder(path)
-        weights = open_folder(path, may_differ=chosen_rotation(model), **sizes, **options)
-        warn_beyond_positions(path, scaling=architecture.rope_scaling, lengths=lengths)
-        return weights
+        return open_folder(path, may_differ=chosen_rotation(model), **sizes, **options)
     if on_first_rank(lambda: is_hf_folder(path), group=group):
         raise CheckpointError(
             f"{INITIAL_PATH} {path} is a Hugging Face folder; to start from its weights write "

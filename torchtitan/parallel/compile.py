@@ -23,9 +23,6 @@ assumes a mistake and raises an error.
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -41,38 +38,17 @@ from torchtitan.parallel.activation import OperatorPolicy
 from torchtitan.parallel.settings import BY_OPERATOR, ActivationCheckpointConfig, CompileConfig
 
 
-def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
-    """Check the name of the backend. Unless `is_installed`, another machine may have it.
+def check_compile(settings: CompileConfig) -> None:
+    """Check that this machine has the backend.
 
     Raises:
-        ConfigError: The backend is not installed, or its name looks like a typing error.
+        ConfigError: It has not.
     """
     known = torch.compiler.list_backends(exclude_tags=None)
-    guess = did_you_mean(settings.backend, known)
-    if settings.backend not in known and (is_installed or guess):
-        raise ConfigError.at(
-            "compile.backend",
-            f"must be an installed backend ({', '.join(known)}), got '{settings.backend}'{guess}",
-        )
-
-
-def check_compile(settings: CompileConfig, *, device_type: str) -> None:
-    """Check that this machine has the backend, and the compiler that inductor's code needs: on GPUs
-    Triton builds its launchers in C, on CPUs the code is C++.
-
-    Raises:
-        ConfigError: One of them is missing.
-    """
-    check_backend(settings, is_installed=True)
-    language, variable = ("C", "CC") if device_type == "cuda" else ("C++", "CXX")
-    known = {"C": ["gcc", "clang"], "C++": ["clang++" if sys.platform == "darwin" else "g++"]}
-    names = [os.environ[variable]] if variable in os.environ else known[language]
-    if settings.backend == "inductor" and not any(map(shutil.which, names)):
-        raise ConfigError.at(
-            "compile.enable",
-            f"needs a {language} compiler on this machine, {' or '.join(names)}; install one, name "
-            f"one by the variable {variable}, or set compile.enable = false",
-        )
+    if settings.backend not in known:
+        guess = did_you_mean(settings.backend, known)
+        rule = f"must be an installed backend ({', '.join(known)})"
+        raise ConfigError.at("compile.backend", f"{rule}, got '{settings.backend}'{guess}")
 
 
 def has_opaque_attention(model: nn.Module, *, cp: int, attn_mask_type: str) -> bool:

@@ -85,10 +85,8 @@ def check_parallel(
     mistakes = Mistakes()
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     if compilation.enable:
-        from torchtitan.parallel.compile import check_backend, check_recomputation
+        from torchtitan.parallel.compile import check_recomputation
 
-        with mistakes:
-            check_backend(compilation, is_installed=False)
         with mistakes:
             check_recomputation(model, recomputation, cp=cp, attn_mask_type=attn_mask_type)
     if tp > 1:
@@ -156,7 +154,7 @@ def check_device(
         from torchtitan.parallel.compile import check_compile
 
         with mistakes:
-            check_compile(compilation, device_type=device_type)
+            check_compile(compilation)
     if float8 is not None:
         from torchtitan.parallel.float8 import check_float8
 

@@ -15,7 +15,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from math import gcd, lcm
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
@@ -94,11 +93,7 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, Layout
     # not at the top: mistakes in the settings are reported before torch is imported
     from torchtitan.base.device import device_type
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
-    from torchtitan.finetune.lora import warn_of_random_base
-    from torchtitan.hf.model import warn_beyond_positions
-    from torchtitan.hf.names import CONFIG
     from torchtitan.layout import find_layout
-    from torchtitan.models.positions import warn_beyond_rope
     from torchtitan.parallel.layout import check_device
     from torchtitan.resume_rules import resolve_model
 
@@ -107,14 +102,6 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, Layout
     tokenizer = find_tokenizer(config.model.tokenizer_path)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
-    checkpoint, scaling = config.checkpoint, layout.architecture.rope_scaling
-    if scaling is not None:
-        warn_beyond_rope(scaling, lengths=config.sequence_lengths)
-    folder = Path(checkpoint.initial_load_path or "")
-    if checkpoint.initial_load_in_hf and (folder / CONFIG).is_file():
-        warn_beyond_positions(folder, scaling=scaling, lengths=config.sequence_lengths)
-    if checkpoint.initial_load_path is None:
-        warn_of_random_base(config.lora)
     try:
         check_device(config.compile, float8=layout.float8, device_type=device_type())
     except ConfigError as error:
