@@ -127,4 +127,3 @@ def test_what_makes_the_batch_smaller_is_named(tmp_path: Path, whole: int, keys:
     with pytest.raises(DataError, match="seq_len") as error:
         build_training_samples(config, layout=layout, once=alone)
     assert error.value.key == f"training.{keys[0]}"
-    assert [key for key in (LOCAL, WHOLE) if key in str(error.value)] == keys
