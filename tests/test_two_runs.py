@@ -190,7 +190,7 @@ def test_a_run_folder_that_somebody_has_edited_ends_in_code_2(
         ),
         ("b", lambda d, s: harm_json(s / "train_state/state.json", {"step": 2**70}), "64"),
         ("c", lambda d, s: harm_json(s / "dataloader/state.json", {"position": -5}), "'position'"),
-        ("d", lambda d, s: reseal(s, {"components": [[], {}]}), "components"),
+        ("d", lambda d, s: reseal(s, {"components": ["model"]}), "optimizer"),
         ("e", lambda d, s: reseal(s, {"config": "= ="}), "manifest.json"),
         ("f", lambda d, s: make_folder(d / "metrics.jsonl"), "metrics.jsonl"),
         ("g", lambda d, s: make_folder(d / "config.toml"), "config.toml"),

@@ -173,10 +173,6 @@ def build_run(
         restore(state, start=start, group=io.group)
     config = plan_end(config, layout=layout, loader=loader, step=progress.step)
     state = replace(state, lr_settings=describe_lr(config))
-    if start is not None:
-        from torchtitan.checkpoint.restore import report_rate
-
-        report_rate(state, start=start)
     execution.after_update()  # a checkpoint may have changed the weights
     on_first_rank(partial(write_config, config), group=dist.group.WORLD)
     checkpoints = build_checkpoints(

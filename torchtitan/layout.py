@@ -104,11 +104,6 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
 
         with mistakes:
             check_balance(config.router, model=model)
-    if checkpoint.exclude_from_loading:
-        from torchtitan.checkpoint.restore import check_excluded
-
-        with mistakes:
-            check_excluded(checkpoint.exclude_from_loading, model=model)
     keys = [k for k in ("initial_load_in_hf", "last_save_in_hf") if getattr(checkpoint, k)]
     if keys:
         from torchtitan.hf.model import check_names_and_sizes

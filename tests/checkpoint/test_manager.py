@@ -168,7 +168,6 @@ def test_commands_of_torchtitan_in_a_folder_with_steps(ranks: RankPool, tmp_path
     assert any(line.endswith("loaded: model, dataloader, train_state") for line in lines)
     assert any("Reading weights" in line and "step-4" in line and "GiB" in line for line in lines)
     assert any(map(naming("lr_scheduler.total_steps", 4, 6).match, lines))
-    assert any("step 5" in line for line in lines)
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     by_mode = [*way, "--checkpoint.mode=continue", f"--job.dump_folder={tmp_path}/other"]
     [expected] = ranks.run(jobs.train, by_mode, world=1)

@@ -7,6 +7,7 @@ The oracle is a run of the same job that saves to a folder: every state must be 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -21,12 +22,11 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.base.files import StoredJSON
-from torchtitan.checkpoint.checksums import seal
-from torchtitan.checkpoint.remote import RemoteCheckpoints, Store, read_commit
-from torchtitan.checkpoint.remote import find_steps as find_stored
+from torchtitan.checkpoint import remote
+from torchtitan.checkpoint.checksums import read_manifest, seal, write_bytes
+from torchtitan.checkpoint.remote import RemoteCheckpoints, Store
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.storage import find_steps, read_manifest
+from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import load_config
 
 pytestmark = pytest.mark.slow
@@ -93,9 +93,13 @@ def open_store(url: str) -> Store:
 
 def inside(store: Store, step: str) -> str:
     """Return the folder of the attempt that was committed."""
-    manifest = read_commit(store, step)
-    assert manifest is not None
-    return f"{step}/{manifest['attempt']}"
+    manifest = json.loads(store.read(f"{step}/manifest.json") or b"")
+    return f"{step}/{manifest['checksum']}"
+
+
+def find_stored(store: Store) -> list[int]:
+    """Return the committed steps."""
+    return [step for step, is_committed in remote.find_steps(store.list()).items() if is_committed]
 
 
 @pytest.mark.promise("kill-upload")
@@ -180,7 +184,7 @@ def test_a_damaged_step_is_passed_over_and_set_aside(runs: Runs, tmp_path: Path)
     _, lines = runs.run("interval=3", steps=3)
     assert any("step-2" in line and "damaged" in line for line in lines)
     assert find_stored(store) == [1, 3]
-    assert store.read("step-2/manifest.json.aside")
+    assert store.read("step-2/manifest.json.damaged")
     runs.run("interval=3", steps=3)
     assert find_stored(store) == [1, 3]
 
@@ -302,20 +306,21 @@ def test_ranks_that_do_not_share_a_place_are_refused(
 def commit_as_files_come(folder: Path) -> list[list[int]]:
     """Commit a step without its file, with a part of it, and with all of it; return the steps that
     the store then has."""
-    manifest = StoredJSON(folder, {"files": {"a": {"size": 3, "xxh3_128": "0" * 32}}})
+    write_bytes(folder / "manifest.json", seal({"files": {"a": {"size": 3, "xxh3_128": "0" * 32}}}))
+    manifest = read_manifest(folder)
     found = []
     with stores.faulty_store():
         store, how = open_store(ALONE), {"settings": CheckpointConfig(), "key": "folder"}
-        remote = RemoteCheckpoints(ALONE, folder=folder, group=dist.group.WORLD, **how)
-        remote.pull_newest()
+        runs = RemoteCheckpoints(ALONE, folder=folder, group=dist.group.WORLD, **how)
+        runs.pull_newest()
         for content in (None, b"ab", b"abc"):
             if content is not None:
-                store.write("step-1/b0/a", content)
+                store.write(f"step-1/{manifest['checksum']}/a", content)
             if content == b"abc":
-                remote._commit("step-1", manifest, "b0")
+                runs._commit("step-1", manifest)
             else:
-                with pytest.raises(CheckpointError, match=naming("step-1", "a")):
-                    remote._commit("step-1", manifest, "b0")
+                with pytest.raises(CheckpointError, match="step-1/"):
+                    runs._commit("step-1", manifest)
             found.append(find_stored(store))
     return found
 

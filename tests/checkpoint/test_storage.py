@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.checksums import verify
+from torchtitan.checkpoint.checksums import read_manifest, verify
 from torchtitan.checkpoint.reader import read_tensors
 from torchtitan.checkpoint.state import Component
-from torchtitan.checkpoint.storage import find_steps, read_manifest, read_state, write
+from torchtitan.checkpoint.storage import find_steps, read_state, write
 
 
 def components(value: float = 1.0) -> dict[str, Component]:
@@ -246,14 +246,6 @@ def test_damage_is_said_in_one_line_on_all_ranks(
     for answer in answers:
         assert str(file) in answer
         assert "\n" not in answer
-
-
-def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """A changed byte of the manifest, where checksums are not verified."""
-    (tmp_path / "manifest.json").write_text('{"compOnents": []}')
-    manifest = pickle.loads(pickle.dumps(read_manifest(tmp_path)))  # as ranks exchange it
-    with pytest.raises(CheckpointError, match=naming(tmp_path / "manifest.json", "'components'")):
-        manifest["components"]
 
 
 class Command:

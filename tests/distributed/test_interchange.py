@@ -216,7 +216,7 @@ def test_the_order_is_said_and_can_be_set(ranks: RankPool, tmp_path: Path) -> No
     [(loaded, _)] = ranks.run(hf_jobs.weights_and_step, job, world=1)
     assert all(torch.equal(loaded[name], theirs[name]) for name in loaded)
     [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.initial_load_rope=halves"], world=1)
-    assert 'initial_load_rope = "halves"' in message
+    assert "checkpoint.initial_load_rope" in message
     (source / "state.json").write_text('{"rope": "sideways"}')
     assert naming("rope", "interleaved", "halves").match(ranks.run(jobs.refusal, job, world=1)[0])
     llama = write(tmp_path / "llama", weights())

@@ -22,7 +22,7 @@ from tests.jobs import TINY, TINY8, UNSAVED, pipeline
 from tests.naming import naming
 from torchtitan import validate
 from torchtitan.base.errors import NonFiniteError
-from torchtitan.checkpoint.storage import read_manifest
+from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.data.dataset import PadToBatch
 from torchtitan.job import load_config
 from torchtitan.mesh.stop import StopRequest

@@ -19,9 +19,7 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from heapq import heapreplace
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 import torch.distributed as dist
@@ -29,10 +27,11 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.files import StoredJSON, read_json
+from torchtitan.base.files import StoredJSON, check_is_file, parse_json
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 
 MANIFEST = "manifest.json"
+_TYPES = {"step": int, "components": list, "layout": dict, "config": str, "files": dict}
 _CHUNK = 1 << 20  # hashed while still in the processor's cache
 _SEALED = re.compile(rb'(\{.*,\n) "checksum": "([0-9a-f]{32})"\n\}\n', re.DOTALL)
 
@@ -103,16 +102,6 @@ class HashingFileSystem(FileSystem):
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
-def hash_file(path: Path) -> str:
-    """Return the digest of a file."""
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_CHUNK))  # reused, so that the system hands out no new pages
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
-
-
 def write_bytes(path: Path, content: bytes) -> FileRecord:
     """Write and sync a file; return its record."""
     with HashingFile(path) as file:
@@ -125,38 +114,77 @@ def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     return write_bytes(path, json.dumps(content, indent=1).encode())
 
 
+def hash_file(path: Path) -> str:
+    """Return the digest of a file."""
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK))  # reused, so that the system hands out no new pages
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+# -- manifest ------------------------------------------------------------------------------------
+
+
 def seal(content: Mapping[str, Any]) -> bytes:
     """Return a JSON object whose last line is the digest of the lines before it."""
     lines = json.dumps(content, indent=1).encode().removesuffix(b"\n}") + b",\n"
     return lines + f' "checksum": "{xxhash.xxh3_128(lines).hexdigest()}"\n}}\n'.encode()
 
 
-def is_sealed(content: bytes) -> bool:
-    """Return whether `content` is a complete and unchanged result of `seal`."""
+def parse_manifest(content: bytes, *, path: Path) -> StoredJSON:
+    """Return the manifest of a checkpoint, which was read from `path`.
+
+    Raises:
+        CheckpointError: It is incomplete or damaged.
+    """
     match = _SEALED.fullmatch(content)
-    return match is not None and xxhash.xxh3_128(match[1]).hexdigest() == match[2].decode()
+    if match is None or xxhash.xxh3_128(match[1]).hexdigest() != match[2].decode():
+        raise CheckpointError(f"{path} is damaged: its checksum differs")
+    return parse_json(content, path=path).check_types(_TYPES)
+
+
+def read_manifest(checkpoint: Path) -> StoredJSON:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        check_is_file(path)
+        return parse_manifest(path.read_bytes(), path=path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def find_manifest(checkpoint: Path) -> StoredJSON | None:
+    """Return the manifest of a checkpoint, None if it is missing or damaged."""
+    try:
+        return read_manifest(checkpoint)
+    except CheckpointError:
+        return None
 
 
 def list_files(manifest: StoredJSON) -> dict[str, FileRecord]:
-    """Return the files of a checkpoint by name, from its manifest.
+    """Return the files of a checkpoint by name.
 
     Raises:
         CheckpointError: An entry is not the size and digest of a file inside the folder.
     """
-    manifest.check_types({"files": dict})
-    results = {}
-    for name, entry in manifest["files"].items():
-        about: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        size, digest, parts = about.get("size", -1), about.get("xxh3_128", 0), name.split("/")
-        is_record = type(size) is int and size >= 0 and isinstance(digest, str)
-        is_inside = all(parts) and not {".", ".."} & {*parts} and name.isprintable()
-        if not (is_record and is_inside) or name == MANIFEST:
-            raise CheckpointError(
-                f"{manifest.path} must list files inside its folder with size and checksum, got "
-                f"{name!r:.80}: {str(entry)[:60]!r}; use another checkpoint"
-            )
-        results[name] = FileRecord(size, digest)
-    return results
+    records = {}
+    try:
+        for name, entry in manifest["files"].items():
+            if {"", ".", ".."} & {*name.split("/")} or not name.isprintable() or name == MANIFEST:
+                raise ValueError(f"{name!r:.80} is not a file inside the folder")
+            records[name] = FileRecord(int(entry["size"]), str(entry["xxh3_128"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{manifest.path} is damaged: files: {error}") from error
+    return records
+
+
+# -- verification --------------------------------------------------------------------------------
 
 
 def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
@@ -168,45 +196,30 @@ def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
         checkpoint: Folder of one checkpoint.
         group: Ranks that share the work. None: this process only.
     """
-    mistakes, to_hash = on_first_rank(lambda: _stored_files(checkpoint), group=group)
-    rank, num_ranks = (
-        (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    )
-    mine = share_files(to_hash, rank=rank, num_ranks=num_ranks)
+
+    def read() -> dict[str, FileRecord] | str:
+        try:
+            return list_files(read_manifest(checkpoint))
+        except CheckpointError as error:
+            return str(error)
+
+    files = on_first_rank(read, group=group)
+    if isinstance(files, str):
+        return [files]
+    rank = 0 if group is None else dist.get_rank(group)
+    mine = share_files(files, rank=rank, num_ranks=1 if group is None else group.size())
     results = on_every_rank(lambda: find_damage(checkpoint, mine), group=group)
-    return sorted([*mistakes, *(mistake for part in results for mistake in part)])
-
-
-def summarize(mistakes: list[str]) -> str:
-    """Join mistakes into one line, at most five of them."""
-    suffix = f"; and {len(mistakes) - 5} more" if len(mistakes) > 5 else ""
-    return "; ".join(mistakes[:5]) + suffix
-
-
-def _stored_files(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
-    """Return the mistakes of the manifest, and the files that it lists."""
-    path = checkpoint / MANIFEST
-    try:
-        if not path.is_file():
-            return [f"{MANIFEST} is missing"], {}
-        if not is_sealed(path.read_bytes()):
-            return [f"{MANIFEST} is damaged: its checksum differs"], {}
-        return [], list_files(read_json(path))
-    except OSError as error:  # a bad disk or missing permissions: an older step may be readable
-        return [f"it cannot be read: {error}"], {}
-    except CheckpointError as error:
-        return [str(error)], {}
+    return sorted(mistake for part in results for mistake in part)
 
 
 def share_files(
     files: Mapping[str, FileRecord], *, rank: int, num_ranks: int
 ) -> dict[str, FileRecord]:
     """Return this rank's share of the files; all shares have about the same number of bytes."""
-    loads = [(0, rank) for rank in range(num_ranks)]
-    mine = {}
+    loads, mine = [0] * num_ranks, {}
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
-        load, taker = loads[0]
-        heapreplace(loads, (load + files[name].size, taker))
+        taker = loads.index(min(loads))
+        loads[taker] += files[name].size
         if taker == rank:
             mine[name] = files[name]
     return mine
@@ -224,15 +237,17 @@ def find_damage(folder: Path, files: Mapping[str, FileRecord], *, hashes: bool =
     for name, record in files.items():
         path = folder / name
         try:
-            about = path.stat()
-            if not S_ISREG(about.st_mode):  # opening a pipe blocks
-                mistakes.append(f"{name} is missing")
-            elif about.st_size != record.size:
-                mistakes.append(f"{name} has {about.st_size} bytes, not {record.size}")
+            check_is_file(path)
+            if (size := path.stat().st_size) != record.size:
+                mistakes.append(f"{name} has {size} bytes, not {record.size}")
             elif hashes and hash_file(path) != record.digest:
                 mistakes.append(f"{name} is damaged: its checksum differs")
-        except FileNotFoundError:
-            mistakes.append(f"{name} is missing")
         except OSError as error:
-            mistakes.append(f"{name} cannot be read: {error}")
+            mistakes.append(f"{name} cannot be read: {error.strerror}")
     return mistakes
+
+
+def summarize(mistakes: list[str]) -> str:
+    """Join mistakes into one line, at most five of them."""
+    suffix = f"; and {len(mistakes) - 5} more" if len(mistakes) > 5 else ""
+    return "; ".join(mistakes[:5]) + suffix

@@ -45,30 +45,22 @@ def hold(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + SECONDS_TO_END
-    while not _try_lock(file, folder=folder):
-        if time.monotonic() > deadline:
-            holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or "unknown"
-            os.close(file)
-            raise CheckpointError(
-                f"job.dump_folder: another run is writing to {folder}: {holder}; wait for its end, "
-                f"end it, or choose another --job.dump_folder"
-            )
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                logger.warning("%s cannot be locked: two runs could write there: %s", folder, error)
+                break
+            if time.monotonic() > deadline:
+                holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or "unknown"
+                os.close(file)
+                raise CheckpointError(
+                    f"job.dump_folder: another run is writing to {folder}: {holder}; wait for its "
+                    f"end, end it, or choose another --job.dump_folder"
+                ) from None
         time.sleep(0.1)
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on host {platform.node()}\n".encode(), 0)
     return file
-
-
-def _try_lock(file: int, *, folder: Path) -> bool:
-    """Return whether this process has the lock, or the file system has no locks."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        logger.warning(
-            "%s cannot be locked (%s): two runs could write to it at the same time",
-            folder,
-            error.strerror,
-        )
-    return True

@@ -1,4 +1,4 @@
-"""When to save a checkpoint, and how: in the loop or in the background.
+"""When to save a checkpoint, how, and which ones to keep.
 
 A save runs in a background thread over its own process group. The training loop waits for it
 (`async_mode = "disabled"`), or copies the state to host memory and continues (`"async"`,
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from torch import Tensor
 from torchtitan.base.errors import ConfigError, StalledError
 from torchtitan.base.urls import is_url
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.retention import SCORE, Retention
+from torchtitan.checkpoint.checksums import find_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, RunState
 from torchtitan.mesh.faults import is_timeout
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PINNED = "async_with_pinned_mem"
 EXPORT = "export"  # folder of final exports, beside the steps
+SCORE = "validation"
+"""Entry of a manifest: the validation loss, and the fingerprint of the data."""
 Export = Callable[[Path, Path], None]
 
 
@@ -79,34 +82,62 @@ def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -
     """
     if settings.enable and settings.async_mode == PINNED and device_type != "cuda":
         raise ConfigError.at(
-            "checkpoint.async_mode",
-            f'"{PINNED}" copies from a GPU, and this job computes on {device_type}; write "async"',
+            "checkpoint.async_mode", f'"{PINNED}" needs a GPU, this job computes on {device_type}'
         )
-    timeout = settings.save_timeout_seconds
-    group, folder = build_group(timeout), run_folder / settings.local_folder
+    group, folder = build_group(settings.save_timeout_seconds), run_folder / settings.local_folder
+    remote: RemoteCheckpoints | None = None
     if not settings.enable:
         return CheckpointIO(group, folder)
-    if not is_url(settings.folder):
-        if storage.find_disks(run_folder, group=group, timeout_seconds=timeout) is not None:
-            raise ConfigError.at(
-                ("job.dump_folder", "checkpoint.folder"),
-                f"must be one folder for all ranks, and some do not see what others write to "
-                f"{run_folder.absolute()}; name one on storage that all machines share, or write "
-                f"a URL of an object store as checkpoint.folder",
-            )
-        return CheckpointIO(group, folder)
-    from torchtitan.checkpoint.remote import RemoteCheckpoints
+    if is_url(settings.folder):
+        from torchtitan.checkpoint.remote import RemoteCheckpoints
 
-    remote = RemoteCheckpoints(
-        settings.folder, key="checkpoint.folder", settings=settings, folder=folder, group=group
-    )
-    if remote.disk is not None and settings.last_save_in_hf:
+        remote = RemoteCheckpoints(
+            settings.folder, key="checkpoint.folder", settings=settings, folder=folder, group=group
+        )
+        disk = remote.disk
+    else:
+        disk = storage.find_disk(run_folder, group=group)
+    if len(disk) < group.size() and (remote is None or settings.last_save_in_hf):
         raise ConfigError.at(
-            ("checkpoint.last_save_in_hf", "checkpoint.folder"),
-            "needs a job.dump_folder that all ranks share; remove it, and convert a step of the "
-            "store by python -m torchtitan convert",
+            ("job.dump_folder", "checkpoint.folder", "checkpoint.last_save_in_hf"),
+            f"must be one folder for all ranks, and some do not see what others write to "
+            f"{run_folder.absolute()}; name one on storage that all machines share, or write a "
+            f"URL of an object store as checkpoint.folder, without last_save_in_hf",
         )
     return CheckpointIO(group, folder, remote)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints to keep: the newest, and those with the lowest validation loss."""
+
+    keep_latest: int
+    """Number of newest checkpoints to keep; 0: all."""
+    keep_best: int = 0
+    """Number of checkpoints with the lowest validation loss to keep."""
+    data: str | None = None
+    """Fingerprint of the data on which losses are compared."""
+
+    def steps_to_delete(
+        self, steps: Sequence[int], manifest_of: Callable[[int], Mapping[str, Any] | None]
+    ) -> list[int]:
+        """Return which of `steps`, ascending, to delete, and log the best one.
+
+        The loss is in the manifest, so the best checkpoints are known after any restart.
+        """
+        ranking: list[tuple[float, int]] = []
+        for step in steps if self.keep_best and self.data is not None else ():
+            score = (manifest_of(step) or {}).get(SCORE)
+            if isinstance(score, dict) and score.get("data") == self.data:
+                loss = score.get("loss")
+                if isinstance(loss, float) and isfinite(loss):
+                    ranking.append((loss, -step))  # of equal losses the newest
+        best = [-step for _, step in sorted(ranking)[: self.keep_best]]
+        if best:
+            loss = min(ranking)[0]
+            logger.info("The best checkpoint is step-%d, validation loss %.5f", best[0], loss)
+        older = steps[: -self.keep_latest] if self.keep_latest else ()
+        return [step for step in older if step not in best]
 
 
 class CheckpointManager:
@@ -134,18 +165,14 @@ class CheckpointManager:
         validation_data: str | None = None,
         events: EventLog | None = None,
     ) -> None:
-        self.folder, self._group, remote = io.folder, io.group, io.remote
-        self._state = state
-        self._settings = settings
-        self._manifest = manifest
-        self._export = export
-        self._validation_data = validation_data
-        self._events = events
-        self._remote, self._disk = remote, None if remote is None else remote.disk
+        self.folder, self._group, self._remote = io.folder, io.group, io.remote
+        self._disk = None if io.remote is None else io.remote.disk
+        self._state, self._settings, self._manifest = state, settings, manifest
+        self._export, self._validation_data, self._events = export, validation_data, events
         self._retention = self._local_retention = Retention(
             keep_latest=settings.keep_latest_k, keep_best=settings.keep_best, data=validation_data
         )
-        if remote is not None:
+        if io.remote is not None:
             self._local_retention = Retention(keep_latest=settings.staging_keep_latest_k)
         self._first_step, self._is_first_save = state.progress.step, True
         self._in_background = settings.async_mode != "disabled"
@@ -176,17 +203,19 @@ class CheckpointManager:
         self.wait()
         components = self._state.components()
         saved = self._staging.copy(components) if self._in_background else components
-        save, send = partial(self._save, step, saved, validation_loss), partial(self._send, step)
+        manifest: dict[str, Any] = {"step": step, **self._manifest}
+        if validation_loss is not None and self._validation_data is not None:
+            manifest[SCORE] = {"loss": validation_loss, "data": self._validation_data}
+        save, upload = partial(self._save, step, saved, manifest), partial(self._upload, step)
         if self._in_background and not last:
-            self._start(save, send)
+            self._start(save, upload)
         else:
             self._start(save)
             self.wait()
-            if self._remote is not None:
-                self._start(send)  # in the background in any mode
+            self._start(upload)  # in the background in any mode
         if last:
             self.wait()
-            self._start(partial(self._write_export, step, components))
+            self._start(partial(self._write_export, step, components, manifest))
             self.wait()
         return self.folder / f"step-{step}"
 
@@ -210,41 +239,13 @@ class CheckpointManager:
         # a daemon does not keep the process alive while it waits for a rank that hangs
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
-    def _write_export(self, step: int, components: Mapping[str, Component]) -> None:
-        name = f"step-{step}"
-        if self._export is not None:
-            self._export(self.folder / name, self.folder / EXPORT / name)
-            if self._remote is not None:
-                self._remote.push_export(f"{EXPORT}/{name}")
-        elif self._settings.last_save_model_only:
-            dtype, model = getattr(torch, self._settings.export_dtype), components["model"]
-            tensors = {  # routers' biases stay float32, as in Hugging Face folders
-                name: tensor if name.endswith(".expert_bias") else tensor.to(dtype)
-                for name, tensor in (model.tensors or {}).items()
-            }
-            self._write(self.folder / EXPORT, step, {"model": replace(model, tensors=tensors)})
-            if self._remote is not None:
-                self._remote.push(f"{EXPORT}/{name}")
-
-    def _write(
-        self,
-        folder: Path,
-        step: int,
-        components: Mapping[str, Component],
-        validation_loss: float | None = None,
-    ) -> None:
-        target = folder / f"step-{step}"
-        manifest = {"step": step, **self._manifest}
-        if validation_loss is not None and self._validation_data is not None:
-            manifest[SCORE] = {"loss": validation_loss, "data": self._validation_data}
-        storage.write(target, components, manifest=manifest, group=self._group, disk=self._disk)
-        verb = "Saved" if self._remote is None else "Wrote"  # saved when it is in the store
-        logger.info("%s %s", verb, target)
-
     def _save(
-        self, step: int, components: Mapping[str, Component], validation_loss: float | None
+        self, step: int, components: Mapping[str, Component], manifest: Mapping[str, Any]
     ) -> None:
-        self._write(self.folder, step, components, validation_loss)
+        target = self.folder / f"step-{step}"
+        storage.write(target, components, manifest=manifest, group=self._group, disk=self._disk)
+        # a step counts as saved when it is in the store
+        logger.info("%s %s", "Saved" if self._remote is None else "Wrote", target)
         storage.on_each_disk(lambda: self._after_commit(step), group=self._group, disk=self._disk)
 
     def _after_commit(self, saved: int) -> None:
@@ -255,23 +256,41 @@ class CheckpointManager:
             self._is_first_save = False
         if self._remote is None:
             self._record(saved)
-
-        def manifest_of(step: int) -> Mapping[str, Any]:
-            return storage.read_manifest(self.folder / f"step-{step}")
-
         steps = storage.find_steps(self.folder)
-        for step in self._local_retention.steps_to_delete(steps, manifest_of=manifest_of):
+        for step in self._local_retention.steps_to_delete(
+            steps, lambda step: find_manifest(self.folder / f"step-{step}")
+        ):
             storage.delete(self.folder / f"step-{step}")
 
-    def _send(self, step: int) -> None:
+    def _upload(self, step: int) -> None:
         if self._remote is not None:
             self._remote.push(f"step-{step}")
             on_first_rank(lambda: self._record(step), group=self._group)
-            self._remote.prune(step, self._retention)
+            self._remote.prune(self._retention.steps_to_delete)
 
     def _record(self, step: int) -> None:
         if self._events is not None:
             self._events.checkpoint(self.folder / f"step-{step}", step=step)
+
+    def _write_export(
+        self, step: int, components: Mapping[str, Component], manifest: Mapping[str, Any]
+    ) -> None:
+        name, target = f"{EXPORT}/step-{step}", self.folder / EXPORT / f"step-{step}"
+        if self._export is not None:
+            self._export(self.folder / target.name, target)
+            if self._remote is not None:
+                self._remote.push_export(name)
+        elif self._settings.last_save_model_only:
+            dtype, model = getattr(torch, self._settings.export_dtype), components["model"]
+            tensors = {  # routers' biases stay float32, as in Hugging Face folders
+                name: tensor if name.endswith(".expert_bias") else tensor.to(dtype)
+                for name, tensor in (model.tensors or {}).items()
+            }
+            weights = {"model": replace(model, tensors=tensors)}
+            storage.write(target, weights, manifest=manifest, group=self._group, disk=self._disk)
+            logger.info("%s %s", "Saved" if self._remote is None else "Wrote", target)
+            if self._remote is not None:
+                self._remote.push(name)
 
     def has_failed(self) -> bool:
         """Return whether the save in flight has failed, as far as this rank knows."""
@@ -319,34 +338,22 @@ class Staging:
 
     def copy(self, components: Mapping[str, Component]) -> dict[str, Component]:
         """Return the components with all tensors copied. The earlier copy must be written."""
-        copies = {
-            name: Component(
-                tensors=None
-                if component.tensors is None
-                else {key: self._copy((name, key), t) for key, t in component.tensors.items()},
-                state=component.state,
-            )
-            for name, component in components.items()
-        }
+        copies = {}
+        for name, component in components.items():
+            tensors = component.tensors
+            if tensors is not None:
+                tensors = {key: self._copy((name, key), t) for key, t in tensors.items()}
+            copies[name] = replace(component, tensors=tensors)
         if self._pinned:
             torch.cuda.current_stream().synchronize()  # the next step changes the originals
         return copies
 
     def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
-        source = tensor.detach()
-        buffer = self._buffers.get(key)
-        is_new = buffer is None or not _has_same_shape(buffer, source)
-        if self._pinned and local_part(source).is_cuda:
-            if is_new:
-                # a DTensor for a DTensor: the options apply to the local part
-                self._buffers[key] = torch.empty_like(source, device="cpu", pin_memory=True)
-            local_part(self._buffers[key]).copy_(local_part(source), non_blocking=True)
-        elif is_new:
-            self._buffers[key] = source.to("cpu", copy=True)
-        else:
-            local_part(self._buffers[key]).copy_(local_part(source))
-        return self._buffers[key]
-
-
-def _has_same_shape(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and local_part(a).shape == local_part(b).shape
+        source, buffer = tensor.detach(), self._buffers.get(key)
+        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            is_pinned = self._pinned and local_part(source).is_cuda
+            # a DTensor for a DTensor: the options apply to the local part
+            buffer = torch.empty_like(source, device="cpu", pin_memory=is_pinned)
+            self._buffers[key] = buffer
+        local_part(buffer).copy_(local_part(source), non_blocking=self._pinned)
+        return buffer

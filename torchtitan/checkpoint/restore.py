@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.base.errors import CheckpointError, DataError, Mistakes
+from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.patterns import matches
-from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.reader import read_tensors, stored_shapes
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Start
@@ -37,32 +35,10 @@ from torchtitan.checkpoint.state import (
 )
 from torchtitan.mesh.ranks import union
 from torchtitan.models.init import local_part
-from torchtitan.models.interface import HasParameters
-from torchtitan.optim.schedule import DECAYS, Schedule, build_schedule
-from torchtitan.optim.settings import LRSchedulerConfig
 
 logger = logging.getLogger(__name__)
-KEY = "checkpoint.exclude_from_loading"
 OPTIMIZER = "optimizer."
 """Prefix of a parameter's name: its optimizer state."""
-
-
-def check_excluded(entries: Collection[str], *, model: HasParameters) -> None:
-    """Check that each entry without a dot or wildcard is a component or a parameter of the model.
-
-    Raises:
-        ConfigError: Lists the other entries.
-    """
-    mistakes, parameters = Mistakes(), dict(model.named_parameters())
-    for entry in entries:
-        is_pattern = bool(set(entry.removeprefix(OPTIMIZER)) & set(".*?["))
-        if not (entry in COMPONENTS or entry in parameters or is_pattern):
-            mistakes.add(
-                KEY,
-                f"'{entry}' must be a component ({', '.join(COMPONENTS)}) or a pattern of "
-                f'parameters, as "output.*"',
-            )
-    mistakes.report()
 
 
 def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
@@ -76,14 +52,13 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     components = ("model",) if start.mode == "finetune" else COMPONENTS
     loaded = [name for name in components if name not in start.exclude]
     if isinstance(source, Checkpoint):
-        stored = source.manifest["components"]
-        if missing := [name for name in loaded if name not in stored]:
+        missing = [name for name in loaded if name not in source.manifest["components"]]
+        if missing:
             raise CheckpointError(
-                f"{source.path} has only {', '.join(map(str, stored))}, and lacks "
-                f"{', '.join(missing)}; use a full checkpoint, or load only the weights: "
-                f"checkpoint.initial_load_path with initial_load_model_only = true"
+                f"{source.path} lacks {', '.join(missing)}; use a full checkpoint, or load only "
+                f"the weights: checkpoint.initial_load_path with initial_load_model_only = true"
             )
-    log_excluded(state, start, loaded=loaded, group=group)
+    check_excluded(state, start, loaded=loaded, group=group)
     if "model" in loaded:
         weights = model_tensors(state.model)
         size = sum(local_part(tensor).nbytes for tensor in weights.values()) / 2**30
@@ -101,20 +76,16 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         logger.info("Resumed from %s", source.path)
         return
     verb = "Continued" if start.mode == "continue" else "Finetuning"
-    parts = ", ".join(name for name in loaded if name != "lr_scheduler")  # only compared
+    parts = ", ".join(name for name in loaded if name != "lr_scheduler")  # of the settings
     logger.info("%s at step %d from %s, loaded: %s", verb, state.progress.step, source.path, parts)
     if start.differences:
         logger.info("Settings that are new:\n  %s", "\n  ".join(start.differences))
 
 
-def log_excluded(
-    state: RunState, start: Start, *, loaded: Collection[str], group: dist.ProcessGroup | None
+def check_excluded(
+    state: RunState, start: Start, *, loaded: Collection[str], group: dist.ProcessGroup
 ) -> None:
-    """Log the parameters that each pattern excludes. Collective.
-
-    Raises:
-        CheckpointError: A pattern matches nothing.
-    """
+    """Raise CheckpointError if an entry of `exclude_from_loading` matches nothing. Collective."""
     patterns = [entry for entry in start.exclude if entry not in COMPONENTS]
     if not patterns:
         return
@@ -122,26 +93,25 @@ def log_excluded(
     if "model" in loaded:
         names |= start.source.shapes().keys()
     if "optimizer" in loaded:
-        states = stored_shapes(start.source.path, "optimizer", group=group).keys() - {STEP}
+        states = stored_shapes(start.source.path, "optimizer", group=group)
         names |= {OPTIMIZER + _parameter(name) for name in states}
-    for pattern in patterns:
-        excluded = [name for name in sorted(names) if matches(name, [pattern])]
-        if not excluded:
-            raise CheckpointError(
-                f"{KEY}: '{pattern}' must match a parameter of the model or the checkpoint, or "
-                f"optimizer state that is loaded"
-            )
-        logger.info("Excluded by '%s': %s", pattern, _listed(excluded))
+    unused = [pattern for pattern in patterns if not any(matches(n, [pattern]) for n in names)]
+    if unused:
+        raise CheckpointError(
+            f"checkpoint.exclude_from_loading: '{unused[0]}' must match a component "
+            f"({', '.join(COMPONENTS)}), a parameter of the model or the checkpoint, or optimizer "
+            f"state that is loaded"
+        )
 
 
 def _restore_optimizer(state: RunState, source: Checkpoint, start: Start) -> None:
-    wanted, may_skip = optimizer_tensors(state.model, state.optimizer), set[str]()
-    stored = set(stored_shapes(source.path, "optimizer", group=source.group))
+    wanted = optimizer_tensors(state.model, state.optimizer)
+    stored, skipped = set(stored_shapes(source.path, "optimizer", group=source.group)), set[str]()
     if start.mode == "continue":
-        may_skip = skipped_optimizer_state(
-            wanted, stored, state=state, exclude=start.exclude, group=source.group
+        skipped = skipped_parameters(
+            wanted, stored - {STEP}, state=state, exclude=start.exclude, group=source.group
         )
-        wanted = {name: tensor for name, tensor in wanted.items() if name not in may_skip}
+        wanted = {name: t for name, t in wanted.items() if _parameter(name) not in skipped}
     counts = list[Tensor]()
     if STEP in stored:  # the count of all parameters
         counts = [t for name, t in wanted.items() if name.endswith(f".{STEP}")]
@@ -152,13 +122,13 @@ def _restore_optimizer(state: RunState, source: Checkpoint, start: Start) -> Non
         "optimizer",
         into=wanted,
         group=source.group,
-        may_skip=may_skip.__contains__,
+        may_skip=lambda name: _parameter(name) in skipped,
     )
     for count in counts:
         count.fill_(wanted[STEP])
 
 
-def skipped_optimizer_state(
+def skipped_parameters(
     wanted: Collection[str],
     stored: Collection[str],
     *,
@@ -166,10 +136,10 @@ def skipped_optimizer_state(
     exclude: Collection[str],
     group: dist.ProcessGroup | None,
 ) -> set[str]:
-    """Return the names of optimizer state that a continued run does not read. Collective.
+    """Return the parameters whose optimizer state a continued run does not read. Collective.
 
-    They belong to excluded parameters, to parameters that were frozen when the checkpoint was
-    saved, or to parameters that are frozen now. The last two are logged.
+    They are excluded, were frozen when the checkpoint was saved, or are frozen now. The last two
+    are logged.
 
     Args:
         wanted: Names of the optimizer state on this rank.
@@ -180,8 +150,8 @@ def skipped_optimizer_state(
     """
     parameters = dict(state.model.named_parameters())
     is_trained = union({name: p.requires_grad for name, p in parameters.items()}, group=group)
-    held, stored = {*union(dict.fromkeys(wanted), group=group)}, {*stored} - {STEP}
-    before, now = set(map(_parameter, stored)), set(map(_parameter, held))
+    now = set(union(dict.fromkeys(map(_parameter, wanted)), group=group))
+    before = set(map(_parameter, stored))
     excluded = {
         name
         for name in before | now
@@ -190,20 +160,16 @@ def skipped_optimizer_state(
     # without any stored state, the optimizer was of a kind that has none
     fresh = now - before if before else set[str]()
     unread = {name for name in before - excluded if not is_trained.get(name, True)}
-    for parts, change in ((fresh, "start with fresh optimizer state"), (unread, "are frozen now")):
-        if parts:
-            logger.info("Other parameters are trained than before: %s %s", _listed(parts), change)
-    skipped = excluded | fresh | unread
-    return {name for name in held | stored if _parameter(name) in skipped}
+    for names, change in ((fresh, "start with fresh optimizer state"), (unread, "are frozen now")):
+        if names:
+            text = ", ".join(sorted(names)[:8]) + (f" ... ({len(names)})" if names else "")
+            logger.info("Other parameters are trained than before: %s %s", text, change)
+    return excluded | fresh | unread
 
 
 def _parameter(state_name: str) -> str:
     """`output.weight.exp_avg` -> `output.weight`"""
     return state_name.rpartition(".")[0]
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(sorted(names)[:8]) + (f" ... ({len(names)})" if len(names) > 8 else "")
 
 
 def _restore_position(state: RunState, source: Checkpoint, start: Start) -> None:
@@ -222,13 +188,9 @@ def _restore_position(state: RunState, source: Checkpoint, start: Start) -> None
 def _restore_train_state(state: RunState, source: Checkpoint) -> None:
     types = {"step": int, "tokens_seen": int, "world_size": int}
     stored = source.state("train_state", types=types).check_counts("step", "tokens_seen")
-    if (step := source.manifest["step"]) != stored["step"]:
-        raise CheckpointError(
-            f"{source.path} must hold one step, {MANIFEST} has {step} and train_state "
-            f"{stored['step']}; use another checkpoint"
-        )
-    state.progress.step = step
-    state.progress.tokens_seen = stored["tokens_seen"]
+    if stored["step"] != source.manifest["step"]:
+        raise CheckpointError(f"{source.path} holds two steps; use another checkpoint")
+    state.progress.step, state.progress.tokens_seen = stored["step"], stored["tokens_seen"]
     names = stored_shapes(source.path, "train_state", group=source.group)
     generators = rng_tensors(rank=dist.get_rank())
     if stored["world_size"] != dist.get_world_size():
@@ -247,33 +209,3 @@ def set_rng(states: Mapping[str, Tensor]) -> None:
     setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
     for name, state in states.items():
         setters[name.rpartition(".")[2]](state)
-
-
-def report_rate(state: RunState, *, start: Start) -> None:
-    """Log the learning rate of the next step if it differs from the checkpoint's schedule."""
-    if start.mode != "continue" or "lr_scheduler" in start.exclude:
-        return
-    source, step = start.source, state.progress.step + 1
-    assert isinstance(source, Checkpoint)
-    stored = source.state("lr_scheduler")
-    decay = stored.get("decay_type")
-    if decay not in [*DECAYS, state.lr_settings["decay_type"]]:  # code of another user
-        return
-    try:
-        planned = _rebuild(stored)(step)
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{source.path}/lr_scheduler is not a schedule: {error}; skip it: "
-            f'{KEY} = ["lr_scheduler"]'
-        ) from error
-    rate = _rebuild(state.lr_settings)(step)
-    if planned != rate:
-        logger.info("Learning rate at step %d: %g -> %g", step, planned, rate)
-
-
-def _rebuild(settings: Mapping[str, Any]) -> Schedule:
-    values = dict(settings)
-    peak_lr, training_steps = values.pop("peak_lr"), values.pop("training_steps")
-    return build_schedule(
-        LRSchedulerConfig(**values), peak_lr=peak_lr, training_steps=training_steps
-    )

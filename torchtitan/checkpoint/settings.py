@@ -102,7 +102,7 @@ class CheckpointConfig:
     exclude_from_loading: tuple[Text, ...] = ()
     """Parts that keep their initial values: components (model, optimizer, dataloader, train_state),
     parameters with their optimizer state (shell patterns of names, e.g. "output.*") or only that
-    state ("optimizer.output.*"). lr_scheduler is never loaded: its rate is then not compared."""
+    state ("optimizer.output.*"). lr_scheduler is never loaded: the settings count."""
     verify_on_load: bool = True
     """Compare a checkpoint's files with its checksums before loading it."""
     save_timeout_seconds: PositiveInt = 3600

@@ -25,10 +25,11 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import StoredJSON
 from torchtitan.base.patterns import matches
+from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.checkpoint.reader import Shape, read_tensors, stored_shapes
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.state import COMPONENTS, EMBEDDING, OUTPUT
-from torchtitan.checkpoint.storage import STATE, read_manifest, read_state
+from torchtitan.checkpoint.storage import STATE, read_state, step_of
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank, union
 from torchtitan.models.init import local_part
 from torchtitan.models.spec import ModelSpec, RopeOrder
@@ -96,14 +97,22 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> StoredJSON:
-        """The manifest. Collective at the first use."""
-        return on_first_rank(lambda: read_manifest(self.path), group=self.group)
+        """The manifest. Collective at the first use.
+
+        Raises:
+            CheckpointError: It is missing or damaged, or the folder is named for another step.
+        """
+        manifest = on_first_rank(lambda: read_manifest(self.path), group=self.group)
+        if step_of(self.path) not in (None, manifest["step"]):
+            raise CheckpointError(
+                f"{self.path} holds step {manifest['step']}; rename it back, or move it away"
+            )
+        return manifest
 
     def state(self, component: str, *, types: Mapping[str, type] | None = None) -> StoredJSON:
         """Return the state of a component without its tensors; check the `types` of its values."""
         return on_first_rank(
-            lambda: read_state(self.path, component).check_types(types or {}),
-            group=self.group,
+            lambda: read_state(self.path, component).check_types(types or {}), group=self.group
         )
 
     def shapes(self) -> Mapping[str, Shape | None]:
@@ -139,88 +148,75 @@ class DCPFolder:
         return stored_shapes(self.path.parent, self.path.name, group=self.group)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill parameters in place. Entries that are no parameters of a model are not read."""
+        """Fill parameters in place. Entries that are no parameters of a model are not read.
+
+        Raises:
+            CheckpointError: Names, shapes or types differ, or this model ties a head to the
+                embedding that is stored with other values: it would compute with another head.
+        """
+        folder, name = self.path.parent, self.path.name
         stored, excludes = self.shapes(), self.filter.excludes
         wanted = self.filter.wanted(into, names=stored.keys)
         parameters = union(dict.fromkeys(into), group=self.group)
+        is_tied = OUTPUT not in parameters and bool(stored.get(OUTPUT)) and not excludes(OUTPUT)
 
         def is_skipped(name: str) -> bool:
-            is_tied_head = name == OUTPUT and OUTPUT not in parameters
             is_other = stored[name] is None or name.partition(".")[0] in COMPONENTS[1:]
-            return excludes(name) or is_tied_head or (is_other and name not in parameters)
+            is_other = is_other and name not in parameters
+            return excludes(name) or is_other or (is_tied and name == OUTPUT)
 
         read_tensors(
-            self.path.parent,
-            self.path.name,
+            folder,
+            name,
             into=wanted,
             group=self.group,
             may_skip=is_skipped,
             rope_head_dim=self.rope_head_dim,
         )
-        if OUTPUT not in parameters and stored.get(OUTPUT) and not excludes(OUTPUT):
-            self._check_tied(wanted.get(EMBEDDING))
-
-    def _check_tied(self, embedding: Tensor | None) -> None:
-        """Check that the stored head equals the embedding to which this model ties it.
-
-        Raises:
-            CheckpointError: They differ: the model would compute with another head.
-        """
-        head = {} if embedding is None else {OUTPUT: embedding.clone()}
-        read_tensors(self.path.parent, self.path.name, into=head, group=self.group)
-        same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
-        if not all(on_every_rank(lambda: same, group=self.group)):
-            raise CheckpointError(
-                f"this model ties {OUTPUT} to {EMBEDDING}, and {self.path} holds different values; "
-                f"use a model.flavor without tied weights, or skip the head: "
-                f'checkpoint.exclude_from_loading = ["{OUTPUT}"]'
+        if is_tied:
+            embedding = wanted.get(EMBEDDING)  # None on a pipeline's later stages
+            head = {} if embedding is None else {OUTPUT: embedding.clone()}
+            read_tensors(folder, name, into=head, group=self.group)
+            is_same = embedding is None or torch.equal(
+                local_part(embedding), local_part(head[OUTPUT])
             )
+            if not all(on_every_rank(lambda: is_same, group=self.group)):
+                raise CheckpointError(
+                    f"this model ties {OUTPUT} to {EMBEDDING}, and {self.path} holds different "
+                    f"values; use a model.flavor without tied weights, or skip the head: "
+                    f'checkpoint.exclude_from_loading = ["{OUTPUT}"]'
+                )
 
 
-def row_order(
-    weights_path: Path,
-    *,
-    stated: RopeOrder | None,
-    setting: Literal["auto", "interleaved", "halves"],
-    spec: ModelSpec,
+def find_row_order(
+    folder: Path, *, setting: Literal["auto", "interleaved", "halves"], spec: ModelSpec
 ) -> RopeOrder:
-    """Return the row order of wq and wk in weights of another writer; log one that is assumed.
+    """Return the row order of wq and wk in a DCP folder of weights; log one that is assumed.
 
     Args:
-        weights_path: The weights, for messages.
-        stated: Order that the weights state themselves.
+        folder: The folder, which states the order if this library wrote it.
         setting: `checkpoint.initial_load_rope`.
         spec: Family of the model.
 
     Raises:
-        CheckpointError: The setting contradicts the weights.
+        CheckpointError: The setting contradicts the folder.
     """
-    if stated is not None and setting not in ("auto", stated):
-        raise CheckpointError(
-            f'checkpoint.initial_load_rope = "{setting}" contradicts {weights_path}, which states '
-            f'"{stated}"; remove the setting'
+    has_state = (folder / STATE).is_file()
+    stated = read_state(folder.parent, folder.name).get("rope") if has_state else None
+    if setting == "auto" and stated is None:
+        order = spec.torchtitan_rope
+        logger.log(
+            logging.INFO if order == "interleaved" else logging.WARNING,
+            "%s does not state the row order of wq and wk. Assuming %s, as torchtitan 0.2 writes "
+            "%s; otherwise set checkpoint.initial_load_rope",
+            folder,
+            order,
+            spec.name,
         )
-    if stated is not None or setting != "auto":
-        return stated or cast(RopeOrder, setting)
-    usual = spec.torchtitan_rope
-    logger.log(
-        logging.INFO if usual == "interleaved" else logging.WARNING,
-        "%s does not state the row order of wq and wk. Assuming %s, as torchtitan 0.2 writes %s; "
-        "otherwise set checkpoint.initial_load_rope",
-        weights_path,
-        usual,
-        spec.name,
-    )
-    return usual
-
-
-def stated_order(folder: Path) -> RopeOrder | None:
-    """Return the row order that a DCP folder of weights states, None if it states none."""
-    if not (folder / STATE).is_file():
-        return None
-    stated = read_state(folder.parent, folder.name).get("rope")
-    if stated not in (None, "interleaved", "halves"):
+        return order
+    if stated not in (None, "interleaved", "halves") or setting not in ("auto", stated or setting):
         raise CheckpointError(
-            f"{folder / STATE}: rope must be interleaved or halves, got {str(stated)[:60]!r}"
+            f"{folder / STATE}: rope must be interleaved or halves, and must not contradict "
+            f'checkpoint.initial_load_rope = "{setting}", got {str(stated)[:60]!r}'
         )
-    return cast(RopeOrder | None, stated)
+    return cast(RopeOrder, stated or setting)

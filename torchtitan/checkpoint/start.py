@@ -33,16 +33,9 @@ from torchtitan.checkpoint.source import (
     DCPFolder,
     ParameterFilter,
     WeightSource,
-    row_order,
-    stated_order,
+    find_row_order,
 )
-from torchtitan.checkpoint.storage import (
-    METADATA,
-    find_steps,
-    list_steps,
-    recover_commits,
-    step_of,
-)
+from torchtitan.checkpoint.storage import METADATA, find_steps, list_steps, recover_commits, step_of
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.models.spec import ModelSpec
@@ -73,21 +66,24 @@ EFFECTIVE_MODE: Mapping[tuple[SourceKind, LoadMode], LoadMode] = {
     # weights that another program saved
     ("weights", "finetune"): "finetune",
 }
-"""Mode by the kind of the source and the requested mode. A pair that is missing is refused."""
+"""What is loaded, by kind of source and requested mode; a missing pair is refused. "recover" also
+refuses settings that differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A checkpoint or other weights to load, and how."""
+    """A checkpoint or weights to load, and what is loaded of it."""
 
     source: WeightSource
     mode: LoadMode
+    """The effective mode."""
     exclude: tuple[str, ...] = ()
-    """Components and patterns of parameters that are not loaded."""
+    """Components, and patterns of parameters or their optimizer state, that are not loaded."""
     differences: tuple[str, ...] = ()
-    """Settings that shape the training and differ from the checkpoint's."""
+    """Settings that differ from those of the checkpoint, a line each."""
     already_excluded: tuple[str, ...] = ()
-    """Exclusions of the job that saved the source. What they reset is part of the source now."""
+    """Exclusions that applied at an earlier start from the source. What they reset is part of the
+    source now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +108,7 @@ def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
     """Return the layout of the ranks that saved a checkpoint."""
     layout, degrees = manifest["layout"], {axis.name for axis in fields(ParallelDims)}
     if not degrees.issuperset(layout) or not all(type(n) is int and n > 0 for n in layout.values()):
-        raise CheckpointError(
-            f"{MANIFEST}: layout must have the degrees {', '.join(sorted(degrees))}, got {layout}"
-        )
+        raise CheckpointError(f"{MANIFEST}: layout must have degrees of {degrees}, got {layout}")
     return ParallelDims(**layout)
 
 
@@ -141,84 +135,35 @@ def find_start(
         CheckpointError: A requested checkpoint does not exist, or settings differ from those
             of the checkpoint, or of results without one.
     """
-    start, folder = None, run_folder / settings.local_folder
-    if io is not None:
+    own, start, group = None, None, dist.group.WORLD if io is None else io.group
+    if io is not None and settings.enable:
         if io.remote is not None:
-            io.remote.pull_newest()
-            settings = replace(settings, verify_on_load=False)  # it was done
-        start = choose_start(
-            settings, folder=folder, compare=compare, open_initial=open_initial, group=io.group
+            io.remote.pull_newest()  # which verifies
+        verifies = settings.verify_on_load and io.remote is None
+        own = newest_valid_step(io.folder, verifies=verifies, group=group, recovers=True)
+    if own is not None:
+        start = start_from_own(settings, Checkpoint(path=own, group=group), compare=compare)
+    elif settings.initial_load_path is not None:
+        start = start_from_initial(settings, compare=compare, open_initial=open_initial)
+    elif settings.mode == "continue" or settings.exclude_from_loading:
+        raise CheckpointError(
+            f"checkpoint.mode = {settings.mode!r} with checkpoint.exclude_from_loading = "
+            f"{settings.exclude_from_loading} needs a checkpoint, and {run_folder} has none; set "
+            f"{INITIAL_PATH}, or remove both to start from scratch"
         )
-    # one rank looks: a listing by each is slow on shared disks
-    has_rows, has_steps = on_first_rank(
-        lambda: (
-            any(path.stat().st_size for path in run_folder.glob("metrics*.jsonl")),
-            bool(find_steps(folder)),
-        ),
-        group=dist.group.WORLD if io is None else io.group,
-    )
-    is_resumed = settings.enable and start is not None and start.source.path.parent == folder
-    if (has_rows or has_steps) and not is_resumed:
-        refuse_differences(run_folder, compare_results(), has_checkpoint=has_steps)
+    if own is None:
+        # one rank looks: a listing by each is slow on shared disks
+        has_steps, has_rows = on_first_rank(
+            lambda: (
+                bool(find_steps(run_folder / settings.local_folder)),
+                any(path.stat().st_size for path in run_folder.glob("metrics*.jsonl")),
+            ),
+            group=group,
+        )
+        if has_steps or has_rows:
+            refuse_differences(run_folder, compare_results(), has_checkpoint=has_steps)
     dist.barrier()  # no rank writes before every rank has looked
     return start
-
-
-def choose_start(
-    settings: CheckpointConfig,
-    *,
-    folder: Path,
-    compare: Compare,
-    open_initial: OpenInitial,
-    group: dist.ProcessGroup | None,
-) -> Start | None:
-    """Return what the run starts from, or None for the initial weights.
-
-    Args:
-        settings: The [checkpoint] section.
-        folder: Parent of the run's own `step-N` folders.
-        compare: Compares this job with a checkpoint's manifest.
-        open_initial: Opens `initial_load_path`.
-        group: All ranks.
-
-    Raises:
-        CheckpointError: The checkpoint does not exist, or its mode forbids the differences.
-    """
-    own = None
-    if settings.enable:
-        verifies = settings.verify_on_load
-        own = newest_valid_step(folder, verifies=verifies, group=group, recovers=True)
-    if own is not None:
-        return start_from_own(settings, Checkpoint(path=own, group=group), compare=compare)
-    if settings.initial_load_path is None:
-        key = "exclude_from_loading" if settings.exclude_from_loading else "mode"
-        if settings.mode == "continue" or settings.exclude_from_loading:
-            raise CheckpointError(
-                f"checkpoint.{key} = {getattr(settings, key)!r} needs a checkpoint, and {folder} "
-                f"has none; set {INITIAL_PATH}, or remove it to start from scratch"
-            )
-        return None
-    if settings.mode == "continue" and settings.initial_load_model_only:
-        raise CheckpointError(
-            'checkpoint.mode = "continue" takes optimizer and data position too, and needs '
-            'checkpoint.initial_load_model_only = false; or write mode = "finetune"'
-        )
-    requested: LoadMode = "finetune" if settings.initial_load_model_only else settings.mode
-    source = open_initial(requested)
-    source_kind: SourceKind = "other folder" if isinstance(source, Checkpoint) else "weights"
-    mode = EFFECTIVE_MODE.get((source_kind, requested))
-    if mode is None:
-        raise CheckpointError(
-            f"{source.path} has no {MANIFEST}: only its weights can be loaded; write "
-            f'checkpoint.initial_load_model_only = true, with mode "finetune" or without a mode'
-        )
-    differences: tuple[str, ...] = ()
-    if mode != "finetune" and isinstance(source, Checkpoint):
-        differences = compare(source.manifest).differences
-    if mode == "recover":
-        refuse_differences(source.path, differences)
-    exclude = () if mode == "recover" else settings.exclude_from_loading
-    return Start(source=source, mode=mode, exclude=exclude, differences=differences)
 
 
 def start_from_own(settings: CheckpointConfig, own: Checkpoint, *, compare: Compare) -> Start:
@@ -237,16 +182,15 @@ def start_from_own(settings: CheckpointConfig, own: Checkpoint, *, compare: Comp
     if settings.initial_load_path is not None:
         logger.info("%s is not read: %s, of this run, takes precedence", INITIAL_PATH, own.path)
     is_excluded = then.exclude_from_loading == exclude
-    source_kind: SourceKind = "own folder"
+    kind: SourceKind = "own folder"
     if then.mode == settings.mode and is_excluded and not comparison.differences:
-        source_kind = "same job"
+        kind = "same job"
     elif comparison.is_longer or (exclude and not is_excluded):
-        source_kind = "extended run"
-    mode = EFFECTIVE_MODE[source_kind, settings.mode]
+        kind = "extended run"
+    mode, already_excluded = EFFECTIVE_MODE[kind, settings.mode], exclude if is_excluded else ()
     if mode == "recover":
         refuse_differences(own.path, comparison.differences)
-        return Start(source=own, mode=mode, already_excluded=exclude if is_excluded else ())
-    if is_excluded:
+    if mode == "recover" or is_excluded:
         exclude = ()
     if "train_state" in exclude:
         raise CheckpointError(
@@ -259,8 +203,35 @@ def start_from_own(settings: CheckpointConfig, own: Checkpoint, *, compare: Comp
         mode=mode,
         exclude=exclude,
         differences=comparison.differences,
-        already_excluded=settings.exclude_from_loading if is_excluded else (),
+        already_excluded=already_excluded,
     )
+
+
+def start_from_initial(
+    settings: CheckpointConfig, *, compare: Compare, open_initial: OpenInitial
+) -> Start:
+    """Return how to load what `initial_load_path` names."""
+    if settings.mode == "continue" and settings.initial_load_model_only:
+        raise CheckpointError(
+            'checkpoint.mode = "continue" needs checkpoint.initial_load_model_only = false; or '
+            'write mode = "finetune"'
+        )
+    requested: LoadMode = "finetune" if settings.initial_load_model_only else settings.mode
+    source = open_initial(requested)
+    kind: SourceKind = "other folder" if isinstance(source, Checkpoint) else "weights"
+    mode = EFFECTIVE_MODE.get((kind, requested))
+    if mode is None:
+        raise CheckpointError(
+            f"{source.path} has no {MANIFEST}: only its weights can be loaded; write "
+            f'checkpoint.initial_load_model_only = true, with mode "finetune" or without a mode'
+        )
+    differences: tuple[str, ...] = ()
+    if mode != "finetune" and isinstance(source, Checkpoint):
+        differences = compare(source.manifest).differences
+    if mode == "recover":
+        refuse_differences(source.path, differences)
+    exclude = () if mode == "recover" else settings.exclude_from_loading
+    return Start(source=source, mode=mode, exclude=exclude, differences=differences)
 
 
 def refuse_differences(
@@ -273,20 +244,15 @@ def refuse_differences(
         differences: Settings that differ, a line each.
         has_checkpoint: Whether `saved_path` has a checkpoint from which a job could continue.
     """
-    if not differences:
-        return
-    ways = "it has no checkpoint: restore these settings"
-    if has_checkpoint:
-        ways = (
-            "restore these settings to recover that run; or continue from its checkpoint with the "
-            "new ones: --checkpoint.mode continue (or finetune with initial_load_path: only the "
-            "weights)"
+    if differences:
+        way = (
+            " or continue with the new ones: --checkpoint.mode continue;" if has_checkpoint else ""
         )
-    raise CheckpointError(
-        f"{saved_path} was made by a job with other settings:\n  "
-        + "\n  ".join(differences)
-        + f"\n{ways}; or choose another --job.dump_folder to start a new run"
-    )
+        raise CheckpointError(
+            f"{saved_path} was made by a job with other settings:\n  "
+            + "\n  ".join(differences)
+            + f"\nrestore these settings;{way} or choose another --job.dump_folder for a new run"
+        )
 
 
 # -- the step that a path means ----------------------------------------------------------------
@@ -338,10 +304,10 @@ def resolve_step(
         newest = newest_valid_step(folder, verifies=verifies, group=group)
         if newest is not None:
             return newest, True
-    step_name = "none" if load_step == -1 else f"no step of checkpoint.load_step {load_step} "
+    number = "" if load_step == -1 else f" of checkpoint.load_step {load_step} "
     raise CheckpointError(
         f"{INITIAL_PATH} must be the folder of a step, of checkpoints or of a run, and {path} "
-        f"holds {step_name}"
+        f"holds no step{number}"
     )
 
 
@@ -376,7 +342,7 @@ def newest_valid_step(
             mistakes = verify(path, group=group)
         if not mistakes:
             return path
-        if group is None or dist.get_rank(group) == 0:
+        if group is None or group.rank() == 0:
             logger.warning("%s is damaged and is not used: %s", path, summarize(mistakes))
     if steps:
         raise CheckpointError(
@@ -437,19 +403,10 @@ def open_step(
         verifies=settings.verify_on_load,
         group=group,
     )
+    weights, setting = step / "model" if is_ours else step, settings.initial_load_rope
+    order = on_first_rank(lambda: find_row_order(weights, setting=setting, spec=spec), group=group)
     if is_ours:
-        if settings.initial_load_rope != "auto":
-            raise CheckpointError(
-                f"checkpoint.initial_load_rope is for weights of other programs, and {step} is of "
-                f"this library; remove it"
-            )
         return Checkpoint(path=step, filter=filter, group=group)
     logger.info("%s has no checksums and no sizes: the sizes of model.flavor are used", step)
-    order = row_order(
-        step,
-        stated=on_first_rank(lambda: stated_order(step), group=group),
-        setting=settings.initial_load_rope,
-        spec=spec,
-    )
     head_dim: HeadDim = rope_head_dim if order != "interleaved" else lambda name: None
     return DCPFolder(path=step, rope_head_dim=head_dim, filter=filter, group=group)

@@ -1,4 +1,4 @@
-"""Write one checkpoint folder, and read its JSON files.
+"""Write, commit and delete checkpoint folders.
 
 A checkpoint has a folder per component. The tensors of a component are a plain DCP checkpoint,
 which any tool of PyTorch reads and every layout can load; the rest of its state is `state.json`.
@@ -23,7 +23,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -41,7 +40,7 @@ from torchtitan.checkpoint.checksums import (
     MANIFEST,
     FileRecord,
     HashingFileSystem,
-    is_sealed,
+    find_manifest,
     seal,
     write_bytes,
     write_json,
@@ -54,21 +53,11 @@ STATE = "state.json"
 METADATA = ".metadata"
 """DCP's list of the tensors in a folder."""
 STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-_TEMPORARY = re.compile(r"\.step-[0-9]+\.(tmp|deleted)")
-_MANIFEST_TYPES = {"step": int, "components": list, "layout": dict, "config": str}
+Disk = tuple[int, ...]
+"""The ranks that share a disk."""
 
 
-def list_steps(folder: Path) -> list[tuple[int, bool]]:
-    """Return the step of each `step-N` folder, ascending, and whether it has a manifest."""
-    if not folder.is_dir():
-        return []
-    matches = ((STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-    return sorted((int(m[1]), _has_manifest(path)) for m, path in matches if m)
-
-
-def find_steps(folder: Path) -> list[int]:
-    """Return the steps of the committed checkpoints in `folder`, ascending."""
-    return [step for step, has_manifest in list_steps(folder) if has_manifest]
+# -- steps ---------------------------------------------------------------------------------------
 
 
 def step_of(checkpoint: PurePath) -> int | None:
@@ -77,11 +66,24 @@ def step_of(checkpoint: PurePath) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _has_manifest(checkpoint: Path) -> bool:
-    try:
-        return (checkpoint / MANIFEST).is_file()
-    except OSError:  # a damaged or unreadable folder does not hide other steps
-        return False
+def list_steps(folder: Path) -> list[tuple[int, bool]]:
+    """Return the step of each `step-N` folder, ascending, and whether it has a manifest."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    steps = {step: path for path in paths if (step := step_of(path)) is not None}
+    return [(step, os.path.isfile(steps[step] / MANIFEST)) for step in sorted(steps)]
+
+
+def find_steps(folder: Path) -> list[int]:
+    """Return the steps of the committed checkpoints in `folder`, ascending."""
+    return [step for step, has_manifest in list_steps(folder) if has_manifest]
+
+
+def read_state(checkpoint: Path, component: str) -> StoredJSON:
+    """Return the state of a component without its tensors."""
+    return read_json(checkpoint / component / STATE)
+
+
+# -- write ---------------------------------------------------------------------------------------
 
 
 def write(
@@ -90,7 +92,7 @@ def write(
     *,
     manifest: Mapping[str, Any],
     group: dist.ProcessGroup,
-    disk: dist.ProcessGroup | None = None,
+    disk: Disk | None = None,
 ) -> None:
     """Write and commit the checkpoint `target` from all ranks of `group`.
 
@@ -104,25 +106,25 @@ def write(
     Raises:
         CheckpointError: A rank could not write its part. Nothing at `target` was changed.
     """
+    draft = draft_of(target)
     try:
         on_each_disk(lambda: make_draft(target, list(components)), group=group, disk=disk)
         records: dict[str, FileRecord] = {}
         for name, component in components.items():
             if component.tensors is not None:
-                written = _save_tensors(component.tensors, draft_of(target) / name, group=group)
+                written = _save_tensors(component.tensors, draft / name, group=group)
                 records |= {f"{name}/{file}": record for file, record in written.items()}
-        all_records = on_every_rank(lambda: records, group=group)
-        if disk is None:
-            on_first_rank(partial(_check_visible, draft_of(target), all_records), group=group)
-        finish = partial(complete, target, components, manifest, all_records)
+        shares = on_every_rank(lambda: records, group=group)
+        files = {name: record for share in shares for name, record in share.items()}
+        finish = partial(complete, target, components, manifest, files)
         on_each_disk(finish, group=group, disk=disk)
     except (CheckpointError, CheckpointException) as error:
-        clear = partial(shutil.rmtree, draft_of(target), ignore_errors=True)
+        clear = partial(shutil.rmtree, draft, ignore_errors=True)
         on_each_disk(clear, group=group, disk=disk)
+        parent = next(path for path in target.absolute().parents if path.is_dir())
         raise CheckpointError(
-            f"{target} could not be written ({_free_space(target)}); the earlier checkpoints are "
-            f"unchanged: {reasons(error)}; free space or fix the folder, and run the same command "
-            f"again"
+            f"{target} could not be written ({shutil.disk_usage(parent).free / 2**30:.2f} GiB "
+            f"free), the earlier checkpoints are unchanged: {reasons(error)}"
         ) from error
 
 
@@ -151,19 +153,6 @@ class _Planner(DefaultSavePlanner):
         super().set_up_planner(self._tensors, storage_meta, is_coordinator)
 
 
-def _check_visible(draft: Path, all_records: list[dict[str, FileRecord]]) -> None:
-    """Raise CheckpointError if this rank does not see a file as another rank wrote it."""
-    for rank, records in enumerate(all_records):
-        for name, record in records.items():
-            if not (draft / name).is_file() or (draft / name).stat().st_size != record.size:
-                raise CheckpointError(f"rank 0 does not see {draft / name}, written by rank {rank}")
-
-
-def _free_space(target: Path) -> str:
-    folder = next(path for path in target.absolute().parents if path.is_dir())
-    return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free"
-
-
 def draft_of(target: Path) -> Path:
     """Return the draft's folder of the checkpoint `target`."""
     return target.with_name(f".{target.name}.tmp")
@@ -172,10 +161,9 @@ def draft_of(target: Path) -> Path:
 def make_draft(target: Path, components: list[str]) -> None:
     """Create an empty draft with a folder per component; delete what interrupted saves left."""
     recover_commits(target.parent)
-    if target.parent.is_dir():
-        for path in target.parent.iterdir():
-            if _TEMPORARY.fullmatch(path.name):
-                _remove(path)
+    for ending in ("tmp", "deleted"):
+        for path in target.parent.glob(f".step-*.{ending}"):
+            _remove(path)
     for name in components:
         (draft_of(target) / name).mkdir(parents=True)
 
@@ -184,7 +172,7 @@ def complete(
     target: Path,
     components: Mapping[str, Component],
     manifest: Mapping[str, Any],
-    all_records: list[dict[str, FileRecord]],
+    files: Mapping[str, FileRecord],
 ) -> None:
     """Add state and manifest to a draft, and commit it.
 
@@ -192,55 +180,45 @@ def complete(
         target: The checkpoint's folder.
         components: State by component; their tensors are written already.
         manifest: Entries added to the manifest.
-        all_records: Per rank, the records of the files that it wrote.
+        files: Records of the files that all ranks wrote.
     """
-    draft = draft_of(target)
-    records = {name: record for part in all_records for name, record in part.items()}
+    draft, records = draft_of(target), dict(files)
     for name, component in components.items():
         if component.state is not None:
             records[f"{name}/{STATE}"] = write_json(draft / name / STATE, component.state)
-    files = {name: {"size": r.size, "xxh3_128": r.digest} for name, r in sorted(records.items())}
-    about = {"components": list(components), "torch": torch.__version__, **manifest, "files": files}
-    write_bytes(draft / MANIFEST, seal(about))
+    entries = {name: {"size": r.size, "xxh3_128": r.digest} for name, r in sorted(records.items())}
+    about = {"components": list(components), "torch": torch.__version__, **manifest}
+    write_bytes(draft / MANIFEST, seal({**about, "files": entries}))
     commit(target)
+
+
+# -- commit and delete ---------------------------------------------------------------------------
 
 
 def commit(target: Path) -> None:
     """Rename the draft of `target`; a checkpoint of this name is deleted afterwards."""
-    draft = draft_of(target)
+    draft, trash = draft_of(target), target.with_name(f".{target.name}.deleted")
     for folder in [*(path for path in draft.iterdir() if path.is_dir()), draft]:
         _sync_folder(folder)
-    replaced = None
-    if target.exists():  # from a start that died right afterwards, or had other settings
-        replaced = _rename_over(target, ".{}.deleted")
+    is_replaced = target.exists()  # by a start that died right afterwards, or had other settings
+    if is_replaced:
+        _rename_over(target, trash)
     try:
         draft.rename(target)
     except OSError:
-        if replaced is not None:
-            replaced.rename(target)
+        if is_replaced:
+            trash.rename(target)
         raise
     _sync_folder(target.parent)
-    trash = target.with_name(f".{target.name}.deleted")
     if trash.exists():  # also of a process that died here
         _remove(trash)
 
 
 def recover_commits(folder: Path) -> None:
     """Commit the complete drafts in `folder`: their process died before the rename."""
-    if not folder.is_dir():
-        return
     for draft in folder.glob(".step-*.tmp"):
         target = draft.with_name(draft.name.removeprefix(".").removesuffix(".tmp"))
-        manifest = draft / MANIFEST
-        if step_of(target) is None:
-            continue
-        try:
-            is_complete = manifest.is_file() and is_sealed(manifest.read_bytes())
-            is_complete = is_complete and not target.exists()
-        except OSError as error:
-            logger.warning("%s is not used: %s", draft, error)
-            continue
-        if is_complete:
+        if step_of(target) is not None and not target.exists() and find_manifest(draft):
             commit(target)
 
 
@@ -250,11 +228,26 @@ def delete(checkpoint: Path) -> None:
     A failure is logged: the newer checkpoints are there.
     """
     try:
-        trash = _rename_over(checkpoint, ".{}.deleted")
+        trash = _rename_over(checkpoint, checkpoint.with_name(f".{checkpoint.name}.deleted"))
     except OSError as error:
         logger.warning("%s is no longer needed, but cannot be deleted: %s", checkpoint, error)
     else:
         _remove(trash)
+
+
+def set_aside_after(folder: Path, step: int, *, except_step: int) -> None:
+    """Rename the folders of all steps after `step` except `except_step` to `step-N.damaged`."""
+    for later in [n for n, _ in list_steps(folder) if n > step and n != except_step]:
+        checkpoint = folder / f"step-{later}"
+        aside = _rename_over(checkpoint, checkpoint.with_name(f"{checkpoint.name}.damaged"))
+        logger.warning("%s was not used at the start and is now %s", checkpoint, aside)
+
+
+def _rename_over(checkpoint: Path, target: Path) -> Path:
+    """Rename a checkpoint, and delete what an interrupted process left under the new name."""
+    if target.exists():
+        shutil.rmtree(target)
+    return checkpoint.rename(target)
 
 
 def _remove(path: Path) -> None:
@@ -262,22 +255,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     except OSError as error:
         logger.warning("%s cannot be deleted; the next save tries again: %s", path, error)
-
-
-def set_aside_after(folder: Path, step: int, *, except_step: int) -> None:
-    """Rename the folders of all steps after `step` except `except_step` to `step-N.damaged`."""
-    for later in [n for n, _ in list_steps(folder) if n > step and n != except_step]:
-        checkpoint = folder / f"step-{later}"
-        aside = _rename_over(checkpoint, "{}.damaged")
-        logger.warning("%s was not used at the start and is now %s", checkpoint, aside)
-
-
-def _rename_over(checkpoint: Path, form: str) -> Path:
-    """Rename a checkpoint, and delete what an interrupted process left under the new name."""
-    target = checkpoint.with_name(form.format(checkpoint.name))
-    if target.exists():
-        shutil.rmtree(target)
-    return checkpoint.rename(target)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -289,91 +266,43 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_state(checkpoint: Path, component: str) -> StoredJSON:
-    """Return the state of a component without its tensors."""
-    return read_json(checkpoint / component / STATE)
-
-
-def read_manifest(checkpoint: Path) -> StoredJSON:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: The file is missing or damaged, or the folder is named for another step.
-    """
-    manifest = read_json(checkpoint / MANIFEST).check_types(_MANIFEST_TYPES)
-    if "step" in manifest:
-        manifest.check_counts("step")
-    for name in manifest.get("components", ()):
-        if not isinstance(name, str) or Path(name).name != name or name == "..":
-            raise CheckpointError(
-                f"{manifest.path} must list the folders beside it as components, got "
-                f"{str(name)[:60]!r}; use another checkpoint"
-            )
-    expected_step = step_of(checkpoint)
-    if expected_step is not None and manifest.get("step", expected_step) != expected_step:
-        raise CheckpointError(
-            f"{checkpoint} must hold step {expected_step}, but its {MANIFEST} has step "
-            f"{manifest['step']}; rename it to step-{manifest['step']}, or move it away"
-        )
-    return manifest
-
-
 # -- ranks and disks -----------------------------------------------------------------------------
 
 
-def find_disks(
-    folder: Path, *, group: dist.ProcessGroup, timeout_seconds: int
-) -> dist.ProcessGroup | None:
-    """Return the group of ranks that share `folder` with this one; None if all do. Collective.
+def find_disk(folder: Path, *, group: dist.ProcessGroup) -> Disk:
+    """Return the ranks that share `folder` with this one. Collective.
 
     Host names do not tell: containers share a host, hosts share a disk. So each rank creates a
     file, and ranks that see the same files share a disk.
     """
     token = on_first_rank(lambda: secrets.token_hex(8), group=group)
-
-    def mark_of(rank: int) -> Path:
-        return folder / f".rank-{rank}-{token}"
-
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    marks = [folder / f".rank-{rank}-{token}" for rank in range(group.size())]
+    own = marks[group.rank()]
 
     def leave_mark() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        mark_of(rank).touch()
+        own.touch()
 
     on_every_rank(leave_mark, group=group)
-    seen = on_every_rank(
-        lambda: tuple(
-            other_rank for other_rank in range(num_ranks) if mark_of(other_rank).exists()
-        ),
-        group=group,
+    disks = on_every_rank(
+        lambda: tuple(rank for rank, mark in enumerate(marks) if mark.exists()), group=group
     )
-    on_every_rank(mark_of(rank).unlink, group=group)
-    disks = sorted(set(seen))
-    if len(disks) == 1:
-        return None
-    # every rank must create every group
-    groups = {
-        ranks: dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        for ranks in disks
-    }
-    own: dist.ProcessGroup = groups[seen[rank]]
-    return own
+    on_every_rank(own.unlink, group=group)
+    return disks[group.rank()]
 
 
 def on_each_disk(
-    action: Callable[[], None], *, group: dist.ProcessGroup | None, disk: dist.ProcessGroup | None
+    action: Callable[[], None], *, group: dist.ProcessGroup, disk: Disk | None
 ) -> None:
     """Run `action` on the first rank of each disk. Collective over `group`.
 
     Args:
         action: Function without arguments.
-        group: All ranks. None: this process only.
+        group: All ranks.
         disk: Ranks that share this rank's disk. None: all of `group`.
 
     Raises:
         CheckpointError: The action failed on any disk; raised on every rank.
     """
-    if disk is None:
-        on_first_rank(action, group=group)
-    else:
-        on_every_rank(lambda: on_first_rank(action, group=disk), group=group)
+    is_first = group.rank() == (0 if disk is None else disk[0])
+    on_every_rank(lambda: action() if is_first else None, group=group)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.checksums import HashingFileSystem, summarize, verify
+from torchtitan.checkpoint.checksums import HashingFileSystem, read_manifest, summarize, verify
 from torchtitan.checkpoint.reader import Region, TensorReader
 from torchtitan.checkpoint.state import MODEL_STATE, Component
 from torchtitan.checkpoint.storage import draft_of, list_steps
@@ -135,7 +135,7 @@ def average(steps: Sequence[Path], target: Path, *, kind: Kind, decay: float) ->
     """
     readers = [TensorReader(step / "model") for step in steps]
     check_tensors(readers)
-    last = storage.read_manifest(steps[-1])
+    last = read_manifest(steps[-1])
     about: dict[str, Any] = {"kind": kind, "steps": [str(step) for step in steps]}
     about |= {"decay": decay} if kind == "ema" else {}
     divisor = len(steps) if kind == "uniform" else 1
@@ -152,7 +152,7 @@ def average(steps: Sequence[Path], target: Path, *, kind: Kind, decay: float) ->
         components = {"model": Component(state=MODEL_STATE)}
         manifest = {**{key: last[key] for key in _KEPT if key in last}, "average": about}
         records = {f"model/{name}": record for name, record in files.records.items()}
-        storage.complete(target, components, manifest, [records])
+        storage.complete(target, components, manifest, records)
     except CheckpointException as error:
         raise CheckpointError(f"{target} was not written: {reasons(error)}") from error
     finally:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.files import read_text
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.checkpoint.reader import read_metadata, read_tensors
 from torchtitan.checkpoint.storage import METADATA, find_steps
 from torchtitan.config.settings import flatten, literal, parse
@@ -172,7 +173,7 @@ def have_same_samples(a: Path, b: Path) -> bool:
 
 def compare_checkpoints(found: Comparison, a: Path, b: Path) -> None:
     """Compare two checkpoints, component by component."""
-    parts_a, parts_b = (storage.read_manifest(c)["components"] for c in (a, b))
+    parts_a, parts_b = (read_manifest(c)["components"] for c in (a, b))
     skip = OF_RANKS if found.tolerance else ()
     for component in sorted({*parts_a, *parts_b}):
         part = f"{a.name}/{component}"

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan import __version__
 from torchtitan.api import open_generator
 from torchtitan.base.errors import ConfigError, Mistakes
-from torchtitan.checkpoint.storage import read_manifest
+from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import read_tokenizer_config, special_token
 from torchtitan.generate.generator import Generator
