@@ -112,7 +112,11 @@ def train_job(
     with wording:
         check_alike(config)
         run = build_run(config, launch=launch, color=color, cleanup=cleanup, callbacks=callbacks)
-    done, steps, show = run.progress.step, run.training.steps, shows_bar(launch.rank, shown=shown)
+    done, steps, show = (
+        run.progress.step,
+        run.training.steps,
+        shows_bar(launch.rank, console_ranks=shown),
+    )
     bar = ProgressBar(done_steps=done, total_steps=steps, show=show, color=color)
     trainer = Trainer(run, stop=stop, status=bar.status)
     cleanup.callback(trainer.close_after_failure)

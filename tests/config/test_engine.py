@@ -98,7 +98,7 @@ def test_any_tree_is_laid_out() -> None:
     assert list(sections(Kitchen)) == [("job",), ("cake",), ("cake", "oven")]
     steam = keys(Kitchen)["cake", "oven", "steam"]
     text = "Litres. (float; default: not set; needs cake.fillings; needs fan = false)"
-    assert (steam.kind, steam.is_nullable, describe(steam)) == (float, True, text)
+    assert (steam.item, steam.is_nullable, describe(steam)) == (float, True, text)
 
 
 def test_any_tree_is_read_and_written(jobs: Jobs) -> None:

@@ -213,16 +213,16 @@ def choices(key: Key) -> list[str]:
 
 def random_value(path: Path, facts: Key, rng: random.Random) -> object:
     """A value that the key alone allows."""
-    if facts.is_nullable and facts.kind not in (tuple, dict) and rng.random() < 0.3:
+    if facts.is_nullable and not facts.is_table and not facts.list_depth and rng.random() < 0.3:
         return None
     if choices(facts):
         choice = rng.choice(choices(facts))
-        return (choice,) if facts.kind is tuple else choice
-    if facts.kind is bool:
+        return (choice,) if facts.list_depth else choice
+    if facts.item is bool and not facts.list_depth:
         return rng.random() < 0.5
-    if facts.kind is dict:
+    if facts.is_table:
         return {key: rng.choice([True, 5, 0.5, *TEXTS]) for key in ("a", "b")[: rng.randrange(3)]}
-    if facts.kind is tuple:
+    if facts.list_depth:
         count = rng.randrange(3)
         if is_dataclass(facts.item):
             return tuple(
@@ -240,9 +240,9 @@ def random_value(path: Path, facts: Key, rng: random.Random) -> object:
         return tuple(
             rng.choice(TEXTS) if facts.item is str else rng.uniform(0.1, 9.0) for _ in range(count)
         )
-    if facts.kind is int:
+    if facts.item is int:
         return rng.choice([1, 2, 10**6, rng.randrange(1, 10**12)])
-    if facts.kind is float:
+    if facts.item is float:
         below_one = any("<" in x.text for x in facts.metadata if isinstance(x, Rule))
         return rng.choice([rng.random(), 1e-12, 0.5, rng.random() * (1 if below_one else 1e20)])
     return rng.choice(TEXTS)
@@ -373,5 +373,5 @@ def test_resolved_toml_names_every_key_but_those_not_set() -> None:
     assert all(
         facts.default is None
         for facts in keys(Config).values()
-        if facts.is_nullable and facts.kind not in (tuple, dict)
+        if facts.is_nullable and not facts.is_table and not facts.list_depth
     )

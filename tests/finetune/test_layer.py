@@ -110,4 +110,4 @@ def test_patterns_that_cannot_be_meant_are_refused_with_names_that_come_near() -
         TrainableParams(frozen=("*",)).check(names)
     linears = linear_names(random_decoder(VARIANTS["grouped"]))
     with pytest.raises(ConfigError, match=naming("[lora] modules", "'wq'", "attention.wq")):
-        check_pattern("wq", linears, key="lora.modules", kind="linear layer")
+        check_pattern("wq", linears, key="lora.modules", noun="linear layer")

@@ -33,7 +33,7 @@ from torchtitan.metrics.console import (
 rank, log_rank, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 color = use_color(sys.stderr, disabled="plain" in sys.argv)
 init_logging(rank=rank, world_size=4, log_rank=log_rank, folder=folder, color=color)
-show = shows_bar(rank, shown=shown_ranks(log_rank, world_size=4))
+show = shows_bar(rank, console_ranks=shown_ranks(log_rank, world_size=4))
 sink = ConsoleSink(color=color)
 with ProgressBar(done_steps=2, total_steps=6, show=show, color=color) as bar:
     for step in range(3, 7):
@@ -160,7 +160,7 @@ def test_lines_of_other_picked_ranks_do_not_run_into_the_bar(tmp_path: Path) -> 
 def test_one_picked_rank_has_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     for terminal in (True, False):
         monkeypatch.setattr(console, "is_terminal", lambda stream, seen=terminal: seen)
-        bars = [shows_bar(rank, shown=frozenset({1, 3})) for rank in range(4)]
+        bars = [shows_bar(rank, console_ranks=frozenset({1, 3})) for rank in range(4)]
         assert bars == [False, terminal, False, False]
 
 

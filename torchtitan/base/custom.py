@@ -91,7 +91,7 @@ def load_object(path: str, *, key: str) -> Any:
     value = _import_module(module, path=path, key=key)
     for name in names.split("."):
         if not hasattr(value, name):
-            public = [other for other in vars(value) if not other.startswith("_")]
+            public = [public_name for public_name in vars(value) if not public_name.startswith("_")]
             raise ConfigError.at(key, f"'{path}' has no {name}{did_you_mean(name, public)}")
         value = getattr(value, name)
     return value

@@ -42,7 +42,7 @@ class Violation:
 
 def printable(text: str) -> str:
     """Escape control characters, which in stored text may come from a stranger."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class UserError(Exception):
@@ -85,7 +85,7 @@ class Mistakes:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, ConfigError):
             return False
         self._collected += error.mistakes
@@ -101,10 +101,10 @@ class Mistakes:
             raise ConfigError(self._collected)
 
 
-def did_you_mean(given: str, names: Collection[str]) -> str:
+def did_you_mean(name: str, names: Collection[str]) -> str:
     """Return `; did you mean 'x'?`, or "" if no name is similar."""
-    lowered = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(given.lower(), lowered, n=1)
+    lowered = {choice.lower(): choice for choice in names}
+    close = difflib.get_close_matches(name.lower(), lowered, n=1)
     return f"; did you mean {lowered[close[0]]!r}?" if close else ""
 
 

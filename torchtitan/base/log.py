@@ -46,10 +46,10 @@ def init_logging(
     Raises:
         ConfigError: `log_rank` is invalid, or the file cannot be written.
     """
-    shown = shown_ranks(log_rank or "0", world_size=world_size)
+    console_ranks = shown_ranks(log_rank or "0", world_size=world_size)
     handlers: list[logging.Handler] = []
-    if rank in shown:
-        handlers.append(_ConsoleHandler(rank=rank, shown=shown, color=color))
+    if rank in console_ranks:
+        handlers.append(_ConsoleHandler(rank=rank, console_ranks=console_ranks, color=color))
     if folder is not None:
         handlers.append(_open_file(folder / "logs" / f"rank_{rank}.log"))
     reset_logging()
@@ -148,11 +148,11 @@ class _ConsoleHandler(logging.StreamHandler):
     Lines have the time, the rank if several are shown, and the level of warnings and errors.
     """
 
-    def __init__(self, *, rank: int, shown: frozenset[int], color: bool) -> None:
+    def __init__(self, *, rank: int, console_ranks: frozenset[int], color: bool) -> None:
         super().__init__(sys.stderr)
-        self._label = f"[rank {rank}] " if len(shown) > 1 else ""
+        self._label = f"[rank {rank}] " if len(console_ranks) > 1 else ""
         # the first shown rank may draw a bar; other processes clear its line, and rich redraws it
-        self._before = erase_line(sys.stderr) if rank != min(shown) else ""
+        self._before = erase_line(sys.stderr) if rank != min(console_ranks) else ""
         self._color = color
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -14,7 +14,7 @@ def matches(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def check_pattern(pattern: str, names: Collection[str], *, key: str, kind: str) -> None:
+def check_pattern(pattern: str, names: Collection[str], *, key: str, noun: str) -> None:
     """Check that the pattern of setting `key` matches the name of a `kind`, e.g. a parameter.
 
     Raises:
@@ -24,5 +24,5 @@ def check_pattern(pattern: str, names: Collection[str], *, key: str, kind: str) 
         return
     similar = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.0)
     raise ConfigError.at(
-        key, f"'{pattern}' must match a {kind} of the model; similar are {', '.join(similar)}"
+        key, f"'{pattern}' must match a {noun} of the model; similar are {', '.join(similar)}"
     )

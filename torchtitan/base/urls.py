@@ -59,8 +59,8 @@ def url_problem(url: str, *, also: Collection[str] = ()) -> str | None:
     if separator and (scheme in STORES or scheme in also):
         return None
     schemes = ", ".join(f"{scheme}://" for scheme in (*STORES, *also))
-    shown = hide_credentials(url)
-    return f"must be a path, or a URL with one of {schemes}, got {shown!r:.200}"
+    text = hide_credentials(url)
+    return f"must be a path, or a URL with one of {schemes}, got {text!r:.200}"
 
 
 def is_plain_url(url: str) -> bool:

@@ -54,7 +54,7 @@ def type_text(key: Key) -> str:
     name = "table" if key.item not in SCALARS else key.item.__name__
     names = [" | ".join(names) for origin, names in key.layers if origin is Literal] or [name]
     text = "list of " * key.list_depth + names[0]
-    text = "table of any keys" if key.kind is dict else text
+    text = "table of any keys" if key.is_table else text
     return ", ".join([text, *(rule.text for rule in key.metadata if isinstance(rule, Rule))])
 
 

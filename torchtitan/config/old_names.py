@@ -121,9 +121,7 @@ REFUSED = {
     "job.save_config_file": "the resolved settings are always in job.dump_folder",
     "experimental": _CUSTOM,
     "optimizer.early_step_in_backward": "the optimizer runs after the backward pass",
-    "training.dataset = c4": _C4,
-    "training.dataset = c4_test": _C4,
-    "training.dataset = c4_validation": _C4,
+    **{f"training.dataset = {name}": _C4 for name in ("c4", "c4_test", "c4_validation")},
     "parallelism.pipeline_parallel_split_points": "list the modules of each stage in "
     "parallelism.module_fqns_per_model_part",
     "parallelism.pipeline_parallel_schedule_csv": "name a schedule: "
@@ -144,14 +142,6 @@ REFUSED = {
     "job of N ranks on one CPU",
     "model.converters = mx": _MX,
     "model.converters = quantize.linear.mx": _MX,
-    **{
-        f"model.name = {prefix}{name}{suffix}": f'write name = "{name}"'
-        for name in ("llama3", "deepseek_v3")
-        for prefix, suffix in (
-            *(("", "_ft"), ("simple_fsdp.", "")),
-            *(("compiler_toolkit.", ""), ("autoparallel.", "")),
-        )
-    },
 }
 UNUSED = {
     "job.use_for_integration_test": "remove the line",
@@ -167,14 +157,12 @@ UNUSED = {
     "memory_estimation": _ESTIMATE,
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": _AC,
     "activation_checkpoint.visualize_memory_budget_pareto": _AC,
-    "activation_checkpoint.early_stop": _AC,
-    "activation_checkpoint.preserve_rng_state": _AC,
-    "activation_checkpoint.determinism_check": _AC,
-    "activation_checkpoint.debug": _AC,
+    **{
+        f"activation_checkpoint.{name}": _AC
+        for name in ("early_stop", "preserve_rng_state", "determinism_check", "debug")
+    },
     "compile.components": "only the blocks are compiled; the loss is one operator already",
-    "validation.dataset = c4": _C4,
-    "validation.dataset = c4_test": _C4,
-    "validation.dataset = c4_validation": _C4,
+    **{f"validation.dataset = {name}": _C4 for name in ("c4", "c4_test", "c4_validation")},
     "quantize.linear.float8.enable_fsdp_float8_all_gather": _FLOAT8,
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _FLOAT8,
     "float8": _FLOAT8,

@@ -318,17 +318,18 @@ class Key:
             inner = str if origin is Literal else arguments[origin is dict]
         return [*layers, (inner, ())]
 
-    @functools.cached_property
-    def kind(self) -> Any:
-        """str, int, float, bool, tuple or dict."""
-        return next(origin for origin, _ in self.layers if origin in (dict, tuple, self.item))
-
     @property
     def item(self) -> Any:
         """Innermost type: str, int, float, bool, Any, or the dataclass of a list of tables."""
         return self.layers[-1][0]
 
-    @property
+    @functools.cached_property
+    def is_table(self) -> bool:
+        """Whether it is a table of any keys."""
+        containers = [origin for origin, _ in self.layers if origin in (tuple, dict)]
+        return containers[:1] == [dict]
+
+    @functools.cached_property
     def list_depth(self) -> int:
         """1 for a list, 2 for a list of lists."""
         return [origin for origin, _ in self.layers].count(tuple)
@@ -339,40 +340,40 @@ class Key:
         return [item for origin, args in self.layers if origin is Annotated for item in args[1:]]
 
     @property
+    def is_nullable(self) -> bool:
+        """Whether `none` on the command line restores its default."""
+        is_optional = any(origin in UNIONS for origin, _ in self.layers)
+        return is_optional or self.is_table or self.list_depth > 0
+
+    @property
     def requirements(self) -> list[Requires]:
         """Other settings that it requires."""
         return [item for item in self.metadata if isinstance(item, Requires)]
 
-    @property
-    def is_nullable(self) -> bool:
-        """Whether `none` on the command line restores its default."""
-        is_optional = any(origin in UNIONS for origin, _ in self.layers)
-        return is_optional or self.kind in (tuple, dict)
+
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
-def _find_keys(tree: Any) -> Mapping[Path, Key]:
-    paths, hints = dict[Path, Key](), _hints(tree)
+@functools.cache
+def keys(tree: Any) -> Mapping[Path, Key]:
+    """Return every key of a tree by its path."""
+    paths = dict[Path, Key]()
     for item in dataclasses.fields(tree):
-        hint = hints[item.name]
+        hint = _hints(tree)[item.name]
         inner = keys(hint) if is_dataclass(hint) else {(): Key(tree, item, hint)}
         paths |= {(item.name, *path): key for path, key in inner.items()}
     return paths
 
 
-def _find_sections(tree: Any) -> Mapping[Path, type]:
+@functools.cache
+def sections(tree: Any) -> Mapping[Path, type]:
+    """Return every section of a tree by its path, outer ones first."""
     paths = dict[Path, type]()
     for name, hint in _hints(tree).items():
         if is_dataclass(hint):
             paths[name,] = typing.cast(type, hint)
             paths |= {(name, *path): section for path, section in sections(hint).items()}
     return paths
-
-
-_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
-keys: Callable[[Any], Mapping[Path, Key]] = functools.cache(_find_keys)
-"""Returns every key of a tree by its path."""
-sections: Callable[[Any], Mapping[Path, type]] = functools.cache(_find_sections)
-"""Returns every section of a tree by its path, outer ones first."""
 
 
 def value_at(config: object, path: Path) -> Any:
@@ -429,7 +430,7 @@ def flatten(
     for name, value in table.items():
         path = (*prefix, name)
         key = None if tree is None else keys(tree).get(path)
-        if isinstance(value, dict) and value and (key is None or key.kind is not dict):
+        if isinstance(value, dict) and value and not (key and key.is_table):
             layer |= flatten(value, origin=origin, tree=tree, prefix=path)
         else:
             layer[path] = Setting(value, origin, path)
@@ -485,7 +486,7 @@ def parse_command_line(argv: Sequence[str], *, tree: type) -> tuple[Layer, list[
         path = tuple(name.split("."))
         key = keys(tree).get(path)
         values = [value] if equals else []
-        is_list = key is None or key.kind is tuple
+        is_list = key is None or key.list_depth > 0
         while words and not words[0].startswith("--") and not equals and (is_list or not values):
             values.append(words.pop(0))
         layer[path] = Setting(_read_words(values, key=key), COMMAND_LINE, path)
@@ -516,7 +517,7 @@ def _read_word(word: str, *, key: Key | None) -> object:
     if key is None or key.item is not str:
         return value
     # flavor = 20 is the string "20"; quotes and lists are read as TOML
-    return value if isinstance(value, (str, list) if key.kind is tuple else str) else word
+    return value if isinstance(value, (str, list) if key.list_depth else str) else word
 
 
 def to_toml(config: object, *, only_changed: bool = False) -> str:
@@ -657,11 +658,13 @@ def violations(config: object) -> Iterator[Violation]:
         for need in key.requirements:
             if values[path] not in need.of if need.of else values[path] == key.default:
                 continue
-            other = need.path(path)
-            if not need.rule.holds(values[other]):
+            required = need.path(path)
+            if not need.rule.holds(values[required]):
                 effect = "has no effect: it " if need.is_notice else ""
-                rule = f"{effect}needs {need}, got {literal(values[other])}; {need.remedy}"
-                yield Violation((".".join(path), ".".join(other)), rule, is_notice=need.is_notice)
+                rule = f"{effect}needs {need}, got {literal(values[required])}; {need.remedy}"
+                yield Violation(
+                    (".".join(path), ".".join(required)), rule, is_notice=need.is_notice
+                )
                 if need.is_notice:  # what has no effect requires nothing else
                     break
     for path in ((), *sections(type(config))):
@@ -687,13 +690,13 @@ def _merge(layer: Layer, *, into: Layer, tree: type) -> None:
     """Add a layer to those below it. In a file, a table of any keys is replaced as a whole; options
     of the command line set one item of it."""
     for path, key in keys(tree).items():
-        for other in [need.path(path) for need in key.requirements if need.wanted is UNSET]:
-            for this, replaced in ((path, other), (other, path)):
+        for partner in [need.path(path) for need in key.requirements if need.wanted is UNSET]:
+            for this, replaced in ((path, partner), (partner, path)):
                 if this in layer and has_value(layer[this].value):
                     into.pop(replaced, None)
     for path, setting in layer.items():
         table = path[:-1]
-        if table in keys(tree) and keys(tree)[table].kind is dict:
+        if table in keys(tree) and keys(tree)[table].is_table:
             items = {**(into[table].value or {})} if table in into else {}
             items[path[-1]] = setting.value
             items = {name: value for name, value in items.items() if value is not None}

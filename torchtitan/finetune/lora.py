@@ -125,7 +125,7 @@ def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt:
     is_default = settings.modules == LoRAConfig().modules
     if not is_default or not any(matches(name, settings.modules) for name in linears):
         for pattern in settings.modules:
-            check_pattern(pattern, linears, key="lora.modules", kind="linear layer")
+            check_pattern(pattern, linears, key="lora.modules", noun="linear layer")
     if not settings.modules:
         raise ConfigError.at("lora.modules", 'must name a layer, e.g. "layers.*"')
     return partial(apply_lora, rank=settings.rank, alpha=settings.alpha, patterns=settings.modules)

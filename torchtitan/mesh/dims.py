@@ -77,23 +77,23 @@ def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDim
         "context_parallel_degree": settings.context_parallel_degree,
         "tensor_parallel_degree": settings.tensor_parallel_degree,
     }
-    others, dp_shard = prod(degrees.values()), settings.data_parallel_shard_degree
+    product, dp_shard = prod(degrees.values()), settings.data_parallel_shard_degree
     if dp_shard == -1:
-        dp_shard = max(world_size // others, 1)
-    if others * dp_shard != world_size:
+        dp_shard = max(world_size // product, 1)
+    if product * dp_shard != world_size:
         used = {name: degree for name, degree in degrees.items() if degree > 1}
         factors = ", ".join(f"{name} {n}" for name, n in used.items()) or "all other degrees 1"
         keys = [f"parallelism.{name}" for name in (*used, "data_parallel_shard_degree")]
-        remedy = f"a multiple of {others}, or lower a degree"
+        remedy = f"a multiple of {product}, or lower a degree"
         if settings.data_parallel_shard_degree != -1:
             factors += f", data_parallel_shard_degree {dp_shard}"
-            remedy = f"{others * dp_shard}, or set data_parallel_shard_degree = -1 to use all"
+            remedy = f"{product * dp_shard}, or set data_parallel_shard_degree = -1 to use all"
         raise ConfigError.at(
             tuple(keys),
-            f"the degrees' product must fit the number of ranks, got {others * dp_shard} "
-            f"({factors}) for {world_size} ranks; start NGPU={others * dp_shard} ranks, {remedy}",
+            f"the degrees' product must fit the number of ranks, got {product * dp_shard} "
+            f"({factors}) for {world_size} ranks; start NGPU={product * dp_shard} ranks, {remedy}",
         )
-    ep, inner = settings.expert_parallel_degree, dp_shard * others
+    ep, inner = settings.expert_parallel_degree, dp_shard * product
     inner //= settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree
     if inner % ep:
         fitting = ", ".join(str(n) for n in range(1, inner + 1) if inner % n == 0)

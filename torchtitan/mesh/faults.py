@@ -159,13 +159,13 @@ def write_collectives() -> None:
     if not prefix or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     rank, folder = dist.get_rank(), Path(prefix).parent
-    known: dict[str, Any] = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
-    known["entries"] = known["entries"][-NEWEST:]
+    record: dict[str, Any] = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    record["entries"] = record["entries"][-NEWEST:]
     for group, ranks in _world.pg_group_ranks.items():  # gloo does not record them
         if isinstance(group, dist.ProcessGroup):  # this rank is a member
-            named = {"desc": group.group_desc, "ranks": str(sorted(ranks))}
-            known["pg_config"][group.group_name] = named
+            description = {"desc": group.group_desc, "ranks": str(sorted(ranks))}
+            record["pg_config"][group.group_name] = description
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{GLOO}{rank}").write_bytes(pickle.dumps(known))
+    (folder / f"{GLOO}{rank}").write_bytes(pickle.dumps(record))
     if torch.cuda.is_available():
         (folder / f"{NCCL}{rank}").write_bytes(torch._C._distributed_c10d._dump_nccl_trace())

@@ -292,7 +292,7 @@ def reasons(error: CheckpointError | CheckpointException) -> str:
     for rank, failure in error.failures.items():
         ranks.setdefault(reason(failure[0]), []).append(str(rank))
     return "; ".join(
-        f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {why}" for why, who in ranks.items()
+        f"rank{'s' * (len(group) > 1)} {', '.join(group)}: {why}" for why, group in ranks.items()
     )
 
 
@@ -351,4 +351,4 @@ def union(entries: Mapping[K, T], *, group: dist.ProcessGroup | None) -> dict[K,
     rank = 0 if group is None else dist.get_rank(group)
     is_first = rank == digests.index(digest)
     everyone = on_every_rank(lambda: dict(entries) if is_first else {}, group=group)
-    return {key: value for each in everyone for key, value in each.items()}
+    return {key: value for part in everyone for key, value in part.items()}

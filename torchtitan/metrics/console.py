@@ -63,9 +63,9 @@ class ConsoleSink:
         """Do nothing."""
 
 
-def shows_bar(rank: int, *, shown: frozenset[int]) -> bool:
+def shows_bar(rank: int, *, console_ranks: frozenset[int]) -> bool:
     """Return whether this rank draws the bar: the first shown rank does, on a terminal."""
-    return rank == min(shown) and is_terminal(sys.stderr)
+    return rank == min(console_ranks) and is_terminal(sys.stderr)
 
 
 class ProgressBar:

@@ -147,9 +147,9 @@ def _to_host(figures: Mapping[str, torch.Tensor | float], *, device: torch.devic
     values: Row = {}
     for name, value in figures.items():
         if isinstance(value, torch.Tensor):
-            kind = float if value.is_floating_point() else int
+            number_type = float if value.is_floating_point() else int
             numbers = [
-                kind(number) if math.isfinite(number) else None
+                number_type(number) if math.isfinite(number) else None
                 for number in islice(copied, value.numel())
             ]
             values[name] = numbers[0] if len(numbers) == 1 else numbers

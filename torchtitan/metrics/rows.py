@@ -30,9 +30,9 @@ def read_rows(path: Path) -> Iterator[Row]:
                 if row is None and not line.endswith(b"\n"):
                     return
                 if row is None:
-                    place, text = f"{path} line {number}", line.decode(errors="replace").strip()
+                    position, text = f"{path} line {number}", line.decode(errors="replace").strip()
                     rule = f"must be a JSON object with a step, got {text[:60]!r}"
-                    raise DataError(f"{place} {rule}; fix the file or move it away")
+                    raise DataError(f"{position} {rule}; fix the file or move it away")
                 yield row
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error

@@ -376,7 +376,7 @@ class TrainableParams:
             ConfigError: A pattern matches nothing, or no parameter but `no_weights` is trained.
         """
         for pattern in self.frozen:
-            check_pattern(pattern, names, key="optimizer.frozen_params", kind="parameter")
+            check_pattern(pattern, names, key="optimizer.frozen_params", noun="parameter")
         if not any(self.includes(name) for name in names if name not in no_weights):
             raise ConfigError.at(
                 "optimizer.frozen_params",

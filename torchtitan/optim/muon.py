@@ -49,7 +49,7 @@ def uses_muon(name: str, parameter: Tensor, settings: OptimizerConfig) -> bool:
 def check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> None:
     """Check that Muon updates a parameter."""
     for pattern in set(settings.muon_excluded_params) - set(OptimizerConfig.muon_excluded_params):
-        check_pattern(pattern, trained, key="optimizer.muon_excluded_params", kind="parameter")
+        check_pattern(pattern, trained, key="optimizer.muon_excluded_params", noun="parameter")
     if not any(uses_muon(name, p, settings) for name, p in trained.items()):
         rule = "must leave Muon a matrix to train, got none"
         raise ConfigError.at("optimizer.muon_excluded_params", rule)

@@ -143,7 +143,7 @@ def find_trainable(
     for pattern in settings.no_decay_params:
         # the default may match nothing: few models have a bias
         if pattern not in OptimizerConfig.no_decay_params:
-            check_pattern(pattern, parameters, key="optimizer.no_decay_params", kind="parameter")
+            check_pattern(pattern, parameters, key="optimizer.no_decay_params", noun="parameter")
     trained = TrainableParams(only=only, frozen=settings.frozen_params)
     if trained != TrainableParams():
         biases = set(router_biases(model))
@@ -172,7 +172,7 @@ def check_optimizer(
     left = dict(trained)
     for number, group in enumerate(settings.groups, start=1):
         for pattern in group.params:
-            check_pattern(pattern, trained, key="optimizer.groups", kind="trained parameter")
+            check_pattern(pattern, trained, key="optimizer.groups", noun="trained parameter")
         chosen = {name for name in left if matches(name, group.params)}
         if not chosen:
             rule = f"table {number} must match a parameter that no table before it matches"
