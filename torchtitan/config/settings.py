@@ -351,11 +351,12 @@ class Key:
         return [item for item in self.metadata if isinstance(item, Requires)]
 
 
-_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
+_hints: Callable[[Any], Mapping[str, Any]] = functools.cache(
+    functools.partial(typing.get_type_hints, include_extras=True)
+)
 
 
-@functools.cache
-def keys(tree: Any) -> Mapping[Path, Key]:
+def _find_keys(tree: Any) -> Mapping[Path, Key]:
     """Return every key of a tree by its path."""
     paths = dict[Path, Key]()
     for item in dataclasses.fields(tree):
@@ -365,8 +366,7 @@ def keys(tree: Any) -> Mapping[Path, Key]:
     return paths
 
 
-@functools.cache
-def sections(tree: Any) -> Mapping[Path, type]:
+def _find_sections(tree: Any) -> Mapping[Path, type]:
     """Return every section of a tree by its path, outer ones first."""
     paths = dict[Path, type]()
     for name, hint in _hints(tree).items():
@@ -374,6 +374,10 @@ def sections(tree: Any) -> Mapping[Path, type]:
             paths[name,] = typing.cast(type, hint)
             paths |= {(name, *path): section for path, section in sections(hint).items()}
     return paths
+
+
+keys: Callable[[Any], Mapping[Path, Key]] = functools.cache(_find_keys)
+sections: Callable[[Any], Mapping[Path, type]] = functools.cache(_find_sections)
 
 
 def value_at(config: object, path: Path) -> Any:
