@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.base.custom import convert_errors
 from torchtitan.base.errors import Mistakes
+from torchtitan.checkpoint.settings import check_excluded
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config
@@ -104,6 +105,8 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
 
         with mistakes:
             check_balance(config.router, model=model)
+    with mistakes:
+        check_excluded(checkpoint.exclude_from_loading)
     keys = [k for k in ("initial_load_in_hf", "last_save_in_hf") if getattr(checkpoint, k)]
     if keys:
         from torchtitan.hf.model import check_names_and_sizes

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -85,36 +85,6 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-@paused_gc()
-def read_metadata(folder: Path) -> Entries:
-    """Return the contents of a DCP folder.
-
-    Raises:
-        CheckpointError: The file is missing, damaged, or names something no checkpoint needs.
-    """
-    path = folder / METADATA
-    try:
-        check_is_file(path)
-        return load_metadata(path.read_bytes())
-    except Exception as error:  # damaged bytes can make a pickle fail in any way
-        raise CheckpointError(
-            f"{path} cannot be read, nothing in it was run: {reason(error)}; use another checkpoint"
-        ) from error
-
-
-_INERT_NAMES = (
-    *(("torch.distributed.checkpoint.metadata", name) for name in metadata.__dict__),
-    (filesystem.__name__, filesystem._StorageInfo.__name__),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 pickle enum members with it
-    *product(
-        ("pathlib", "pathlib._local"),  # path of the folder when it was saved
-        ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
-    ),
-)
-
-
 class Record:
     """An object that the pickle describes: its arguments and state."""
 
@@ -125,6 +95,19 @@ class Record:
         self.state = state
 
 
+_INERT_NAMES = (
+    *(("torch.distributed.checkpoint.metadata", name) for name in metadata.__dict__),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 pickle enum members with it
+    *product(
+        ("pathlib", "pathlib._local"),  # path of the folder when it was saved
+        ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    ),
+)
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -132,11 +115,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._records = {name: type(name[1], (Record,), {}) for name in _INERT_NAMES}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a dtype, or the record class of a name that DCP's writer uses.
-
-        Raises:
-            CheckpointError: No checkpoint needs the name.
-        """
+        """Return a dtype, or the record class of a name that DCP's writer uses."""
         dtype = vars(torch).get(name) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -145,42 +124,47 @@ class _MetadataUnpickler(pickle.Unpickler):
         return self._records[module, name]
 
 
-def load_metadata(data: bytes) -> Entries:
-    """Return the contents that the pickle `data` lists, without executing anything in it.
+@paused_gc()
+def read_metadata(folder: Path) -> Entries:
+    """Return the contents of a DCP folder, without executing anything in it.
 
     Raises:
-        CheckpointError: It names something no checkpoint needs, or a file outside the folder.
-        Exception: Of any type, if the bytes are damaged.
+        CheckpointError: The file is missing or damaged, or names something no checkpoint needs, or
+            a file outside the folder.
     """
-    state = _MetadataUnpickler(data).load().state
-    locations = {
-        (str(key.state["fqn"]), _shape(key.state["offset"])): _check_location(location.state)
-        for key, location in state["storage_data"].items()
-        if key.state.get("offset") is not None  # raw bytes have none
-    }
-    entries: dict[str, TensorEntry | None] = {}
-    for key, entry in state["state_dict_metadata"].items():
-        name = str(key)
-        if type(entry).__name__ == "BytesStorageMetadata":
-            entries[name] = None
-            continue
-        dtype = entry.state["properties"].state[0]  # the other fields are not needed
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"'{name}' is of type {type(dtype).__name__}")
-        pieces = []
-        for chunk in entry.state["chunks"]:
-            offsets, sizes = _shape(chunk.state["offsets"]), _shape(chunk.state["sizes"])
-            file, position, num_bytes = locations[name, offsets]
-            pieces.append(Piece(offsets, sizes, file, position, num_bytes))
-        entries[name] = TensorEntry(_shape(entry.state["size"]), dtype, tuple(pieces))
-    return entries
+    path = folder / METADATA
+    try:
+        check_is_file(path)
+        state = _MetadataUnpickler(path.read_bytes()).load().state
+        locations = {
+            (str(key.state["fqn"]), _shape(key.state["offset"])): _location(place.state)
+            for key, place in state["storage_data"].items()
+            if key.state.get("offset") is not None  # raw bytes have none
+        }
+        entries: dict[str, TensorEntry | None] = {}
+        for name, entry in state["state_dict_metadata"].items():
+            entries[str(name)] = None
+            if type(entry).__name__ != "BytesStorageMetadata":
+                pieces = []
+                for chunk in entry.state["chunks"]:
+                    offsets, sizes = _shape(chunk.state["offsets"]), _shape(chunk.state["sizes"])
+                    pieces.append(Piece(offsets, sizes, *locations[str(name), offsets]))
+                dtype = entry.state["properties"].state[0]  # the other fields are not needed
+                shape = _shape(entry.state["size"])
+                entries[str(name)] = TensorEntry(shape, dtype, tuple(pieces))
+        return entries
+    except Exception as error:  # damaged bytes can make a pickle fail in any way
+        raise CheckpointError(
+            f"{path} cannot be read, nothing in it was run: {reason(error)}; use another checkpoint"
+        ) from error
 
 
 def _shape(record: Any) -> Shape:
     return tuple(int(size) for size in record.args[0])
 
 
-def _check_location(state: Mapping[str, Any]) -> tuple[str, int, int]:
+def _location(state: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Return file, position and number of bytes of a piece."""
     file = str(state["relative_path"])
     if os.path.basename(file) != file or file in ("", ".", ".."):
         raise CheckpointError(f"it lists {file[:60]!r}, which is not a file of the folder")

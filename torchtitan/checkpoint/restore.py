@@ -23,10 +23,10 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.patterns import matches
 from torchtitan.checkpoint.reader import read_tensors, stored_shapes
+from torchtitan.checkpoint.settings import COMPONENTS
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import (
-    COMPONENTS,
     STEP,
     RunState,
     model_tensors,
@@ -58,7 +58,7 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
                 f"{source.path} lacks {', '.join(missing)}; use a full checkpoint, or load only "
                 f"the weights: checkpoint.initial_load_path with initial_load_model_only = true"
             )
-    check_excluded(state, start, loaded=loaded, group=group)
+    check_patterns(state, start, loaded=loaded, group=group)
     if "model" in loaded:
         weights = model_tensors(state.model)
         size = sum(local_part(tensor).nbytes for tensor in weights.values()) / 2**30
@@ -82,7 +82,7 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         logger.info("Settings that are new:\n  %s", "\n  ".join(start.differences))
 
 
-def check_excluded(
+def check_patterns(
     state: RunState, start: Start, *, loaded: Collection[str], group: dist.ProcessGroup
 ) -> None:
     """Raise CheckpointError if an entry of `exclude_from_loading` matches nothing. Collective."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from torchtitan.base.errors import Violation
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.base.urls import is_plain_url, is_url
 from torchtitan.config.settings import (
     SET,
@@ -20,13 +20,13 @@ from torchtitan.config.settings import (
     path_or_url,
 )
 
-_OF_A_STORE = ("staging_folder", "staging_keep_latest_k", "upload_timeout_seconds")
-
 
 def _folder_or_url(value: str) -> None:
     path_or_url(value) if is_url(value) else inside_dump_folder(value)
 
 
+COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+"""Parts of a checkpoint, each loadable alone (`state.py`)."""
 HAS_NO_EFFECT = Requires("enable", True, is_notice=True)
 ELSEWHERE = Requires("initial_load_path", SET, "name what to read, or remove this")
 GOING_BACK = Requires(
@@ -108,10 +108,15 @@ class CheckpointConfig:
     save_timeout_seconds: PositiveInt = 3600
     """Timeout of a rank that waits for other ranks while a checkpoint is saved or loaded."""
 
+    @property
+    def local_folder(self) -> str:
+        """Folder inside dump_folder where checkpoints are saved."""
+        return self.staging_folder if is_url(self.folder) else self.folder
+
     def violations(self) -> Iterator[Violation]:
-        """Check the settings of loading."""
-        for key in ("folder", "initial_load_path"):
-            value = getattr(self, key)
+        """Check URLs, and settings that would have no effect."""
+        path = self.initial_load_path
+        for key, value in (("folder", self.folder), ("initial_load_path", path)):
             if value is not None and is_url(value) and not is_plain_url(value):
                 # without the value: it may hold a password, and messages go into logs
                 yield Violation(
@@ -119,51 +124,25 @@ class CheckpointConfig:
                     "must be a URL of a folder without credentials or options; give these to the "
                     "store's client, by its environment variables or its own files",
                 )
-        if not is_url(self.folder):
-            for key in _OF_A_STORE:
-                if getattr(self, key) != getattr(type(self), key):
-                    rule = (
-                        f'has no effect: it needs a URL as folder, got "{self.folder}"; remove this'
-                    )
-                    yield Violation((key, "folder"), rule, is_notice=True)
-        if self.enable or self.initial_load_path is not None:
-            yield from self._load_violations()
-            return
-        for key in ("mode", "exclude_from_loading"):
-            if getattr(self, key) != getattr(type(self), key):
-                is_notice = key == "exclude_from_loading"
-                rule = "needs enable = true or initial_load_path; set one, or remove this"
-                rule = f"has no effect: it {rule}" if is_notice else rule
-                yield Violation((key, "enable", "initial_load_path"), rule, is_notice=is_notice)
-
-    @property
-    def local_folder(self) -> str:
-        """Folder inside dump_folder where checkpoints are saved."""
-        return self.staging_folder if is_url(self.folder) else self.folder
-
-    def _load_violations(self) -> Iterator[Violation]:
-        path, excluded = self.initial_load_path, self.exclude_from_loading
-        weights_alone = path is not None and self.initial_load_model_only
-        ties = ("mode", "initial_load_path", "initial_load_model_only")
-        if excluded and self.mode == "recover" and path is not None and not weights_alone:
+        changes = self.mode != "recover" or bool(self.exclude_from_loading)
+        if changes and not self.enable and path is None:
+            rule = "have no effect without enable = true or initial_load_path"
+            yield Violation(("exclude_from_loading", "mode", "enable"), rule)
+        loads_all = path is not None and not self.initial_load_model_only
+        if self.exclude_from_loading and self.mode == "recover" and loads_all:
             yield Violation(
-                ("exclude_from_loading", *ties),
+                ("exclude_from_loading", "mode", "initial_load_path", "initial_load_model_only"),
                 'leaves something out, but mode = "recover" loads everything of another run; write '
                 'mode = "continue", or initial_load_model_only = true',
             )
-        if "model" in excluded and weights_alone:
-            yield Violation(
-                ("exclude_from_loading", *ties),
-                'leaves nothing to load with "model" in it; remove it, or initial_load_path',
-            )
-        if path is not None and is_url(path) and self.initial_load_in_hf:
-            yield Violation(
-                ("initial_load_path", "initial_load_in_hf"),
-                f'as a URL must name steps that this library saved, got "{path}"; copy the folder '
-                f"to a disk",
-            )
-        if path is not None and path.endswith((".pt", ".pth")):
-            yield Violation(
-                ("initial_load_path",),
-                f'must be a folder, got "{path}"; convert the file: torchtitan convert from-torch',
+
+
+def check_excluded(entries: Iterable[str]) -> None:
+    """Raise ConfigError for an entry of `exclude_from_loading` that is no component and, without a
+    dot or wildcard, no pattern of parameters."""
+    for entry in entries:
+        if entry not in COMPONENTS and not {*entry.removeprefix("optimizer.")} & {*".*?["}:
+            raise ConfigError.at(
+                "checkpoint.exclude_from_loading",
+                f'must be of {", ".join(COMPONENTS)}, or patterns as "output.*", got {entry!r}',
             )

@@ -28,7 +28,8 @@ from torchtitan.base.patterns import matches
 from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.checkpoint.reader import Shape, read_tensors, stored_shapes
 from torchtitan.checkpoint.rows import HeadDim
-from torchtitan.checkpoint.state import COMPONENTS, EMBEDDING, OUTPUT
+from torchtitan.checkpoint.settings import COMPONENTS
+from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
 from torchtitan.checkpoint.storage import STATE, read_state, step_of
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank, union
 from torchtitan.models.init import local_part

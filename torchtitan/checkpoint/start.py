@@ -280,9 +280,7 @@ def resolve_step(
         CheckpointError: No valid checkpoint exists, or the named step is damaged.
     """
     folders = (path, path / subfolder)
-    candidates = [path, path.parent] if path.name == "model" else [path]
-    if load_step != -1:
-        candidates = [folder / f"step-{load_step}" for folder in folders]
+    candidates = [path] if load_step == -1 else [f / f"step-{load_step}" for f in folders]
 
     def look() -> tuple[Path, bool] | None:
         for file, is_ours in ((MANIFEST, True), (METADATA, False)):
@@ -307,7 +305,7 @@ def resolve_step(
     number = "" if load_step == -1 else f" of checkpoint.load_step {load_step} "
     raise CheckpointError(
         f"{INITIAL_PATH} must be the folder of a step, of checkpoints or of a run, and {path} "
-        f"holds no step{number}"
+        f"holds no step{number} (for a .pt file: torchtitan convert from-torch)"
     )
 
 

@@ -27,7 +27,6 @@ from torchtitan.optim.optimizer import create_state
 if TYPE_CHECKING:
     from torchtitan.data.loader import Loader
 
-COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 STEP = "step"
 """State of optimizers that counts the steps of a parameter."""
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
