@@ -41,7 +41,7 @@ from torchtitan.hf.model import chosen_rotation
 from torchtitan.hf.names import Names
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS, find_model, to_settings
-from torchtitan.models.settings import ModelConfig, RopeScalingConfig
+from torchtitan.models.settings import ModelConfig, RopeScaling
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import NO_HF_FILES, ModelSpec
 from torchtitan.tools.dcp_folder import to_dcp
@@ -577,7 +577,7 @@ def test_a_rotation_that_the_job_sets_may_differ(
         open_folder(folder, spec=LLAMA, architecture=other, may_differ=chosen, group=None)
         [line] = caplog.messages
         assert str(sizes_of(other, LLAMA.hf)["rope_scaling"]) in line
-    settings = ModelConfig(rope_theta=100.0, rope_scaling=RopeScalingConfig(type="none"))
+    settings = ModelConfig(rope_theta=100.0, rope_scaling=RopeScaling(type="none"))
     assert chosen_rotation(settings) == {"rope_theta", "rope_scaling"}
     assert chosen_rotation(ModelConfig()) == set()
 

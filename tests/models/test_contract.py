@@ -120,7 +120,7 @@ def test_what_each_token_multiplies_may_be_fewer_than_all() -> None:
         (
             ["--checkpoint.enable", "--checkpoint.last_save_in_hf"],
             1,
-            ["[checkpoint] last_save_in_hf", "ModelSpec of parallel"],
+            ["[checkpoint] last_save_in_hf", "parallel"],
         ),
         (
             [
@@ -129,7 +129,7 @@ def test_what_each_token_multiplies_may_be_fewer_than_all() -> None:
                 "--checkpoint.initial_load_path=x",
             ],
             1,
-            ["[checkpoint] initial_load_in_hf", "ModelSpec of parallel"],
+            ["[checkpoint] initial_load_in_hf", "parallel"],
         ),
     ],
 )

@@ -11,8 +11,7 @@ from tests.models.reference import VARIANTS, public_model, random_decoder, refer
 from torchtitan.models import attention
 from torchtitan.models.families import MODELS
 from torchtitan.models.interface import count, router_biases
-from torchtitan.models.settings import LLAMA3, WITH_FACTOR, YARN, RopeScalingConfig
-from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, MLAConfig, RopeScaling
+from torchtitan.models.sizes import DecoderConfig, MLAConfig, RopeScaling
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints
@@ -121,13 +120,3 @@ def test_attention_of_unequal_heads_counts_the_mean_of_their_widths() -> None:
     products = 2 * 61 * 128 * (128 + 64) + 2 * 61 * 128 * 128  # per token and key, forward
     per_key = found.flops_per_token(2) - found.flops_per_token(1)
     assert per_key == 3 * products == 12 * found.attention_width
-
-
-def test_the_settings_of_the_rotation_are_those_that_its_ways_read() -> None:
-    settings = {field.name: field for field in dataclasses.fields(RopeScalingConfig)}
-    assert list(settings) == [field.name for field in dataclasses.fields(RopeScaling)]
-    assert settings.keys() == {"type"}.union(*ROPE_KEYS.values())
-    assert all(field.default is None for name, field in settings.items() if name != "type")
-    for name in ROPE_KEYS:
-        assert RopeScalingConfig(type=name).type == name  # type: ignore[arg-type]
-    assert (WITH_FACTOR, LLAMA3, YARN) == (("linear", "llama3", "yarn"), ("llama3",), ("yarn",))

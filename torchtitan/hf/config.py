@@ -234,7 +234,8 @@ def new_config(
     scaling = architecture.rope_scaling
     if scaling is not None and scaling.type == "yarn":
         # transformers 4.53 ignores the factor and divides this by the original context
-        content["max_position_embeddings"] = int(scaling.factor * scaling.original_max_position)
+        values = scaling.used
+        content["max_position_embeddings"] = int(values["factor"] * values["original_max_position"])
     return content
 
 
@@ -315,7 +316,8 @@ def read_scaling(rope: StoredJSON) -> RopeScaling | None:
     if missing or rope["factor"] < 1:
         problem = f"needs {missing[0]}" if missing else f"needs a factor >= 1, got {rope['factor']}"
         raise CheckpointError(f"{rope.path}: rope_type {rope_type} {problem}")
-    return RopeScaling(type=rope_type, **{name: rope[name] for name in names if name in rope})
+    values: dict[str, Any] = {name: rope[name] for name in names if name in rope}
+    return RopeScaling(**values, type=rope_type)  # type: ignore[arg-type] # a key of ROPE_KEYS
 
 
 def scaling_table(scaling: RopeScaling | None) -> Mapping[str, object] | None:

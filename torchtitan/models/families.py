@@ -16,10 +16,9 @@ from torchtitan.models.settings import (
     HF,
     ModelConfig,
     ModelSection,
-    RopeScalingConfig,
     given_sizes,
 )
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig, RopeScaling
 from torchtitan.models.spec import ModelSpec
 
 
@@ -82,8 +81,11 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
             f"{did_you_mean(settings.flavor, flavors)}"
         )
         raise ConfigError.at(("model.flavor", "model.name"), rule)
-    if settings.rope_scaling.type != "flavor":
-        architecture = replace(architecture, rope_scaling=settings.rope_scaling.build())
+    scaling = settings.rope_scaling
+    if scaling.type != "flavor":
+        architecture = replace(
+            architecture, rope_scaling=None if scaling.type == "none" else scaling
+        )
     note = f"; other sizes are from {settings.flavor}" if sizes else ""
     wrong = [replace(broken, rule=broken.rule + note) for broken in architecture.violations()]
     built_in = replace(settings, options={})
@@ -116,7 +118,7 @@ def to_settings(spec: ModelSpec, architecture: DecoderConfig) -> ModelConfig:
     return ModelSection(
         name=spec.name,
         flavor=HF,
-        rope_scaling=RopeScalingConfig.of(architecture.rope_scaling),
+        rope_scaling=architecture.rope_scaling or RopeScaling(type="none"),
         **architecture.given(of_family=False),
     )
 

@@ -119,6 +119,7 @@ def frequencies(
     freqs_P = theta**-exponents_P
     if scaling is None:
         return freqs_P
+    assert scaling.factor is not None
     if scaling.type == "linear":
         return freqs_P / scaling.factor
     if scaling.type == "llama3":
@@ -135,8 +136,9 @@ def _kept_by_llama3(freqs_P: Tensor, scaling: RopeScaling) -> Tensor:
     It is 0 for few turns in the original context, 1 for many, and linear in the number of turns
     between them.
     """
-    turns_P = freqs_P * scaling.original_max_position / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    values = scaling.used
+    turns_P = freqs_P * values["original_max_position"] / (2 * math.pi)
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
     return ((turns_P - low) / (high - low)).clamp(0, 1)
 
 
@@ -146,14 +148,14 @@ def _kept_by_yarn(freqs_P: Tensor, scaling: RopeScaling, *, theta: float) -> Ten
     It is linear in the index of the pair, hence in the logarithm of its turns, between two pairs
     with about beta_fast and beta_slow turns.
     """
-    head_dim = 2 * len(freqs_P)
+    head_dim, values = 2 * len(freqs_P), scaling.used
 
     def pair_with(turns: float) -> float:
-        wavelength = scaling.original_max_position / turns
+        wavelength = values["original_max_position"] / turns
         return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_with(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_with(scaling.beta_slow)), head_dim - 1)
+    first = max(math.floor(pair_with(values["beta_fast"])), 0)
+    last = min(math.ceil(pair_with(values["beta_slow"])), head_dim - 1)
     # a step where the ramp is on a single pair, or outside of the existing pairs
     width = max(last - first, 1)
     pairs_P = torch.arange(len(freqs_P), dtype=torch.float64, device=freqs_P.device)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from torchtitan.base.errors import Violation
+from torchtitan.config.settings import SET, FinitePositive, PositiveInt, Range, Requires, finite
 
 OF_FAMILY = {"of_family": True}
 """Marks a field that the family sets and no job can change, because it changes the module."""
 EXPERT_SCORES = ("softmax", "sigmoid")
+
+
 ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
@@ -28,42 +31,59 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
         "mscale_all_dim",
     ),
 }
-"""Types of `RopeScaling`, and the fields that each type uses."""
+"""Types of scaling, and the keys that each type uses."""
+DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def _types_using(key: str) -> tuple[str, ...]:
+    return tuple(name for name, keys in ROPE_KEYS.items() if key in keys)
+
+
+WITH_FACTOR, WITH_ORIGINAL = _types_using("factor"), _types_using("original_max_position")
+LLAMA3, YARN = _types_using("low_freq_factor"), _types_using("beta_fast")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary wavelengths grow for contexts longer than in pretraining.
+    """Growth of the rotary wavelengths, for contexts longer than in pretraining."""
 
-    A model adapts to a longer context with far fewer tokens of training if distances look as they
-    did before. The fields are the keys of [model.rope_scaling], described by
-    `RopeScalingConfig`.
-    """
-
-    type: str
-    """linear: all wavelengths grow (position interpolation, arXiv:2306.15595). llama3: only long
-    wavelengths grow, as in Llama 3.1. yarn: the same, and attention is sharpened
-    (arXiv:2309.00071)."""
-    factor: float
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-
-    def __post_init__(self) -> None:
-        used = ROPE_KEYS.get(self.type)
-        assert used is not None, f"no type {self.type!r} among {', '.join(ROPE_KEYS)}"
-        is_given = self.original_max_position > 0
-        assert is_given or "original_max_position" not in used, f"{self.type} needs it"
+    # a key that the type does not use is refused, so a key that is not given is None
+    type: Annotated[
+        Literal["flavor", "none", "linear", "llama3", "yarn"],
+        Requires("factor", SET, "set it", of=WITH_FACTOR),
+        Requires("original_max_position", SET, "set it", of=WITH_ORIGINAL),
+    ] = "flavor"
+    """flavor: as in model.flavor; none: no scaling; linear: all wavelengths grow (position
+    interpolation, arXiv:2306.15595); llama3: only long wavelengths grow, as in Llama 3.1; yarn: the
+    same by YaRN's rule, and attention is sharpened (arXiv:2309.00071)."""
+    factor: Annotated[float | None, finite, Range(ge=1), Requires("type", WITH_FACTOR)] = None
+    """Long wavelengths grow by this factor: the new context length over the original one."""
+    original_max_position: Annotated[PositiveInt | None, Requires("type", WITH_ORIGINAL)] = None
+    """Context length of pretraining, in tokens."""
+    low_freq_factor: Annotated[FinitePositive | None, Requires("type", LLAMA3)] = None
+    """Wavelengths with fewer turns than this in original_max_position grow by the full factor.
+    Default: 1."""
+    high_freq_factor: Annotated[FinitePositive | None, Requires("type", LLAMA3)] = None
+    """Wavelengths with more turns than this stay. Default: 4."""
+    beta_fast: Annotated[FinitePositive | None, Requires("type", YARN)] = None
+    """Wavelengths with more turns than this in original_max_position stay. Default: 32."""
+    beta_slow: Annotated[FinitePositive | None, Requires("type", YARN)] = None
+    """Wavelengths with fewer turns than this grow by the full factor. Default: 1."""
+    attention_factor: Annotated[FinitePositive | None, Requires("type", YARN)] = None
+    """Queries and keys are multiplied by this. Default: 0.1 ln(factor) + 1, unless mscale and
+    mscale_all_dim are given."""
+    mscale: Annotated[FinitePositive | None, Requires("type", YARN)] = None
+    """DeepSeek's: with mscale_all_dim, rotated channels are multiplied by g(mscale) /
+    g(mscale_all_dim), where g(m) = 0.1 m ln(factor) + 1."""
+    mscale_all_dim: Annotated[FinitePositive | None, Requires("type", YARN)] = None
+    """DeepSeek's: the scores of latent attention are multiplied by the square of
+    g(mscale_all_dim)."""
 
     @property
     def used(self) -> dict[str, Any]:
-        """Fields that the type uses."""
-        return {key: getattr(self, key) for key in ROPE_KEYS[self.type]}
+        """Values of the keys that the type uses."""
+        values = {key: getattr(self, key) for key in ROPE_KEYS[self.type]}
+        return {key: DEFAULTS.get(key) if v is None else v for key, v in values.items()}
 
     @property
     def temperature(self) -> float:
@@ -82,7 +102,19 @@ class RopeScaling:
         return self._growth(self.mscale_all_dim or 0.0) ** 2
 
     def _growth(self, scale: float) -> float:
+        assert self.factor is not None
         return 0.1 * scale * math.log(self.factor) + 1.0
+
+    def violations(self) -> Iterator[Violation]:
+        """Yield a violation if the bounds of long and short wavelengths are in the wrong order."""
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            low_value = getattr(self, low) or DEFAULTS[low]
+            high_value = getattr(self, high) or DEFAULTS[high]
+            if low_value >= high_value:
+                yield Violation(
+                    (high, low),
+                    f"{high} must be greater than {low}, got {high_value:g} and {low_value:g}",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
