@@ -112,15 +112,6 @@ def test_lengths_and_labels_of_samples(tmp_path: Path, attention: str, positions
     assert any(number[first + SEQ_LEN - 1] != number[first + SEQ_LEN] for first in seen)
 
 
-def test_nobody_asked(tmp_path: Path) -> None:
-    plain = dataset(tmp_path, "causal", False)
-    assert set(plain[0]) == {"tokens", "labels"}
-    for attention, positions in EACH:
-        other = dataset(tmp_path, attention, positions)
-        assert torch.equal(other[1]["tokens"], plain[1]["tokens"])
-        assert other.fingerprint == plain.fingerprint  # the same order of samples
-
-
 def test_masked_labels_stay_masked(tmp_path: Path) -> None:
     how = {"dataset": "synthetic_masked", "seq_len": 200}
     plain = dataset_of(tmp_path, **how)  # type: ignore[arg-type]

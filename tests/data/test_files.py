@@ -118,11 +118,3 @@ def test_the_first_mistake_of_each_file_before_the_work(tmp_path: Path) -> None:
     assert len(lines) == 3
     for name, line in zip("bcd", lines, strict=True):
         assert f"{tmp_path}/{name}" in line
-
-
-def test_all_entries_that_are_wrong_are_told(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    names = ("a.txt", "none.txt", "other/*")
-    with pytest.raises(DataError, match=r"none\.txt.*\n.*other") as caught:
-        find_all([str(tmp_path / name) for name in names], cache="unused")
-    assert caught.value.key == "dataset_path"

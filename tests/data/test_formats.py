@@ -8,7 +8,6 @@ import io
 import json
 import os
 import pickle
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -252,10 +251,3 @@ def test_a_template_is_part_of_the_data(tmp_path: Path) -> None:
         for template in (None, "{id} {text}")
     )
     assert plain.fingerprint["data"] != template.fingerprint["data"]
-
-
-def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.parquet").write_bytes(parquet(ROWS))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match="pyarrow"):
-        read(tmp_path / "a.parquet")

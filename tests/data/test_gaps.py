@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.helpers import dataset_of, loader_of, rows
-from torchtitan.base.errors import ConfigError
 from torchtitan.data.sampler import SkippedSamples
-from torchtitan.job import load_config
 
 
 def test_places_and_numbers_are_those_of_a_list() -> None:
@@ -57,21 +55,3 @@ def test_the_end_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     loaders = [loader_of(dataset, rank=rank, degree=2, skipped=skipped) for rank in range(2)]
     assert [len(list(loader)) for loader in loaders] == [12 // 4] * 2
     assert all(loader.exhausted for loader in loaders)
-
-
-@pytest.mark.parametrize(
-    ("given", "ranges"),
-    [
-        (["[[3, 9], [20, 20]]"], ((3, 9), (20, 20))),
-        (["3-9", "20-20"], ((3, 9), (20, 20))),
-        (["3-9"], ((3, 9),)),
-    ],
-)
-def test_how_ranges_are_written(given: list[str], ranges: object) -> None:
-    assert load_config(["--training.skip_samples", *given]).training.skip_samples == ranges
-
-
-@pytest.mark.parametrize("given", ["9-3", "[[1, 5], [5, 7]]", "[[1, 2, 3]]", "x-3", "[[-1, 4]]"])
-def test_ranges_that_are_none(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"training\.skip_samples"):
-        load_config([f"--training.skip_samples={given}"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.helpers import SEQ_LEN, check_resume, dataset_of, loader_of, rows, training
+from tests.data.helpers import SEQ_LEN, dataset_of, loader_of, rows, training
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.custom import build_custom
@@ -65,10 +65,6 @@ def test_it_goes_on_exactly_on_other_ranks(before: int, tmp_path: Path, files: l
     then = loader_of(stream(tmp_path, **settings), batch=4)
     then.load_state_dict(state)
     assert [rows(next(then)) for _ in range(3)] == expected[before:]
-
-
-def test_it_goes_on_exactly_again_and_again(files: list[str]) -> None:
-    check_resume(lambda: hub_text(files), num_samples=20)
 
 
 def hub_text(files: list[str]) -> HubText:

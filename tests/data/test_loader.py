@@ -200,15 +200,6 @@ def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-def test_epochs_reshuffle(tmp_path: Path) -> None:
-    num = dataset_of(tmp_path, num_epochs=1).num_samples
-    assert num is not None
-    endless = loader_of(dataset_of(tmp_path), batch=num)
-    first, second, third = (rows(next(endless)) for _ in range(3))
-    assert first != second != third
-    assert sorted(first) == sorted(second) == sorted(third)
-
-
 @pytest.mark.promise("other-data")
 def test_other_data_is_refused(tmp_path: Path, dataset: Dataset) -> None:
     state = loader_of(dataset, position=7).state_dict()

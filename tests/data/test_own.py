@@ -150,11 +150,6 @@ def test_a_dataset_gets_its_options(tmp_path: Path) -> None:
     assert plain.sources[0][1]["tokens"].tolist() == shifted.sources[0][0]["tokens"].tolist()  # type: ignore[attr-defined]
 
 
-def test_data_without_a_length_are_not_validated_on(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^dataset: .*my_data"):
-        build("Stream", tmp_path, held_out=True)
-
-
 def test_workers_read_it_too(tmp_path: Path) -> None:
     data = build("Indexed", tmp_path)
     alone, helped = loader_of(data), loader_of(data, num_workers=1)

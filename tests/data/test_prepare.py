@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -19,7 +17,6 @@ from torchtitan.base.errors import DataError
 from torchtitan.data import prepare
 from torchtitan.data.corpus import Corpus, file_corpus
 from torchtitan.data.prepare import cached_store
-from torchtitan.data.store import TokenStore
 from torchtitan.data.synthetic import synthetic_corpus
 from torchtitan.data.text import Ids
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -141,13 +138,6 @@ def test_a_damaged_cache_is_named(tmp_path: Path, file: str, damage: str) -> Non
     cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(cache))
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for cache in (str(tmp_path / "file" / "cache"), "~nobody-such/cache"):
-        with pytest.raises(DataError, match=r"^dataset_cache: "):
-            cached_store(synthetic_corpus(), tokenizer=ByteTokenizer(), cache=cache)
-
-
 class SlowTokenizer(ByteTokenizer):
     """Leaves time for others to arrive, and notes who encoded."""
 
@@ -179,31 +169,3 @@ def test_processes_build_once_and_wait(tmp_path: Path) -> None:
     assert first == second
     assert len(os.listdir(folders[1])) == 1
     assert len(entries(tmp_path / "cache")) == 1
-
-
-def test_progress_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prepare, "LOG_EVERY_SECONDS", 0.0)
-    monkeypatch.setattr(prepare, "BATCH_CHARS", 1)
-    caplog.set_level(logging.INFO)
-    corpus = corpus_of(tmp_path / "texts", ["a" * 100_000, "b" * 300_000])
-    cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
-    for value in ("0.1 MB", "0.4 MB"):
-        assert value in caplog.text
-
-
-def test_about_tells_where_tokens_come_from(tmp_path: Path) -> None:
-    cached_store(synthetic_corpus(), tokenizer=ByteTokenizer(), cache=str(tmp_path))
-    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    about = json.loads((folder / "about.json").read_text())
-    store = TokenStore(folder / "tokens")
-    assert about == {
-        "source": "synthetic",
-        "tokenizer": ByteTokenizer.fingerprint,
-        "text_bytes": store.num_tokens - store.num_documents,
-        "num_documents": store.num_documents,
-        "num_held_out": 0,
-        "num_tokens": store.num_tokens,
-        "content": about["content"],
-    }

@@ -86,13 +86,6 @@ def test_held_out_documents_are_a_store_beside(tmp_path: Path, num_workers: int)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_file_that_is_named_twice_is_read_twice(tmp_path: Path, num_workers: int) -> None:
-    files = corpus_of(tmp_path / "texts").files[:2]
-    notes = prepare(file_corpus(files * 2), tmp_path / "store", num_workers)
-    assert TokenStore(tmp_path / "store").num_documents == notes["num_documents"] == 6
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_mistakes_of_all_files_are_told(tmp_path: Path, num_workers: int) -> None:
     corpus = corpus_of(tmp_path / "texts")
     for number in (1, 2):

@@ -192,19 +192,6 @@ def test_another_split_or_other_data_are_other_data(tmp_path: Path) -> None:
         loader_of(build(job, TRAINED)).load_state_dict(state)
 
 
-def test_the_generated_data_are_divided(tmp_path: Path) -> None:
-    """Of what is generated, the documents that are trained on where nothing is held out."""
-    sizes = {}
-    for dataset in ("synthetic", "synthetic_masked"):
-        job = training(tmp_path / "cache", dataset=dataset, num_epochs=1, seq_len=64)
-        whole, *sides = (build(job, side) for side in (ALL, TRAINED, HELD_OUT))
-        sizes[dataset] = [d.num_tokens for d in sides]
-        assert sum(sizes[dataset]) == whole.num_tokens
-        assert sides[1].num_tokens / whole.num_tokens == pytest.approx(FRACTION, abs=0.05)
-        assert len({str(d.fingerprint) for d in (whole, *sides)}) == 3
-    assert sizes["synthetic"] == sizes["synthetic_masked"]
-
-
 def examples_of(cache: Path, paths: list[str], *, side: Holdout = ALL, **settings: Any) -> Dataset:
     settings = {"num_epochs": 1, "seq_len": 40, **settings}
     job = training(cache, dataset="examples", dataset_path=paths, **settings)
@@ -252,12 +239,3 @@ def example_is_held_out(value: dict[str, str]) -> bool:
     packed = struct.pack(f"<{len(numbers)}i", *numbers)
     digest = hashlib.blake2b(packed, digest_size=8, person=b"validation split").digest()
     return int.from_bytes(digest, "little") / 2**64 < FRACTION
-
-
-@BOTH
-def test_the_generated_examples_are_divided(tmp_path: Path, side: Holdout) -> None:
-    job = training(tmp_path / "cache", dataset="synthetic_examples", seq_len=256, num_epochs=1)
-    tokenizer = ByteTokenizer()
-    dataset = build_examples(job, tokenizer=tokenizer, tokenizer_path="byte", seed=0, holdout=side)
-    share = FRACTION if side.held_out else 1 - FRACTION
-    assert dataset.num_samples == pytest.approx(1000 * share, rel=0.1)

@@ -197,12 +197,3 @@ def test_a_store_travels_as_its_path(tmp_path: Path) -> None:
     message = pickle.dumps(store)
     assert len(message) < 1000
     assert np.array_equal(pickle.loads(message).tokens, store.tokens)
-
-
-def test_a_worker_does_not_look_through_the_index_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_by_hand(tmp_path / "s", DOCUMENTS, code=8)
-    message = pickle.dumps(TokenStore(tmp_path / "s"))
-    monkeypatch.delattr(TokenStore, "_check_index")
-    assert pickle.loads(message).num_documents == 3

@@ -125,21 +125,6 @@ def test_a_store_that_does_not_answer_is_not_empty(faulty: Any, tmp_path: Path) 
         find(tmp_path)("faulty://bucket/corpus/a.txt")
 
 
-@pytest.mark.parametrize("mark", ["ETag", "last_modified", "LastModified", "md5Hash"])
-def test_every_spelling_of_a_version_counts(mark: str, faulty: Any, tmp_path: Path) -> None:
-    entry = {"size": 1, "type": "file"}
-    folders = {
-        files._copy(
-            faulty(),
-            {"bucket/corpus/a.txt": {**entry, mark: version}},
-            cache=tmp_path,
-            url="s3://b",
-        )
-        for version in ("x", "y", "x")
-    }
-    assert len(folders) == 2
-
-
 def test_no_copy_leaves_its_folder(faulty: Any, tmp_path: Path) -> None:
     entries = {"bucket/x/../../a.txt": {"size": 1}, "bucket/b.txt": {"size": 1}}
     with pytest.raises(ValueError, match=r"\.\."):

@@ -14,7 +14,6 @@ from tests.finetune.chats import CHAT, CHATML, read_examples, write_lines, write
 from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
-from torchtitan.finetune import sources
 from torchtitan.finetune.chat import Conversation, find_template
 from torchtitan.finetune.encoder import (
     Encoder,
@@ -221,13 +220,6 @@ def test_mistakes_of_all_files_and_rows_are_told_at_once(tmp_path: Path) -> None
         assert sum(place in line for line in lines) == 1, (place, lines)
     assert len(lines) == 7
     assert sum("special_tokens_in_examples" in line for line in lines) == 1
-
-
-def test_the_check_after_a_mistake_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_CHECKED", 64)
-    values: list[object] = [{}, *[{"prompt": "a", "completion": "b"}] * 150, {}]
-    file = Path(write_lines(tmp_path / "a.jsonl", values))
-    assert len(mistakes_of(file)) == 1
 
 
 def test_messages_without_a_template() -> None:

@@ -24,7 +24,6 @@ from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.finetune.data import build_examples
-from torchtitan.finetune.synthetic import synthetic_examples
 from torchtitan.models.interface import Documents
 
 EOS = 257
@@ -113,16 +112,6 @@ def test_every_example_once_an_epoch(tmp_path: Path, packing: str) -> None:
     else:
         places = sum(len(ids) - 1 for ids, _ in expected)
         assert size <= places / SEQ_LEN * 1.1
-
-
-def test_samples_are_int64_of_seq_len(tmp_path: Path) -> None:
-    packed, padded = (examples_of(tmp_path, packing=packing) for packing in ("packed", "padded"))
-    assert set(padded[0]) == {"tokens", "labels", "length"}
-    assert set(packed[0]) == {"tokens", "labels", "length", "document_lengths"}
-    for sample in (packed[0], padded[0]):
-        assert all(tensor.dtype == torch.int64 for tensor in sample.values())
-        assert sample["tokens"].shape == sample["labels"].shape == (SEQ_LEN,)
-    assert all((packed[k]["document_lengths"] > 0).all() for k in range(20))
 
 
 def test_the_order_is_a_pure_function_of_data_and_seed(tmp_path: Path) -> None:
@@ -270,22 +259,6 @@ def test_fingerprints_tell_what_changed(tmp_path: Path) -> None:
     assert changed(chat_template=str(template)) == ["chat template"]
 
 
-def test_another_template_makes_other_tokens(tmp_path: Path) -> None:
-    """The data are what templates write: that of another is not taken from the cache."""
-    settings: dict[str, Any] = {
-        "dataset_path": write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}]),
-        "seq_len": 200,
-    }
-    base = examples_of(tmp_path, **settings)
-    template = tmp_path / "mine.jinja"
-    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    other = examples_of(tmp_path, chat_template=str(template), **settings)
-    changed = [key for key in base.fingerprint if base.fingerprint[key] != other.fingerprint[key]]
-    assert changed == ["data", "chat template"]
-    text = ByteTokenizer().decode(other[0]["tokens"].tolist())
-    assert text.startswith(f"user: {CHAT[0]['content']}\nassistant")
-
-
 def test_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = examples_of(tmp_path)
     monkeypatch.setattr(ByteTokenizer, "encode", None)
@@ -293,22 +266,6 @@ def test_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert [hash_tokens(first[k]["tokens"]) for k in range(9)] == [
         hash_tokens(again[k]["tokens"]) for k in range(9)
     ]
-
-
-def test_other_settings_have_samples_of_their_own(tmp_path: Path) -> None:
-    """The tokens are those of the cache, what is planned with them is not."""
-
-    def num_samples(**settings: Any) -> int | None:
-        return examples_of(tmp_path, LONG * 3, num_epochs=1, **settings).num_samples
-
-    assert num_samples() == 9
-    assert num_samples(long_examples="skip") == 3
-    assert num_samples(seq_len=64) == 12
-    # 40 and 24 places fill one, 26 and 25 share another
-    assert num_samples(seq_len=64, packing="packed") == 6
-    packs = [examples_of(tmp_path, packing="packed", seed=seed) for seed in (0, 1)]
-    shared = [{tuple(dataset[k]["tokens"].tolist()) for k in range(20)} for dataset in packs]
-    assert shared[0] != shared[1]
 
 
 def test_chats_by_a_hugging_face_tokenizer(tmp_path: Path) -> None:
@@ -323,37 +280,6 @@ def test_chats_by_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert dataset[0]["tokens"][-1] == tokenizer.special_tokens["<|end|>"]
 
 
-def test_written_special_tokens_need_a_setting(tmp_path: Path) -> None:
-    end = "<|end_of_text|>"
-    values = [
-        {"prompt": f"a{end}", "completion": "b"},
-        {"messages": [CHAT[0], {"role": "assistant", "content": f"a{end}b"}]},
-    ]
-    path = write_lines(tmp_path / "a.jsonl", values)
-    with pytest.raises(DataError) as raised:
-        examples_of(tmp_path, dataset_path=[path])
-    assert all(f"{path} line {i}:" in str(raised.value) for i in (1, 2))
-    meant = {"special_tokens_in_examples": "encode", "seq_len": 400, "num_epochs": 1}
-    assert examples_of(tmp_path, dataset_path=[path], **meant).num_samples == 2
-
-
-def test_what_is_held_out_is_told_with_its_setting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [{"prompt": f"{i}?", "completion": "yes"} for i in range(60)]
-    told, nums = {}, {}
-    for held_out in (False, True):
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            holdout = Holdout(0.2, held_out=held_out)
-            nums[held_out] = examples_of(tmp_path, rows, holdout=holdout, num_epochs=1).num_samples
-        told[held_out] = [one for one in caplog.messages if "validation.holdout_fraction" in one]
-    [message] = told[False]
-    assert nums[True]
-    assert naming(nums[True]).match(message)
-    assert told[True] == []
-
-
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_built_in_examples(tmp_path: Path, packing: str) -> None:
     job = training(tmp_path, dataset="synthetic_examples", packing=packing, seq_len=128)
@@ -362,32 +288,3 @@ def test_built_in_examples(tmp_path: Path, packing: str) -> None:
     texts = [tokenizer.decode(dataset[k]["tokens"].tolist()) for k in range(50)]
     assert any("What follows" in text for text in texts)
     assert any("What follows" not in text for text in texts) or packing == "packed"
-
-
-def test_generated_examples_are_held_out(tmp_path: Path) -> None:
-    trained, held_out = (
-        [row.value for row in synthetic_examples(held_out=h).read()] for h in (False, True)
-    )
-    assert (len(trained), len(held_out)) == (1000, 100)
-    assert not [value for value in held_out if value in trained]
-    assert {len(value) for value in held_out} == {1, 2}  # chats, and prompts with completions
-    prints = set()
-    for held_out in (False, True):
-        job = training(tmp_path, dataset="synthetic_examples", seq_len=256, num_epochs=1)
-        dataset = build_examples(
-            job,
-            tokenizer=ByteTokenizer(),
-            tokenizer_path="byte",
-            seed=0,
-            holdout=Holdout(held_out=held_out),
-        )
-        assert dataset.num_samples is not None
-        assert dataset.num_samples > 500 or held_out
-        prints.add(dataset.fingerprint["data"])
-    assert len(prints) == 2
-
-
-def test_blank_lines_are_no_examples(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n \n")
-    with pytest.raises(DataError, match=naming(tmp_path / "a.jsonl")):
-        examples_of(tmp_path, dataset_path=[str(tmp_path / "a.jsonl")])

@@ -99,11 +99,6 @@ def test_no_tools(given: object) -> None:
     assert parse_example(row, where="here") == Conversation(ASK, None, "here")
 
 
-def test_openais_completions_come_first() -> None:
-    value = {"prompt": "a", "completion": "b", "instruction": "c"}
-    assert parse_example(value, where="here") == Completion("a", "b", "here")
-
-
 FAULTS: list[tuple[object, tuple[str, ...]]] = [
     ([1], ("[1]",)),
     (5, ("5",)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.generate.test_text import random_generator
 from tests.naming import naming
-from torchtitan.base.errors import ConfigError, DataError, UserError
+from torchtitan.base.errors import DataError
 from torchtitan.generate.chat import Chat, talk
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.text import answer
@@ -159,16 +158,3 @@ def test_a_mistake_is_told_and_the_chat_goes_on(generator, line, said) -> None:
 def test_a_mistake_ends_what_nobody_can_mend(generator, line, said) -> None:
     with pytest.raises(DataError, match=naming(said)):
         Fed(line, "Who?").run(Chat(generator, **SETTINGS))
-
-
-def test_a_slash_after_a_space_is_said(generator: Generator) -> None:
-    fed = Fed(" /etc?")
-    fed.run(Chat(generator, **SETTINGS))
-    assert "".join(fed.pieces) == expected(generator, ["/etc?"])[0] + "\n"
-
-
-def test_what_no_line_can_mend_ends_the_chat(generator: Generator) -> None:
-    with pytest.raises(ConfigError, match="--chat_template"):
-        Chat(replace(generator, template=None))
-    with pytest.raises(UserError, match="temperature"):
-        Fed("Who?").run(Chat(generator, temperature=-1.0), stops=False)

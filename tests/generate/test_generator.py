@@ -16,7 +16,7 @@ from tests.models.reference import VARIANTS, random_decoder, reference_of
 from tests.naming import naming
 from tests.tools.evaluate.helpers import write_model
 from torchtitan.api import open_generator
-from torchtitan.base.errors import CheckpointError, ConfigError, DataError
+from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.generate.generator import Generator, Pretrained, build_generator
 from torchtitan.generate.sampling import generate
@@ -94,14 +94,6 @@ def test_weights_are_of_the_type_that_is_stored_or_asked_for(tmp_path: Path) -> 
     for options, dtype in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
         parameters = list(opened(folder, **options).model.parameters())
         assert {p.dtype for p in parameters} == {dtype}
-
-
-def test_a_template_that_is_gone_is_missed_in_chats_alone(tmp_path: Path) -> None:
-    folder, template = folder_of(tmp_path, "tied"), str(tmp_path / "gone.jinja")
-    assert opened(folder, chat_template=template).template is None
-    with pytest.raises(DataError, match=r"chat_template: .*gone\.jinja"):
-        opened(folder, chat_template=template, chats=True)
-    assert opened(folder, chats=True).template is not None
 
 
 @pytest.mark.promise("generation")

@@ -93,10 +93,6 @@ def test_prompts_of_unequal_lengths_take_at_most_twice_the_columns_of_each_alone
     assert sum(r * c for r, c in shapes) <= 2 * sum(length + 4 for length in lengths)
 
 
-def test_no_prompt_gives_no_text():
-    assert generate(random_decoder(TINY), []) == []
-
-
 def test_the_smallest_temperature_draws_the_likeliest():
     model = random_decoder(TINY)
     greedy, cold, colder = (

@@ -11,8 +11,6 @@ from tokenizers import decoders, models, normalizers
 
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import TINY, random_decoder
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.chat import find_template
 from torchtitan.generate import text as text_module
@@ -106,27 +104,3 @@ def test_special_tokens_are_meant_where_that_is_asked_for(monkeypatch: pytest.Mo
     for special in (False, True):
         complete(generator, [text, ""], special=special)
     assert seen == [list(text.encode()), [257], [97, 257], [257]]
-
-
-@pytest.mark.parametrize(
-    ("chat", "said"),
-    [
-        ([], "messages"),
-        ([{"role": "robot", "content": "Hi"}], "'robot'"),
-        ([{"role": "user"}], "message 1"),
-        ([{"role": "user", "content": "\udcff"}], "character 0"),
-        ([{"role": "user", "content": "<|end_of_text|>"}], "'<|end_of_text|>'"),
-    ],
-)
-def test_a_chat_that_is_none_is_refused(chat: list, said: str) -> None:
-    generator = random_generator("byte")
-    with pytest.raises(DataError, match=naming(said)):
-        answer(generator, [chat])
-
-
-def test_other_mistakes(tmp_path: Path) -> None:
-    generator = random_generator(str(write_tokenizer(tmp_path)))
-    with pytest.raises(ConfigError, match="--chat_template"):
-        answer(generator, [[{"role": "user", "content": "Hi"}]])
-    with pytest.raises(DataError, match=naming("prompt 2", "character 0")):
-        complete(generator, ["a", "\udcff"])

@@ -84,21 +84,11 @@ def find_files(
 
 def find_all(entries: Sequence[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
     """Return the files of each entry of `dataset_path`, as `find_files` does."""
-    from torchtitan.data.readers import join_errors
 
     def find() -> list[list[str]]:
-        files: dict[str, list[str]] = {}
-        mistakes: list[DataError] = []
-        for entry in sorted(entries, key=is_url):
-            if mistakes and is_url(entry):
-                break  # before downloads
-            try:
-                files[entry] = [*map(str, find_files(entry, cache=cache))]
-            except DataError as error:
-                mistakes.append(error)
-        if mistakes:
-            raise join_errors(mistakes)
-        return [files[entry] for entry in entries]
+        # local entries first: their mistakes are raised before downloads
+        files = {entry: find_files(entry, cache=cache) for entry in sorted(entries, key=is_url)}
+        return [[*map(str, files[entry])] for entry in entries]
 
     return [[*map(Path, files)] for files in once(find)]
 

@@ -71,33 +71,23 @@ def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int
         return 1
     if global_batch_size % at_once:
         nearest = max(1, round(global_batch_size / at_once)) * at_once
-        rule = (
-            f"must be a multiple of local_batch_size x data-parallel ranks = {local_batch_size} x "
-            f"{dp} = {at_once}, got {global_batch_size}; try {nearest}"
-        )
         keys = "training.global_batch_size", "training.local_batch_size"
+        product = f"{local_batch_size} x {dp} = {at_once}"
+        rule = (
+            f"must be a multiple of local_batch_size x data-parallel ranks = {product}, got "
+            f"{global_batch_size}; try {nearest}"
+        )
         raise ConfigError.at(keys, rule)
     return global_batch_size // at_once
 
 
 def plan_steps(
-    training: TrainingConfig,
-    samples: MapSamples,
-    *,
-    global_batch: int,
-    step: int,
-    position: int,
+    training: TrainingConfig, samples: MapSamples, *, global_batch: int, step: int, position: int
 ) -> TrainingConfig:
     """Return the settings with the step that the run ends with as `steps`.
 
-    It ends with `training.steps` or with its data, whichever comes first.
-
-    Args:
-        training: The section [training].
-        samples: Samples of the run.
-        global_batch: Samples per step.
-        step: Steps that are done.
-        position: Number of the next sample.
+    It ends with `training.steps` or with its data, whichever comes first: `step` steps are done,
+    and `position` is the number of the next sample.
     """
     if samples.num_samples is None:
         return training

@@ -258,11 +258,11 @@ class HuggingFaceTokenizer(Tokenizer):
         pieces = ("one", " two\n", "three")
         self.begin_ids, self.encodes_pieces = [], False
         with suppress(DataError):  # words that it does not know, and no token for unknown ones
-            plain, whole = self.encode(pieces[0]), self._tokenizer.encode(pieces[0]).ids
-            self.begin_ids = whole[: whole.index(plain[0])] if plain else []  # post-processor's
+            first, *others = (self.encode(piece) for piece in pieces)
+            with_begin = self._tokenizer.encode(pieces[0]).ids  # the post-processor's
+            self.begin_ids = with_begin[: with_begin.index(first[0])] if first else []
             # some put a space before every text that they are given, so also before every piece
-            parts = [i for piece in pieces for i in self.encode(piece)]
-            self.encodes_pieces = self.encode("".join(pieces)) == parts
+            self.encodes_pieces = self.encode("".join(pieces)) == sum(others, first)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _build_once, (str(self._file),)

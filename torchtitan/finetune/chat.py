@@ -231,10 +231,10 @@ class ChatTemplate:
         answered = self._render(conversation, num_messages=1)
         prompted = self._render(conversation, num_messages=1, add_generation_prompt=True)
         start = prompted.removeprefix(answered)
-        before, found, _ = answered.partition(start) if start else ("", "", "")
-        if not found:
+        before, begin, _ = answered.partition(start) if start else ("", "", "")
+        if not begin:
             raise self._cannot_find(f"{conversation.where}: message 1")
-        return before + found
+        return before + begin
 
     def _cannot_find(self, where: str) -> DataError:
         return DataError(

@@ -161,11 +161,11 @@ class _Arguments(dict[str, Any]):
     def __str__(self) -> str:
         return self._text
 
-    def __add__(self, other: str) -> str:
-        return self._text + other
+    def __add__(self, suffix: str) -> str:
+        return self._text + suffix
 
-    def __radd__(self, other: str) -> str:
-        return other + self._text
+    def __radd__(self, prefix: str) -> str:
+        return prefix + self._text
 
 
 def _check_message(message: Message, *, where: str) -> None:

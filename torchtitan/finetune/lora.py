@@ -12,7 +12,6 @@ Shapes: I in, O out, R rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -31,7 +30,6 @@ from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.layout import Adapt
 from torchtitan.parallel.tensor import HasParallelStyle, adapter_style, low_rank
 
-logger = logging.getLogger(__name__)
 DOWN, UP = "lora_a", "lora_b"
 ADAPTERS = (f"*.{DOWN}", f"*.{UP}")
 """Shell patterns of the parameters of adapters."""

@@ -29,6 +29,9 @@ from torchtitan.data.store import STORE_SUFFIXES
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools.verbs import build_parser, report_errors
 
+LARGE_BYTES = 1 << 28
+"""Size of files from which on processes, which take a second to start, beat threads."""
+
 
 def find_corpus(
     patterns: Sequence[str],
@@ -75,7 +78,9 @@ def main(argv: Sequence[str]) -> int:
         help="write this fraction of the documents to a second store, for a run with the same "
         "validation.holdout_fraction",
     )
-    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes; 0: one per core if the files are large"
+    )
     args = parser.parse_args(argv)
     prefix = os.path.expanduser(args.prefix)
     is_folder = prefix.endswith("/") or Path(prefix).is_dir()
@@ -91,12 +96,13 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         corpus = find_corpus(args.files, text_key=args.text_key, template=args.text_template)
+        is_large = sum(file.stat().st_size for file in corpus.files) >= LARGE_BYTES
         done = prepare_files(
             corpus,
             prefix=prefix,
             tokenizer=build_tokenizer(args.tokenizer, key="--tokenizer"),
             holdout_fraction=args.holdout_fraction,
-            num_processes=args.workers or num_cores(),
+            num_processes=args.workers or (num_cores() if is_large else 1),
         )
     except KeyboardInterrupt:
         parser.exit(130, "stopped\n")
