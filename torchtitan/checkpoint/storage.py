@@ -134,8 +134,14 @@ def _save_tensors(
     """Write the tensors of a component; return the records of the files that this rank wrote."""
     writer, files = dcp.FileSystemWriter(folder, sync_files=False), HashingFileSystem()
     writer.fs = files
-    # also without tensors, as with SGD: other ranks may have some, and readers expect metadata
-    dcp.save({}, storage_writer=writer, planner=_Planner(tensors), process_group=group)
+    # the manifest has checksums; CRC-32, which no reader of torch compares, takes as long again
+    computes_crc32 = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        # also without tensors, as with SGD: other ranks may have some, and readers expect metadata
+        dcp.save({}, storage_writer=writer, planner=_Planner(tensors), process_group=group)
+    finally:
+        torch.serialization.set_crc32_options(computes_crc32)
     return files.records
 
 
