@@ -20,14 +20,7 @@ from torchtitan.metrics.rows import Row, read_rows
 
 logger = logging.getLogger(__name__)
 EVENTS = "events.jsonl"
-TEXTS = {
-    "start": ("config", "layout"),
-    "checkpoint": ("folder",),
-    "spike": ("figure", "action"),
-    "end": ("reason",),
-    "failure": ("reason",),
-}
-"""Texts in the row of each event."""
+TEXTS = ("event", "time", "config", "layout", "folder", "figure", "action", "reason")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +91,9 @@ def read_events(run: Path) -> list[Row]:
     path = run / EVENTS
     rows = list(read_rows(path)) if path.exists() else []
     for row in rows:
-        for key in ("event", "time", *TEXTS.get(str(row.get("event")), ())):
-            if not isinstance(row.get(key), str):
-                raise DataError(f"{path}: each {row.get('event')} must have a text {key!r}")
+        for key in TEXTS:
+            if not isinstance(row.get(key, None if key in ("event", "time") else ""), str):
+                raise DataError(f"{path}: {key!r} must be a text, got {row.get(key)!r:.60}")
     return rows
 
 

@@ -37,13 +37,13 @@ HELP = (
 
 def main(argv: Sequence[str]) -> int:
     """Print the job as TOML and return 0, or print one line per mistake and return 2."""
-    words, given = _split(argv)
+    words, world_size_word = _split(argv)
     if {"-h", "--help"} & {*words}:
         sys.stdout.write(HELP)
     try:
         mistakes = Mistakes()
         with mistakes:
-            world_size = _read_world_size(given)
+            world_size = _read_world_size(world_size_word)
         with mistakes:
             job = load_job(words)
         mistakes.report()
@@ -134,16 +134,16 @@ def _split(argv: Sequence[str]) -> tuple[list[str], str | None]:
     """Return the settings, and the value of --world_size, which is none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world_size", nargs="?", const="")
-    found, words = parser.parse_known_args(list(argv))
-    return words, found.world_size
+    options, words = parser.parse_known_args(list(argv))
+    return words, options.world_size
 
 
-def _read_world_size(given: str | None) -> int | None:
-    if given is None:
+def _read_world_size(word: str | None) -> int | None:
+    if word is None:
         return None
-    if not (given.isascii() and given.isdecimal() and 0 < len(given.lstrip("0")) < 10):
+    if not (word.isascii() and word.isdecimal() and 0 < len(word.lstrip("0")) < 10):
         raise ConfigError(
             f"command line: --world_size must be the number of ranks, 1 or more, got "
-            f"'{given[:60]}'; without it the fewest that the degrees allow are checked"
+            f"'{word[:60]}'; without it the fewest that the degrees allow are checked"
         )
-    return int(given)
+    return int(word)

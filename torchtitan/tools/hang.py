@@ -119,15 +119,15 @@ def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
 def _read(file: Path) -> list[Call]:
     try:
         check_is_file(file)
-        known = _Plain(io.BytesIO(file.read_bytes())).load()
+        record = _Plain(io.BytesIO(file.read_bytes())).load()
         groups = {
             name: (_text(group["desc"]), tuple(map(_whole, json.loads(group["ranks"]))))
-            for name, group in known["pg_config"].items()
+            for name, group in record["pg_config"].items()
             if group["ranks"] != "[]"
         }
         return [
             _call(entry, groups=groups)
-            for entry in known["entries"]
+            for entry in record["entries"]
             if not entry["is_p2p"] and entry["process_group"][0] in groups
         ]
     except Exception as error:  # damaged bytes can make a pickle fail in any way
@@ -169,7 +169,7 @@ def _call(entry: Mapping[str, Any], *, groups: Mapping[str, tuple[str, tuple[int
 
 def _where(frames: Sequence[Mapping[str, Any]]) -> str:
     """Return the innermost frame outside of libraries."""
-    own = [one for one in frames if "site-packages" not in one["filename"]]
+    own = [entry for entry in frames if "site-packages" not in entry["filename"]]
     for frame in own or frames[:1]:
         path = Path(frame["filename"])
         name = "/".join(path.parts[-2:])
@@ -201,20 +201,20 @@ def find_blocked(calls: Mapping[int, Sequence[Call]], *, late: float) -> dict[in
         for call in made:
             last[call.group][rank] = call
 
-    def is_there(other: Call | None, call: Call) -> bool:
-        if other is None or other.number < call.number:
+    def is_there(candidate: Call | None, call: Call) -> bool:
+        if candidate is None or candidate.number < call.number:
             return False
-        return other.number > call.number or other.at <= call.at + late
+        return candidate.number > call.number or candidate.at <= call.at + late
 
-    found = {}
+    waiting = {}
     for rank, made in calls.items():
         for call in _may_wait_in(made):
             of_group = last[call.group]
             missing = tuple(r for r in call.group[2] if not is_there(of_group.get(r), call))
             if missing:
-                found[rank] = Blocked(call=call, waits_for=missing)
+                waiting[rank] = Blocked(call=call, waits_for=missing)
                 break
-    return found
+    return waiting
 
 
 def _may_wait_in(made: Sequence[Call]) -> list[Call]:
@@ -230,17 +230,17 @@ def _may_wait_in(made: Sequence[Call]) -> list[Call]:
 def find_unlike(calls: Mapping[int, Sequence[Call]]) -> list[str]:
     """Describe the first call of each group that differs between its ranks."""
     made: defaultdict[tuple[Group, int], dict[int, Call]] = defaultdict(dict)
-    for rank, each in calls.items():
-        for call in each:
+    for rank, rank_calls in calls.items():
+        for call in rank_calls:
             made[call.group, call.number][rank] = call
-    found: dict[Group, str] = {}
+    groups: dict[Group, str] = {}
     for (group, _), by_rank in sorted(made.items(), key=lambda item: item[0][1]):
-        if group not in found and len({_comparable(call) for call in by_rank.values()}) > 1:
+        if group not in groups and len({_comparable(call) for call in by_rank.values()}) > 1:
             lines = [f"  rank {rank}: {call}" for rank, call in by_rank.items()]
-            found[group] = "\n".join(
+            groups[group] = "\n".join(
                 ["Ranks called different collectives with the same number:", *lines]
             )
-    return [*found.values()]
+    return [*groups.values()]
 
 
 def _comparable(call: Call) -> str:
@@ -256,10 +256,10 @@ def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) ->
     blocked = find_blocked(calls, late=late)
     lines = [f"{plural(len(world), 'rank')}, records of {len(calls)}", ""]
     lines += [
-        f"rank {rank} waits for {_ranks(one.waits_for)} in {one.call}"
-        for rank, one in blocked.items()
+        f"rank {rank} waits for {_ranks(blocked_call.waits_for)} in {blocked_call.call}"
+        for rank, blocked_call in blocked.items()
     ]
-    awaited = {rank for one in blocked.values() for rank in one.waits_for}
+    awaited = {rank for blocked_call in blocked.values() for rank in blocked_call.waits_for}
     for rank in sorted(awaited - blocked.keys()):
         log = logs / f"rank_{rank}.log"
         text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
@@ -279,8 +279,8 @@ def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) ->
 
 def _place(log: str) -> str:
     """Return host and process that a rank's newest start wrote in its log, in parentheses."""
-    places = re.findall(r"rank \d+ (on \S+, process \d+)$", log, re.MULTILINE)
-    return f" ({places[-1]})" if places else ""
+    processes = re.findall(r"rank \d+ (on \S+, process \d+)$", log, re.MULTILINE)
+    return f" ({processes[-1]})" if processes else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

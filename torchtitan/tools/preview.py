@@ -111,13 +111,13 @@ def runs(
 ) -> Iterator[tuple[str, str]]:
     """Yield each run of tokens with the same label: the label, and the tokens as text."""
 
-    def label_of(place: int) -> str:
-        if place > training.seq_len:
+    def label_of(index: int) -> str:
+        if index > training.seq_len:
             return "cut"
-        return "loss" if row[place] & 1 and place else "-100"  # the first token is never a label
+        return "loss" if row[index] & 1 and index else "-100"  # the first token is never a label
 
-    for label, places in groupby(range(len(row)), key=label_of):
-        ids = [int(row[place]) >> 1 for place in places]
+    for label, indices in groupby(range(len(row)), key=label_of):
+        ids = [int(row[index]) >> 1 for index in indices]
         yield label, " ".join(_shown(i, tokenizer, with_ids=with_ids) for i in ids)
 
 
@@ -144,8 +144,8 @@ def summary(
         # the last token of a row is only a label
         longest = max(lengths) - 1
         most = sorted(lengths)[-1 - (len(lengths) - 1) // 100] - 1
-        rest = f", seq_len = {most} at most 1 % of them" if most < longest else ""
-        yield f"  seq_len = {longest} cuts no row{rest}\n"
+        remark = f", seq_len = {most} at most 1 % of them" if most < longest else ""
+        yield f"  seq_len = {longest} cuts no row{remark}\n"
 
 
 def _print(*lines: str) -> None:

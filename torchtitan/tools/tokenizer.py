@@ -64,10 +64,10 @@ def byte_letters() -> dict[str, int]:
     bytes have the letters from U+0100.
     """
     printable = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace()]
-    others = [b for b in range(256) if b not in printable]
+    hidden = [b for b in range(256) if b not in printable]
     return {
         **{chr(b): b for b in printable},
-        **{chr(256 + i): b for i, b in enumerate(others)},
+        **{chr(256 + i): b for i, b in enumerate(hidden)},
     }
 
 

@@ -53,12 +53,6 @@ REFUSED = {
     "events: no event": (appended("events.jsonl", {"step": 1, "time": "x"}), "event"),
     "events: no time": (appended("events.jsonl", {"step": 1, "event": "x"}), "time"),
     "events: a list for an event": (appended("events.jsonl", START | {"event": []}), "event"),
-    "events: no layout": (
-        appended("events.jsonl", {"step": 1, "event": "start", "time": "", "config": ""}),
-        "layout",
-    ),
-    "events: no reason": (appended("events.jsonl", START | {"event": "end"}), "reason"),
-    "events: no figure": (appended("events.jsonl", START | {"event": "spike"}), "figure"),
     "events: a spike in quotes": (
         appended(
             "events.jsonl",

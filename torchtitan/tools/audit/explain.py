@@ -25,12 +25,12 @@ def main(options: argparse.Namespace) -> int:
     """Print the samples of a step, or the steps of a document."""
     history = read_history(options.run, world_size=options.world_size)
     if options.step is None:
-        found = explain_document(history, options.document)
-        lines = _document_lines(found)
+        facts = explain_document(history, options.document)
+        lines = _document_lines(facts)
     else:
-        found = explain_step(history, options.step, text=options.text)
-        lines = _step_lines(found)
-    text = json.dumps(found) if options.json else printable("\n".join(lines))
+        facts = explain_step(history, options.step, text=options.text)
+        lines = _step_lines(facts)
+    text = json.dumps(facts) if options.json else printable("\n".join(lines))
     sys.stdout.write(text + "\n")
     return 0
 
@@ -62,15 +62,15 @@ def explain_step(
             f"settings changed"
         )
     spans = {k: places.spans(k) for k in numbers}
-    names = places.names(span for each in spans.values() for span in each)
+    names = places.names(span for group in spans.values() for span in group)
     samples = []
     for k in numbers:
         tokens = places.read(k)["tokens"] if text else None
-        found: dict[str, Any] = {"sample": k, "hash": places.hash(k), **stretch.reader_of(k)}
+        facts: dict[str, Any] = {"sample": k, "hash": places.hash(k), **stretch.reader_of(k)}
         if isinstance(places.dataset, Dataset):
             source, epoch, i = places.dataset.place_of(k)
-            found |= {"source": source, "epoch": epoch, "number_in_source": i}
-        found["documents"] = [
+            facts |= {"source": source, "epoch": epoch, "number_in_source": i}
+        facts["documents"] = [
             {
                 "where": names[span.store, span.document],
                 "document": span.document,
@@ -81,8 +81,8 @@ def explain_step(
             for span in spans[k]
         ]
         if tokens is not None:
-            _add_texts(found, tokens, places.tokenizer)
-        samples.append(found)
+            _add_texts(facts, tokens, places.tokenizer)
+        samples.append(facts)
     return {
         "step": step,
         "position": first,
@@ -159,14 +159,14 @@ def _reads(places: Places, stretch: Stretch, store: StoreKey, document: int) -> 
                 yield k
 
 
-def _step_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    samples = found["samples"]
+def _step_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    samples = facts["samples"]
     yield (
-        f"step {found['step']}: samples {samples[0]['sample']} to {samples[-1]['sample']}, "
-        f"{found['layout']}; position by {found['position_by']}"
+        f"step {facts['step']}: samples {samples[0]['sample']} to {samples[-1]['sample']}, "
+        f"{facts['layout']}; position by {facts['position_by']}"
     )
-    if found["doubt"]:
-        yield f"not sure: {found['doubt']}"
+    if facts["doubt"]:
+        yield f"not sure: {facts['doubt']}"
     for sample in samples:
         line = f"sample {sample['sample']}  {_reader(sample)}"
         if "source" in sample:
@@ -178,23 +178,23 @@ def _step_lines(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"  custom data, whose documents are unknown{_text(sample)}"
 
 
-def _document_lines(found: Mapping[str, Any]) -> Iterator[str]:
+def _document_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"{found['document']} ({plural(found['num_documents'], 'document')}): read "
-        f"{plural(len(found['visits']), 'time')} up to step {found['last_step']}; position by "
-        f"{'; '.join(found['position_by'])}"
+        f"{facts['document']} ({plural(facts['num_documents'], 'document')}): read "
+        f"{plural(len(facts['visits']), 'time')} up to step {facts['last_step']}; position by "
+        f"{'; '.join(facts['position_by'])}"
     )
-    if found["doubt"]:
-        yield f"not sure: {found['doubt']}"
-    for visit in found["visits"]:
+    if facts["doubt"]:
+        yield f"not sure: {facts['doubt']}"
+    for visit in facts["visits"]:
         yield (
             f"step {visit['step']}  sample {visit['sample']}  {_reader(visit)}: document "
             f"{visit['document']}, {_tokens(visit)}"
         )
 
 
-def _reader(found: Mapping[str, Any]) -> str:
-    return f"rank {', '.join(map(str, found['ranks']))}  microbatch {found['microbatch']}"
+def _reader(facts: Mapping[str, Any]) -> str:
+    return f"rank {', '.join(map(str, facts['ranks']))}  microbatch {facts['microbatch']}"
 
 
 def _tokens(part: Mapping[str, Any]) -> str:

@@ -72,8 +72,8 @@ class Stretch:
 
     def reader_of(self, sample: int) -> dict[str, int | list[int]]:
         """Return the data-parallel rank and microbatch of a sample, and the ranks that share it."""
-        dims, place = self.dims, (self.skipped.offset_of(sample) - self.start) % self.batch
-        microbatch, dp_rank = divmod(place // self.config.training.local_batch_size, dims.dp)
+        dims, position = self.dims, (self.skipped.offset_of(sample) - self.start) % self.batch
+        microbatch, dp_rank = divmod(position // self.config.training.local_batch_size, dims.dp)
         inner = dims.cp * dims.tp
         firsts = [(stage * dims.dp + dp_rank) * inner for stage in range(dims.pp)]
         ranks = [first + i for first in firsts for i in range(inner)]
@@ -114,7 +114,7 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
         step, position = saved, end
     if step < config.training.steps:
         stretches.append(_after(run, config, step, position, world_size=world_size))
-    return [replace(one, config=without_places(one.config)) for one in stretches]
+    return [replace(part, config=without_places(part.config)) for part in stretches]
 
 
 def without_places(config: Config) -> Config:

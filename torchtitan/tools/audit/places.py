@@ -171,19 +171,19 @@ class Places:
                 f"'{self.config.training.dataset}' is custom data, whose documents are unknown; "
                 f"use --step"
             )
-        found = [
+        matches = [
             (store, number)
             for store in self._parts
-            for number, other in enumerate(self._read_names(store))
-            if _matches(name, other)
+            for number, stored_name in enumerate(self._read_names(store))
+            if _matches(name, stored_name)
         ]
-        if not found:
+        if not matches:
             example = next(self._read_names(next(iter(self._parts))))
             raise DataError(
                 f"the run has no document {name!r:.200}; write FILE as in its settings, or "
                 f"FILE:ROW; its first document is {example!r}"
             )
-        return found
+        return matches
 
     @cached_property
     def _parts(self) -> dict[StoreKey, Any]:
@@ -233,6 +233,6 @@ class Places:
 def _matches(name: str, document: str) -> bool:
     """Return whether a document, such as "a.jsonl line 3", is `name`, "a.jsonl" or "a.jsonl:3"."""
     file, _, row = document.rpartition(" ")
-    file, _, kind = file.rpartition(" ")
-    is_row = kind in ("line", "item", "row", "document") and row.isdecimal()
+    file, _, unit = file.rpartition(" ")
+    is_row = unit in ("line", "item", "row", "document") and row.isdecimal()
     return name == document or (is_row and name in (file, f"{file}:{row}"))

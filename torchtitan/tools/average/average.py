@@ -190,9 +190,9 @@ def check_tensors(readers: Sequence[TensorReader]) -> None:
 
     first = kinds_of(readers[0])
     for reader in readers[1:]:
-        there = kinds_of(reader)
-        for name in sorted(first.keys() | there.keys()):
-            ours, theirs = (x.get(name, "missing") for x in (first, there))
+        stored_kinds = kinds_of(reader)
+        for name in sorted(first.keys() | stored_kinds.keys()):
+            ours, theirs = (x.get(name, "missing") for x in (first, stored_kinds))
             if ours != theirs:
                 raise CheckpointError(
                     f"checkpoints must hold the same tensors, but '{name}' is {theirs} in "
@@ -214,7 +214,7 @@ def find_steps(path: Path, *, steps: Sequence[int] | None, checksums: bool) -> d
     # a run may keep its checkpoints in another folder, where the newest one is
     folder = path if list_steps(path) else find_run_step(path, verify=False).parent
     is_complete = dict(list_steps(folder))
-    found = {}
+    averages = {}
     for step in sorted(is_complete) if steps is None else steps:
         if step not in is_complete:
             raise CheckpointError(
@@ -228,7 +228,7 @@ def find_steps(path: Path, *, steps: Sequence[int] | None, checksums: bool) -> d
         if mistakes:
             logger.warning("%s is damaged and is skipped: %s", checkpoint, summarize(mistakes))
         else:
-            found[step] = checkpoint
-    if len(found) < 2:
-        raise CheckpointError(f"an average needs 2 checkpoints, {folder} has {len(found)}")
-    return found
+            averages[step] = checkpoint
+    if len(averages) < 2:
+        raise CheckpointError(f"an average needs 2 checkpoints, {folder} has {len(averages)}")
+    return averages

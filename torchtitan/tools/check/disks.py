@@ -45,14 +45,14 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
     attempt(lambda: seen.unlink(missing_ok=True))
     needed = BYTES_PER_PARAMETER * num_parameters if config.checkpoint.enable else 0
     faults, least = [], None
-    for machine, found in answers.items():
-        if isinstance(found, Failed):
+    for machine, reply in answers.items():
+        if isinstance(reply, Failed):
             faults.append(
-                f"every machine must be able to write to {folder}, {machine} cannot: {found.why}"
+                f"every machine must be able to write to {folder}, {machine} cannot: {reply.why}"
             )
             continue
-        assert found is not None, "the first rank of a machine answers"
-        free, is_shared = found
+        assert reply is not None, "the first rank of a machine answers"
+        free, is_shared = reply
         least = free if least is None else min(least, free)
         if free < needed:
             faults.append(
@@ -93,13 +93,13 @@ def check_data(ranks: Ranks, config: Config) -> Checked:
     answers = ranks.gather_first(attempt(lambda: list_data(config)) if ranks.is_first else None)
     faults: list[str] = []
     first: dict[str, str] = {}
-    for machine, found in answers.items():
-        if isinstance(found, Failed):
-            faults.append(f"every machine must be able to read the data, {machine}: {found.why}")
+    for machine, answer in answers.items():
+        if isinstance(answer, Failed):
+            faults.append(f"every machine must be able to read the data, {machine}: {answer.why}")
             continue
-        assert found is not None, "the first rank of a machine answers"
-        first = first or found
-        names = sorted(k for k in {**first, **found} if first.get(k) != found.get(k))
+        assert answer is not None, "the first rank of a machine answers"
+        first = first or answer
+        names = sorted(k for k in {**first, **answer} if first.get(k) != answer.get(k))
         if names:
             differ = "differs from that" if len(names) == 1 else "differ from those"
             faults.append(
@@ -113,7 +113,7 @@ def check_data(ranks: Ranks, config: Config) -> Checked:
 
 def list_data(config: Config) -> dict[str, str]:
     """Return the hash of each data file of the job, and of the tokenizer."""
-    found = {"the tokenizer": build_tokenizer(config.model.tokenizer_path).fingerprint}
+    fingerprints = {"the tokenizer": build_tokenizer(config.model.tokenizer_path).fingerprint}
     sources = {"training": config.training}
     if config.validation.enable and config.validation.holdout_fraction is None:
         sources["validation"] = validation_source(config.training, config.validation)
@@ -121,18 +121,18 @@ def list_data(config: Config) -> dict[str, str]:
         for pattern in source.dataset_path:
             key, cache = f"{section}.dataset_path", config.training.dataset_cache
             files = find_files(pattern, key=key, cache=cache)
-            found |= {str(file): _hash(file) for file in files}
-    return found
+            fingerprints |= {str(file): _hash(file) for file in files}
+    return fingerprints
 
 
 def _hash(file: Path) -> str:
     """Return a hash of a file's size and ends; for the index of a token store, also its tokens'."""
     files = [file, file.with_suffix(".bin")] if file.suffix == ".idx" else [file]
-    found = hashlib.sha256()
-    for one in files:
-        size = one.stat().st_size
-        with one.open("rb") as opened:
-            found.update(f"{size}".encode() + opened.read(HEAD))
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as opened:
+            digest.update(f"{size}".encode() + opened.read(HEAD))
             opened.seek(max(0, size - HEAD))
-            found.update(opened.read(HEAD))
-    return found.hexdigest()
+            digest.update(opened.read(HEAD))
+    return digest.hexdigest()

@@ -43,10 +43,10 @@ def check_job(config: Config) -> int:
     machines = plural(len(ranks.firsts), "machine")
     _print(ranks, f"{config.model.name} {config.model.flavor}, {layout.dims}: on {machines}")
     faults = []
-    for one in _checks(ranks, config, mesh=mesh, num_parameters=layout.counts.num_parameters):
-        verdict = "FAULT" if one.faults else "ok"
-        _print(ranks, f"  {one.name:<{WIDTH}}  {verdict:<5}  {one.summary}")
-        faults += [f"{one.name}: {fault}" for fault in one.faults]
+    for check in _checks(ranks, config, mesh=mesh, num_parameters=layout.counts.num_parameters):
+        verdict = "FAULT" if check.faults else "ok"
+        _print(ranks, f"  {check.name:<{WIDTH}}  {verdict:<5}  {check.summary}")
+        faults += [f"{check.name}: {fault}" for fault in check.faults]
     for fault in faults:
         _print(ranks, fault)
     code = [UserError.exit_code if faults else 0]

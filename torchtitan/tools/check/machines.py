@@ -21,7 +21,7 @@ LEAST_MEMORY = 0.5
 
 def describe_machine(config: Config, *, device: torch.device) -> dict[str, str]:
     """Return the properties that must be equal on all ranks, by name."""
-    found = {
+    facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchtitan": torchtitan.__version__,
@@ -30,10 +30,10 @@ def describe_machine(config: Config, *, device: torch.device) -> dict[str, str]:
         "device": device_name(device).partition(", threads")[0],
     }
     if device.type == "cuda":
-        found["CUDA"] = str(torch.version.cuda or torch.version.hip)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["memory of the device"] = f"{torch.cuda.mem_get_info(device)[1] / GIB:.0f} GiB"
-    return found
+        facts["CUDA"] = str(torch.version.cuda or torch.version.hip)
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["memory of the device"] = f"{torch.cuda.mem_get_info(device)[1] / GIB:.0f} GiB"
+    return facts
 
 
 def check_alike(ranks: Ranks, config: Config) -> Checked:
@@ -45,10 +45,10 @@ def check_alike(ranks: Ranks, config: Config) -> Checked:
     for name in answers[0]:
         values = [answer.get(name, "none") for answer in answers]
         most = Counter(values).most_common(1)[0][0]
-        for other in dict.fromkeys(value for value in values if value != most):
-            odd = [rank for rank, value in enumerate(values) if value == other]
+        for minority in dict.fromkeys(value for value in values if value != most):
+            odd = [rank for rank, value in enumerate(values) if value == minority]
             faults.append(
-                f"{name} must be the same on all ranks: {most} on most, got {other} on "
+                f"{name} must be the same on all ranks: {most} on most, got {minority} on "
                 f"{ranks.named(odd)}"
             )
     summary = f"torch {answers[0]['torch']}, device {answers[0]['device']}"
@@ -57,24 +57,24 @@ def check_alike(ranks: Ranks, config: Config) -> Checked:
 
 def _hash_code() -> str:
     """Return a hash of the package's source files."""
-    root, found = Path(torchtitan.__file__).parent, hashlib.sha256()
+    root, digest = Path(torchtitan.__file__).parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def check_memory(ranks: Ranks) -> Checked:
     """Compare the available memory of machines."""
     available = ranks.gather_first(available_gib())
-    known = {machine: gib for machine, gib in available.items() if gib is not None}
-    most = usual([*known.values()]) if known else 0.0
+    measured = {machine: gib for machine, gib in available.items() if gib is not None}
+    most = usual([*measured.values()]) if measured else 0.0
     faults = [
         f"machines should have equal available memory, {machine} has {gib:.1f} GiB where "
         f"{most:.1f} GiB are usual"
-        for machine, gib in known.items()
+        for machine, gib in measured.items()
         if gib < LEAST_MEMORY * most
     ]
-    summary = f"{min(known.values()):.1f} GiB available at least" if known else "unknown"
+    summary = f"{min(measured.values()):.1f} GiB available at least" if measured else "unknown"
     return Checked(name="memory", summary=summary, faults=faults)
 
 

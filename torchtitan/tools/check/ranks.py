@@ -61,10 +61,10 @@ class Ranks:
 def find_ranks(launch: RankInfo, *, device: torch.device) -> Ranks:
     """Gather the host of each rank, with the number of torchrun's agent if a host has several."""
     own = socket.gethostname(), os.environ.get("GROUP_RANK", "0")
-    found: list[Any] = [None] * launch.world_size
-    dist.all_gather_object(found, own)
-    hosts = {host: len({agent for h, agent in found if h == host}) for host, _ in found}
-    names = [f"{host} (agent {agent})" if hosts[host] > 1 else host for host, agent in found]
+    results: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(results, own)
+    hosts = {host: len({agent for h, agent in results if h == host}) for host, _ in results}
+    names = [f"{host} (agent {agent})" if hosts[host] > 1 else host for host, agent in results]
     return Ranks(launch=launch, device=device, machines=names)
 
 

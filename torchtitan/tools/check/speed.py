@@ -86,7 +86,7 @@ def check_axes(ranks: Ranks, mesh: Mesh) -> Iterator[Checked]:
 def _check_axis(ranks: Ranks, name: str, group: dist.ProcessGroup) -> Checked:
     members = tuple(dist.get_process_group_ranks(group))
     groups = dict(ranks.gather((members, _reduce(group, ranks.device))))
-    pairs = [pair for found in ranks.gather(_exchange(members, group, ranks)) for pair in found]
+    pairs = [pair for answer in ranks.gather(_exchange(members, group, ranks)) for pair in answer]
     if not groups:
         return Checked(name=name)
     within = [pair for pair in pairs if len({ranks.machines[rank] for rank in pair[0]}) == 1]
@@ -115,23 +115,23 @@ def _reduce(group: dist.ProcessGroup, device: torch.device) -> float:
 def _exchange(members: tuple[int, ...], group: dist.ProcessGroup, ranks: Ranks) -> list[Link]:
     """Exchange between neighbours, every second pair at once; return the pair with the next one."""
     own, size = members.index(ranks.launch.rank), SENT[ranks.device.type]
-    there = torch.ones(size // 4, device=ranks.device)
-    back = torch.empty_like(there)
-    found: list[Link] = []
+    buffer = torch.ones(size // 4, device=ranks.device)
+    back = torch.empty_like(buffer)
+    links: list[Link] = []
     for phase in (0, 1):
-        other = own + 1 if own % 2 == phase else own - 1
-        peers = members[other : other + 1] if other >= 0 else ()
+        neighbor = own + 1 if own % 2 == phase else own - 1
+        peers = members[neighbor : neighbor + 1] if neighbor >= 0 else ()
 
         def exchange(peers: tuple[int, ...] = peers) -> None:
             for peer in peers:
-                send = dist.P2POp(dist.isend, there, peer, group=group)
+                send = dist.P2POp(dist.isend, buffer, peer, group=group)
                 receive = dist.P2POp(dist.irecv, back, peer, group=group)
                 for work in dist.batch_isend_irecv([send, receive]):
                     work.wait()
 
         seconds = _time(exchange, group, ranks.device)
-        found += [(members[own : own + 2], size / seconds) for _ in peers if other > own]
-    return found
+        links += [(members[own : own + 2], size / seconds) for _ in peers if neighbor > own]
+    return links
 
 
 def _time(work: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:

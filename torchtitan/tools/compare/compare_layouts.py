@@ -71,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
         show_table(verdicts)
     if options.json is not None:
         write_json(options.json, verdicts, toml=options.toml)
-    return int(any(each.complaints for each in verdicts))
+    return int(any(result.complaints for result in verdicts))
 
 
 def settings_of_all(*, steps: int) -> tuple[str, ...]:

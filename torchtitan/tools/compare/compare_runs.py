@@ -132,12 +132,12 @@ class StoredTensors(Mapping[str, Tensor]):
     def _read_from(self, name: str) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         size = 0
-        for each in sorted(other for other in self._metadata if other >= name):
-            entry = self._metadata[each]
+        for piece in sorted(other for other in self._metadata if other >= name):
+            entry = self._metadata[piece]
             size += math.prod(entry.shape) * entry.dtype.itemsize
             if tensors and size > BYTES_AT_ONCE:
                 break
-            tensors[each] = torch.empty(entry.shape, dtype=entry.dtype)
+            tensors[piece] = torch.empty(entry.shape, dtype=entry.dtype)
         read_tensors(self._checkpoint, self._component, into=tensors, group=None)
         return tensors
 
@@ -161,30 +161,30 @@ def have_same_samples(a: Path, b: Path) -> bool:
         UserError: The events are damaged.
     """
     splits: list[set[tuple[int, int]]] = [set(), set()]
-    for run, found in zip((a, b), splits, strict=True):
+    for run, split in zip((a, b), splits, strict=True):
         for row in read_events(run):
             if row["event"] == "start":
                 config = Job.stored(row["config"], file=run / EVENTS).config
                 dp = resolve_dims(config.parallelism, world_size=row["world_size"]).dp
                 # a single rank has all samples, for any size of its microbatches
-                found.add((dp, config.training.local_batch_size if dp > 1 else 0))
+                split.add((dp, config.training.local_batch_size if dp > 1 else 0))
     return splits[0] == splits[1] and len(splits[0]) == 1
 
 
-def compare_checkpoints(found: Comparison, a: Path, b: Path) -> None:
+def compare_checkpoints(comparison: Comparison, a: Path, b: Path) -> None:
     """Compare two checkpoints, component by component."""
     parts_a, parts_b = (read_manifest(c)["components"] for c in (a, b))
-    skip = OF_RANKS if found.tolerance else ()
+    skip = OF_RANKS if comparison.tolerance else ()
     for component in sorted({*parts_a, *parts_b}):
         part = f"{a.name}/{component}"
         if component not in parts_a or component not in parts_b:
-            found.differences.append(f"{part}: only in {'A' if component in parts_a else 'B'}")
+            comparison.differences.append(f"{part}: only in {'A' if component in parts_a else 'B'}")
             continue
         if any((c / component / storage.STATE).is_file() for c in (a, b)):
-            found.compare_states(part, *(storage.read_state(c, component) for c in (a, b)))
+            comparison.compare_states(part, *(storage.read_state(c, component) for c in (a, b)))
         tensors = [StoredTensors(c, component, skip=skip) for c in (a, b)]
         if tensors[0] or tensors[1]:
-            found.compare_tensors(part, *tensors)
+            comparison.compare_tensors(part, *tensors)
 
 
 def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparison:
@@ -199,14 +199,14 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
     Raises:
         UserError: One of them is no run, or they have nothing to compare.
     """
-    found = Comparison(tolerance)
+    comparison = Comparison(tolerance)
     rows = []
     for run in (a, b):
         if not (run / "metrics.jsonl").is_file():
             raise DataError(f"each RUN must be a run's folder with a metrics.jsonl, got {run}")
         rows.append(list(read_rows(run / "metrics.jsonl")))
     is_comparable = not tolerance or have_same_samples(a, b)
-    found.compare_rows(*rows, skipped=() if is_comparable else (MAX_LOSS,))
+    comparison.compare_rows(*rows, skipped=() if is_comparable else (MAX_LOSS,))
     steps = [{*find_steps(run / folder)} for run in (a, b)]
     if not any(rows) and not steps[0] & steps[1]:
         raise DataError(
@@ -214,8 +214,8 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
             f"them, or set --folder to their checkpoint.folder"
         )
     for step in sorted(steps[0] & steps[1]):
-        compare_checkpoints(found, a / folder / f"step-{step}", b / folder / f"step-{step}")
-    return found
+        compare_checkpoints(comparison, a / folder / f"step-{step}", b / folder / f"step-{step}")
+    return comparison
 
 
 def differing_settings(a: Path, b: Path) -> list[str]:
@@ -228,13 +228,13 @@ def differing_settings(a: Path, b: Path) -> list[str]:
     if not all(file.is_file() for file in files):
         return []
     x, y = (flatten(parse(read_text(f), origin=str(f)), origin=str(f)) for f in files)
-    given = {
+    pairs = {
         path: tuple(literal(s[path].value) if path in s else "not set" for s in (x, y))
         for path in x | y
     }
     return [
         f"{'.'.join(path)}: {values[0]} and {values[1]}"
-        for path, values in given.items()
+        for path, values in pairs.items()
         if values[0] != values[1] and path != DUMP_FOLDER
     ]
 
@@ -242,24 +242,24 @@ def differing_settings(a: Path, b: Path) -> list[str]:
 def main(options: argparse.Namespace) -> int:
     """Compare two runs, print the result and return the exit code."""
     tolerance = options.tolerance
-    found = compare_runs(options.a, options.b, folder=options.folder, tolerance=tolerance)
+    comparison = compare_runs(options.a, options.b, folder=options.folder, tolerance=tolerance)
     rows = [["", "compared", "differ", "by at most"]]
-    for part, num, differ, gap in found.table:
+    for part, num, differ, gap in comparison.table:
         is_other = differ and not gap  # a layout of data, not a number
         rows.append([part, str(num), str(differ), "-" if is_other else f"{gap:.3g}"])
     for line in format_table(rows):
         say(line)
     if tolerance and not have_same_samples(options.a, options.b):
         say("max_loss is left out: the data-parallel ranks had different samples")
-    if len(found.table) == 1:
+    if len(comparison.table) == 1:
         say("only figures were compared: no step has a checkpoint in both runs")
     try:
         if settings := differing_settings(options.a, options.b):
             say("\n  ".join(["settings that differ, in A and in B:", *settings]))
     except ConfigError as error:
         say(f"settings were not compared: {error}")
-    if found.differences:
-        say(f"different; first: {found.differences[0]}")
+    if comparison.differences:
+        say(f"different; first: {comparison.differences[0]}")
         return 1
     say("equal" + (f" within {tolerance:g}" if tolerance else ", bit for bit"))
     return 0

@@ -93,7 +93,7 @@ class Perplexity:
         """Return the loss and perplexity of each domain."""
         figures = {}
         for name, validator in self._validators.items():
-            found = validator.measure(step)
-            for what in ("loss", "perplexity"):
-                figures[f"{what}_{name}"] = float(found[f"validation_{what}"])
+            measured = validator.measure(step)
+            for figure in ("loss", "perplexity"):
+                figures[f"{figure}_{name}"] = float(measured[f"validation_{figure}"])
         return figures

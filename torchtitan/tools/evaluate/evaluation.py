@@ -100,8 +100,8 @@ def _begin_token(tokenizer_path: str, generator: Generator) -> int:
     """Return the BOS token, or the end token if the tokenizer has none."""
     file, tokenizer = tokenizer_file(tokenizer_path), generator.tokenizer
     config = {} if file is None else read_tokenizer_config(file.with_name("tokenizer_config.json"))
-    named = special_token(config, "bos_token") or ""
-    return tokenizer.special_tokens.get(named, tokenizer.eos_id)
+    token = special_token(config, "bos_token") or ""
+    return tokenizer.special_tokens.get(token, tokenizer.eos_id)
 
 
 def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -194,8 +194,8 @@ def _cut(args: argparse.Namespace, subject: Subject) -> TrainingConfig:
             "--apply_chat_template", "needs a chat template, in the tokenizer or --chat_template"
         )
     mistakes.report()
-    given = {key: v for key in CUT if (v := getattr(args, key)) is not None}
-    cut = replace(subject.cut, dataset="files", dataset_path=(".",), **given)
+    options = {key: v for key in CUT if (v := getattr(args, key)) is not None}
+    cut = replace(subject.cut, dataset="files", dataset_path=(".",), **options)
     if wrong := [*cut.violations()]:
         raise ConfigError(wrong)
     return cut

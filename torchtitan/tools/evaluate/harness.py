@@ -55,12 +55,12 @@ def find_tasks(names: Sequence[str], *, include_path: Path | None) -> TaskManage
     folder = None if include_path is None else str(include_path)
     for include_defaults in (False, True):  # loading the harness's tasks takes 30 s
         manager = TaskManager(include_path=folder, include_defaults=include_defaults)
-        known = set(manager.all_tasks)
-        if not (unknown := [n for n in names if n not in known and not Path(n).is_file()]):
+        task_names = set(manager.all_tasks)
+        if not (unknown := [n for n in names if n not in task_names and not Path(n).is_file()]):
             return manager
     raise ConfigError(
         f"--tasks must name tasks of lm-evaluation-harness or --include_path, or YAML files, "
-        f"got {unknown[0]!r}{did_you_mean(unknown[0], known)}"
+        f"got {unknown[0]!r}{did_you_mean(unknown[0], task_names)}"
     )
 
 
@@ -80,7 +80,7 @@ def run_tasks(
     """
     # other ranks would repeat the harness's progress bars and warnings
     with nullcontext() if is_first_rank() else redirect_stderr(io.StringIO()):
-        found = simple_evaluate(
+        results = simple_evaluate(
             adapter,
             tasks=list(names),
             task_manager=manager,
@@ -89,16 +89,16 @@ def run_tasks(
             apply_chat_template=apply_chat_template,
             log_samples=False,
         )
-    if found is None:
+    if results is None:
         return {}
     return {
         name: {
             "figures": _figures(row),
-            "num_examples": found["n-samples"].get(name, {}).get("effective"),
-            "num_fewshot": found["n-shot"].get(name),
-            "version": found["versions"].get(name),
+            "num_examples": results["n-samples"].get(name, {}).get("effective"),
+            "num_fewshot": results["n-shot"].get(name),
+            "version": results["versions"].get(name),
         }
-        for name, row in found["results"].items()
+        for name, row in results["results"].items()
     }
 
 
@@ -110,8 +110,8 @@ def _figures(row: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
         if comma and not metric.endswith("_stderr"):
             stderr = row.get(f"{metric}_stderr,{filter_name}")
             name = metric if filter_name == "none" else f"{metric}, {filter_name}"
-            known = stderr if isinstance(stderr, float) else None
-            figures[name] = {"value": value, "stderr": known}
+            deviation = stderr if isinstance(stderr, float) else None
+            figures[name] = {"value": value, "stderr": deviation}
     return figures
 
 
@@ -246,16 +246,16 @@ class Adapter(TemplateLM):
         assert model.output is not None, "no pipeline parallelism"
         device = next(model.parameters()).device
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
-        places = [
+        positions = [
             (b, s)
             for b, (row, count) in enumerate(zip(rows, num_scored, strict=True))
             for s in range(len(row) - count, len(row))
         ]
-        b_T, s_T = torch.tensor(places, device=device).T
+        b_T, s_T = torch.tensor(positions, device=device).T
 
         def select(_: object, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x_BSC, *others = inputs
-            return x_BSC[b_T, s_T][None], *others
+            x_BSC, *rest_of_inputs = inputs
+            return x_BSC[b_T, s_T][None], *rest_of_inputs
 
         # before the hook of tensor parallelism, which then gets the selected positions
         handle = model.output.register_forward_pre_hook(select, prepend=True)
@@ -279,9 +279,9 @@ class Adapter(TemplateLM):
             groups[json.dumps(settings, sort_keys=True)][number] = tuple(ids)
         texts = [""] * len(requests)
         for settings, contexts in groups.items():
-            found = self._generate(set(contexts.values()), json.loads(settings))
+            generated = self._generate(set(contexts.values()), json.loads(settings))
             for number, row in contexts.items():
-                texts[number] = found[row]
+                texts[number] = generated[row]
         return texts
 
     def _generate(self, rows: set[Row], settings: Mapping[str, Any]) -> dict[Row, str]:
@@ -290,8 +290,8 @@ class Adapter(TemplateLM):
         tokenizer = self._generator.tokenizer
         until = settings.get("until") or []
         until = [until] if isinstance(until, str) else until
-        given = (settings[key] for key in LENGTHS if settings.get(key) is not None)
-        max_new_tokens = int(next(given, MAX_NEW_TOKENS))
+        lengths = (settings[key] for key in LENGTHS if settings.get(key) is not None)
+        max_new_tokens = int(next(lengths, MAX_NEW_TOKENS))
         if not 0 < max_new_tokens < self.max_length:
             raise ConfigError(
                 f"a task must generate 1 to {self.max_length - 1} tokens (less than --seq_len), "
@@ -304,7 +304,7 @@ class Adapter(TemplateLM):
 
         texts = {}
         for batch in self._batches(sorted(rows), "generating"):
-            found = generate(
+            generated = generate(
                 self._generator.model,
                 [row[max_new_tokens - self.max_length :] for row in batch],
                 max_new_tokens=max_new_tokens,
@@ -312,7 +312,7 @@ class Adapter(TemplateLM):
                 stop_ids=self._stop_ids,
                 stops=lambda new: any(stop and stop in text_of(new) for stop in until),
             )
-            for row, new in zip(batch, found, strict=True):
+            for row, new in zip(batch, generated, strict=True):
                 texts[row] = text_of(new)
                 for stop in filter(None, until):
                     texts[row] = texts[row].split(stop)[0]
@@ -321,8 +321,8 @@ class Adapter(TemplateLM):
 
 def _check_greedy(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError if a task samples, or has a setting that greedy decoding does not have."""
-    known = ("until", *LENGTHS, *HAS_NO_EFFECT)
-    wrong = {key: v for key, v in settings.items() if key not in known and v not in NEUTRAL}
+    supported = ("until", *LENGTHS, *HAS_NO_EFFECT)
+    wrong = {key: v for key, v in settings.items() if key not in supported and v not in NEUTRAL}
     if settings.get("do_sample", float(settings.get("temperature") or 0) > 0):
         wrong["do_sample"] = True
     if wrong:

@@ -149,8 +149,8 @@ def measure(
 def _num_bytes(store: TokenStore, tokenizer: Tokenizer) -> int:
     """Return the size of a store's text: as recorded in the cache, or of the decoded tokens."""
     folder = Path(store.prefix).parent
-    if (folder / "about.json").is_file() and (known := read_notes(folder).get("text_bytes")):
-        return int(known)
+    if (folder / "about.json").is_file() and (num_bytes := read_notes(folder).get("text_bytes")):
+        return int(num_bytes)
     documents = (store.document(number).tolist() for number in range(store.num_documents))
     texts = (tokenizer.decode([i for i in ids if i != tokenizer.eos_id]) for ids in documents)
     return sum(len(text.encode()) for text in texts)

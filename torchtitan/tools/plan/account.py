@@ -61,7 +61,7 @@ class Account:
 def replay(record: Record, *, num_points: int = 400) -> Account:
     """Replay a record through the allocator."""
     entries, kinds = record.entries, classify(record)
-    allocator, places = Allocator(), {}
+    allocator, addresses = Allocator(), {}
     live: Counter[Kind] = Counter()
     now = peak = host = most_on_host = peak_active = 0
     start = next((p.start for p in record.pieces[1:] if p.phase != "state"), 0)
@@ -79,9 +79,9 @@ def replay(record: Record, *, num_points: int = 400) -> Account:
         now += sign * entry.size
         live[kinds[index if sign > 0 else entry.born]] += sign * entry.size
         if sign > 0:
-            places[index] = allocator.take(entry.size, stream=entry.pool)
+            addresses[index] = allocator.take(entry.size, stream=entry.pool)
         else:
-            allocator.give(places.pop(entry.born))
+            allocator.give(addresses.pop(entry.born))
         peak_active = max(peak_active, allocator.active)
         if now > peak:
             peak, at = now, index

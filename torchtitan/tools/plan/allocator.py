@@ -80,12 +80,12 @@ class _Segment:
             self.end += -(-missing // self._page) * self._page
             self.give(start, self.end - start)
             index = bisect_left(self._free, (size, 0))
-        found, address = self._free[index]
-        if address + found == self.end and index + 1 < len(self._free):
-            found, address = self._free[index + 1]
+        block, address = self._free[index]
+        if address + block == self.end and index + 1 < len(self._free):
+            block, address = self._free[index + 1]
         self._remove(address)
-        if found > size:
-            self._add(address + size, found - size)
+        if block > size:
+            self._add(address + size, block - size)
         return address
 
     def give(self, address: int, size: int) -> None:

@@ -95,7 +95,7 @@ def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
             _parser().error(f"unrecognized arguments: {' '.join(settings)}")
         answer: Callable[..., Answer] = getattr(import_module(module), verb.function)
         return answer(arguments)
-    _check_options(settings, known=vars(arguments))
+    _check_options(settings, options=vars(arguments))
     if arguments.world_size is None:
         raise ConfigError("--world_size must be set to the number of ranks (GPUs) of the job")
     device = find_device(arguments.device, memory_gib=arguments.memory_gib)
@@ -116,16 +116,16 @@ def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
     return answer(planned, arguments)
 
 
-def _check_options(words: Sequence[str], *, known: Mapping[str, object]) -> None:
+def _check_options(words: Sequence[str], *, options: Mapping[str, object]) -> None:
     """Refuse options that are neither the command's nor, by their dot, a setting."""
     for word in words:
         name = word.removeprefix("--").partition("=")[0]
         if not word.startswith("--") or "." in name:
             continue
         is_number = any(part in name.replace("-", "_") for part in RANKS)
-        hint = "; did you mean --world_size?" if is_number else did_you_mean(name, known)
+        hint = "; did you mean --world_size?" if is_number else did_you_mean(name, options)
         raise ConfigError(
-            f"--{name} must be an option of `plan {known['command']}` (see --help) or a setting "
+            f"--{name} must be an option of `plan {options['command']}` (see --help) or a setting "
             f"such as --training.seq_len{hint}"
         )
 

@@ -110,8 +110,8 @@ class _Copier:
                     held[entry.kind, False] += entry.size
                     held[entry.kind, True] += entry.size * key.num_copies
         # trained parameters have an optimizer's state, unless the optimizer has no state
-        kind = "optimizer" if held["optimizer", False] else "weights"
-        self._growth = held[kind, True] / max(1, held[kind, False])
+        held_kind = "optimizer" if held["optimizer", False] else "weights"
+        self._growth = held[held_kind, True] / max(1, held[held_kind, False])
         """Factor for the update, whose operators take all trained parameters at once."""
         self._part_at = {part.key: part for part in self._parts}
         self._part_of = [part for part in self._parts for _ in range(part.piece.start, part.end)]
@@ -140,8 +140,8 @@ class _Copier:
         if part.key.template is None or part.key.num_copies == 1:
             return
         place = part.key.place + part.key.template.period
-        other = self._part_at.get(part.key._replace(place=place))
-        if other is None or self._work(part) != self._work(other):
+        partner = self._part_at.get(part.key._replace(place=place))
+        if partner is None or self._work(part) != self._work(partner):
             raise CannotCopyError(f"blocks are not alike in their {part.key.phase}")
 
     def _work(self, part: _Part) -> list[tuple[object, ...]]:
@@ -157,12 +157,12 @@ class _Copier:
                 continue
             template, is_backward = key.template, key.phase == "backward"
             group = [parts.popleft() for _ in range(min(template.period, len(parts)))]
-            places = list(range(template.first, template.first + template.period))
+            offsets = list(range(template.first, template.first + template.period))
             copies = list(range(key.num_copies))
             if is_backward:
-                places.reverse()
+                offsets.reverse()
                 copies.reverse()
-            if [part.key for part in group] != [key._replace(place=place) for place in places]:
+            if [part.key for part in group] != [key._replace(place=place) for place in offsets]:
                 raise CannotCopyError(f"the blocks of a template do not follow one another: {key}")
             yield from ((part, copy) for copy in copies for part in group)
 
@@ -181,16 +181,16 @@ class _Copier:
                 raise CannotCopyError(f"no storage lives where {entry} frees it")
             out.append(entry._replace(size=out[born].size, born=born))
 
-    def _births(self, death: Entry, here: _Key, copy: int) -> Sequence[tuple[int, int]]:
+    def _births(self, death: Entry, death_key: _Key, copy: int) -> Sequence[tuple[int, int]]:
         """Return the births, with their copies, that a copy of a death ends."""
         part = self._part_of[death.born]
-        there, template = part.key, part.key.template
-        distance = there.place - here.place
-        if template is None or here.template is not template or abs(distance) > NEAR:
+        birth_key, template = part.key, part.key.template
+        distance = birth_key.place - death_key.place
+        if template is None or death_key.template is not template or abs(distance) > NEAR:
             if copy:
                 raise CannotCopyError(f"each copy frees one storage: {death}")
-            is_other = here.template is not None and here.template is not template
-            return [(death.born, c) for c in range(1 if is_other else there.num_copies)]
-        place, of_copy = template.at(template.position(here.place, copy) + distance)
-        target = self._part_at[there._replace(place=place)]
+            is_other = death_key.template is not None and death_key.template is not template
+            return [(death.born, c) for c in range(1 if is_other else birth_key.num_copies)]
+        place, of_copy = template.at(template.position(death_key.place, copy) + distance)
+        target = self._part_at[birth_key._replace(place=place)]
         return [(target.piece.start + death.born - part.piece.start, of_copy)]

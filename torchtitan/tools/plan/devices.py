@@ -163,16 +163,16 @@ def find_device(name: str, *, memory_gib: float | None) -> Device:
             "that the driver reports, or remove the option"
         )
     if name.endswith(".json"):
-        found: Device | None = _read_constants(Path(name))
+        device: Device | None = _read_constants(Path(name))
     else:
-        found = DEVICES.get(name) or device_named(name)
-    if found is None:
+        device = DEVICES.get(name) or device_named(name)
+    if device is None:
         raise ConfigError(
             f"--device must be one of {', '.join(DEVICES)}, got {name!r}"
             f"{did_you_mean(name, DEVICES)}; for another device use the nearest and --memory_gib, "
             "or a .json file of measured constants"
         )
-    return found if memory_gib is None else replace(found, memory=round(memory_gib * GIB))
+    return device if memory_gib is None else replace(device, memory=round(memory_gib * GIB))
 
 
 def _read_constants(file: Path) -> Device:
@@ -180,12 +180,12 @@ def _read_constants(file: Path) -> Device:
         table = json.loads(file.read_bytes())
         shares: dict[str, Any] = {name: Share(**table[name]) for name in MEASURED}
         memory = int(table["memory"])
-        known = device_named(table["product"])
+        listed_device = device_named(table["product"])
         numbers = [memory, *(n for share in shares.values() for n in (share.worst, share.best))]
-        if known is None or not all(0.0 < number < float("inf") for number in numbers):
+        if listed_device is None or not all(0.0 < number < float("inf") for number in numbers):
             raise ValueError("its device must be of the table, its figures finite and above 0")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--device {file} must be a file of `scripts/benchmark.py gpu --calibrate`: {error!r}"
         ) from error
-    return replace(known, memory=memory, **shares)
+    return replace(listed_device, memory=memory, **shares)

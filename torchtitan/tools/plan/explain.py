@@ -66,8 +66,8 @@ def _explain(arguments: argparse.Namespace) -> str:
         f"first of the start at step {start.resumed_from}",
         _memory(peaks, planned, accounts, comparable=not on_cpu),
     ]
-    found = None if device is None else time_step(planned, records)
-    parts.append(_speed(measured, found, comparable=is_same))
+    step_time = None if device is None else time_step(planned, records)
+    parts.append(_speed(measured, step_time, comparable=is_same))
     if not is_same:
         parts.append(
             f"Not compared: step time, tokens/s and MFU, because the plan has no peaks of "
@@ -84,15 +84,15 @@ def settled(rows: Iterable[Row], *, start: Hardware) -> Iterator[Row]:
     Raises:
         ConfigError: No row is left.
     """
-    found = islice((row for row in rows if row["step"] > start.resumed_from), 1, None)
-    first = next(found, None)
+    resumed = islice((row for row in rows if row["step"] > start.resumed_from), 1, None)
+    first = next(resumed, None)
     if first is None:
         raise ConfigError(
             "metrics.jsonl must have two rows since the newest start, because the first includes "
             "the start-up; train more steps, or lower metrics.log_freq"
         )
     yield first
-    yield from found
+    yield from resumed
 
 
 def read_columns(rows: Iterable[Row]) -> dict[str, array[float]]:
@@ -160,16 +160,16 @@ def _memory(
 
 
 def _speed(
-    measured: Mapping[str, Sequence[float]], found: StepTime | None, *, comparable: bool
+    measured: Mapping[str, Sequence[float]], step_time: StepTime | None, *, comparable: bool
 ) -> str:
     lines = [f"{'':<12}{'measured':>12}{'lowest':>12}{'highest':>12}   predicted"]
     bounds: Mapping[str, tuple[float, float]] = (
         {}
-        if found is None
+        if step_time is None
         else {
-            "step_time_s": (found.best, found.worst),
-            "tokens_per_second": found.tokens_per_second,
-            "mfu": found.mfu,
+            "step_time_s": (step_time.best, step_time.worst),
+            "tokens_per_second": step_time.tokens_per_second,
+            "mfu": step_time.mfu,
         }
     )
     for key, name in SPEED.items():
@@ -180,8 +180,8 @@ def _speed(
         if key in bounds:
             line += f"   {bounds[key][0]:.4g} to {bounds[key][1]:.4g}"
         lines.append(line)
-    if found is not None and comparable:
-        lines.append(_verdict(measured, best=found.best, worst=found.worst))
+    if step_time is not None and comparable:
+        lines.append(_verdict(measured, best=step_time.best, worst=step_time.worst))
     return "\n".join(lines)
 
 

@@ -122,16 +122,19 @@ def rank_candidates(
         samples: Samples per step over all ranks.
         measured: Cost with each way of recomputation.
     """
-    found = []
+    candidates = []
     for candidate in enumerate_layouts(planned, samples=samples):
         memory, seconds = estimate(planned, candidate, measured[candidate.recompute])
         if memory <= planned.device.memory:
-            found.append(replace(candidate, seconds=seconds, memory=memory))
+            candidates.append(replace(candidate, seconds=seconds, memory=memory))
     best: dict[tuple[int, ...], Candidate] = {}
-    for candidate in sorted(found, key=lambda candidate: candidate.seconds):
+    for candidate in sorted(candidates, key=lambda candidate: candidate.seconds):
         dims = candidate.dims
         best.setdefault((dims.pp, dims.cp, dims.tp, dims.ep), candidate)
-    return sorted(best.values(), key=lambda one: one.seconds * SIMPLER ** _num_axes(one.dims))
+    return sorted(
+        best.values(),
+        key=lambda plan: plan.seconds * SIMPLER ** _num_axes(plan.dims),
+    )
 
 
 def _num_axes(dims: ParallelDims) -> int:
@@ -149,10 +152,10 @@ class _Rank:
     has_embedding: bool
     has_head: bool
 
-    def __lt__(self, other: _Rank) -> bool:
+    def __lt__(self, rank: _Rank) -> bool:
         """Return whether it has no more of anything, and less of something."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return self != other and all(own <= theirs for own, theirs in pairs)
+        pairs = zip(astuple(self), astuple(rank), strict=True)
+        return self != rank and all(own <= theirs for own, theirs in pairs)
 
 
 _split = cache(split_layers)
@@ -182,7 +185,7 @@ def _pipeline_ranks(
                 has_head=holders[-1] == number,
             )
         )
-    return [rank for rank in {*ranks} if not any(rank < other for other in ranks)]
+    return [rank for rank in {*ranks} if not any(rank < better for better in ranks)]
 
 
 def _ranks(planned: Planned, candidate: Candidate) -> Sequence[_Rank]:

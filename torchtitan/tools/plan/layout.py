@@ -59,33 +59,37 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
                 "sequences"
             )
         yield f"{len(ranked)} layouts fit by the formulas\n"
-        found, stop = list[tuple[Candidate, Tried]](), None
+        candidates, stop = list[tuple[Candidate, Tried]](), None
         num = 0
         try:
-            while not found and num < min(MOST, len(ranked)):
+            while not candidates and num < min(MOST, len(ranked)):
                 tried = ranked[num : num + TRIED]
                 num += len(tried)
-                for one in _rehearse(planned, tried, pool):
-                    found.append(one)
+                for candidate in _rehearse(planned, tried, pool):
+                    candidates.append(candidate)
         except SystemExit as error:  # a signal
-            if not found:
+            if not candidates:
                 raise
             stop = error
-    if not found:
+    if not candidates:
         raise ConfigError(
             f"the {plural(num, 'best layout')} do not fit {device.name}; use more ranks, or a "
             "device with more memory"
         )
-    found.sort(key=_seconds)
-    shown = [one for one in found[:SHOWN] if _seconds(one) <= SLOW * _seconds(found[0])]
+    candidates.sort(key=_seconds)
+    shown = [
+        candidate
+        for candidate in candidates[:SHOWN]
+        if _seconds(candidate) <= SLOW * _seconds(candidates[0])
+    ]
     yield (
         "rehearsed, the fastest that fit:\n\n"
         f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout\n"
     )
-    yield "".join(_row(*one) for one in shown)
+    yield "".join(_row(*candidate) for candidate in shown)
     yield "\nTimes are bounds; the limits of `plan memory` and `plan step` apply.\n"
     if arguments.write is not None:
-        config = found[0][0].apply(planned.config)
+        config = candidates[0][0].apply(planned.config)
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         arguments.write.write_text(to_toml(config, only_changed=True), encoding="utf-8")
         yield f"\nwrote the fastest of them to {arguments.write}\n"
@@ -97,10 +101,10 @@ def _measure_all(planned: Planned, pool: Pool) -> Mapping[Recompute, Measured]:
     """Return the cost of the model with each way of recomputation."""
     work = partial(_measure, send(planned.config, planned))
     names = [f"recompute {recompute}, on one device" for recompute in MEASURED]
-    found = dict(zip(MEASURED, run_in(pool, work, MEASURED, names=names), strict=True))
-    for one in SKIPPING:
-        found[one] = between(found["none"], found["full"], share=1 / int(one))
-    return found
+    times = dict(zip(MEASURED, run_in(pool, work, MEASURED, names=names), strict=True))
+    for setting in SKIPPING:
+        times[setting] = between(times["none"], times["full"], share=1 / int(setting))
+    return times
 
 
 def _measure(job: Sent, recompute: Recompute) -> Measured:
@@ -119,9 +123,9 @@ def _rehearse(
             yield candidate, tried
 
 
-def _seconds(found: tuple[Candidate, Tried]) -> float:
+def _seconds(candidate: tuple[Candidate, Tried]) -> float:
     """Return the middle of the bounds, as the formulas do."""
-    time = found[1].time
+    time = candidate[1].time
     return (time.best + time.worst) / 2
 
 

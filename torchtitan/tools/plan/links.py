@@ -35,9 +35,9 @@ NAMES: Mapping[str, Collective] = {
 def collective(operator: str) -> Collective:
     """Return the collective of one of torch's operators."""
     words = operator.replace("_", "")
-    for name, found in NAMES.items():
+    for name, link in NAMES.items():
         if words.startswith(name):
-            return found
+            return link
     raise AssertionError(f"unknown collective {operator}")
 
 

@@ -57,9 +57,9 @@ def repeat_microbatches(tape: Tape, row: Sequence[Action]) -> Iterator[None]:
 
         gradients = tuple(repeater.run(stage, compute))
         if part == "input":  # torch leaves them there too
-            for given, gradient in zip(values["input_values"], gradients, strict=False):
-                if gradient is not None and given.grad is None:
-                    given.grad = gradient
+            for leaf, gradient in zip(values["input_values"], gradients, strict=False):
+                if gradient is not None and leaf.grad is None:
+                    leaf.grad = gradient
         return gradients, groups
 
     with (
@@ -73,32 +73,32 @@ def repeat_microbatches(tape: Tape, row: Sequence[Action]) -> Iterator[None]:
 
 def find_templates(row: Sequence[Action]) -> Mapping[Action, Action]:
     """Return the action that each repeated action of a row is like."""
-    place = {action: number for number, action in enumerate(row)}
+    index_of = {action: number for number, action in enumerate(row)}
     head = any(action.kind == "backward_weight" for action in row) * HEAD
     works = sorted(_works(row).items())
-    found: dict[Action, Action] = {}
+    pairs_of: dict[Action, Action] = {}
     for _, alike in groupby(works, key=lambda work: (work[0][0], work[1][1])):
         group = [own for _, (own, _) in alike]
         for own in group[head + 1 :]:
             pairs = dict(zip(own, group[head], strict=True))
-            if all(place[template] < place[action] for action, template in pairs.items()):
-                found |= pairs
-    return found
+            if all(index_of[template] < index_of[action] for action, template in pairs.items()):
+                pairs_of |= pairs
+    return pairs_of
 
 
 def _works(row: Sequence[Action]) -> Mapping[tuple[int, int], tuple[list[Action], list[object]]]:
     """Return the actions of each stage and microbatch, and the kind of each and of the one before
     among forwards or backwards of the stage. What a backward does depends on the one before."""
-    found: defaultdict[tuple[int, int], tuple[list[Action], list[object]]]
-    found = defaultdict(lambda: ([], []))
+    groups: defaultdict[tuple[int, int], tuple[list[Action], list[object]]]
+    groups = defaultdict(lambda: ([], []))
     last: dict[tuple[int, bool], Kind] = {}
     for action in row:
         key = action.stage, action.kind == "forward"
-        own, kinds = found[action.stage, action.microbatch]
+        own, kinds = groups[action.stage, action.microbatch]
         own.append(action)
         kinds.append((action.kind, last.get(key)))
         last[key] = action.kind
-    return found
+    return groups
 
 
 class _Result(NamedTuple):
@@ -180,9 +180,9 @@ class _Repeater:
             for number in work.gradients.values():
                 parameters[number].grad = torch.empty_like(parameters[number])
         returned = {
-            found.born: result.untyped_storage()
-            for found, result in zip(work.results, results, strict=True)
-            if found is not None and result is not None
+            expected.born: result.untyped_storage()
+            for expected, result in zip(work.results, results, strict=True)
+            if expected is not None and result is not None
         }
         for born, number in work.gradients.items():
             returned[born] = local_part(parameters[number].grad).untyped_storage()

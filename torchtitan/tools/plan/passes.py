@@ -50,24 +50,24 @@ def is_pass(func: Any) -> bool:
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that an operator writes, by name."""
-    given, name = _by_name(func, args, kwargs), func._schema.name.removeprefix("aten::")
-    found = {
-        argument.name: given.get(argument.name)
+    arguments, name = _by_name(func, args, kwargs), func._schema.name.removeprefix("aten::")
+    operands = {
+        argument.name: arguments.get(argument.name)
         for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     }
-    if name in FOR_A_SCALER and given.get("grad_scale") is None:
-        del found["grads"]
-    return found
+    if name in FOR_A_SCALER and arguments.get("grad_scale") is None:
+        del operands["grads"]
+    return operands
 
 
 def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Return the bytes that an operator reads and writes."""
-    schema, given = func._schema, _by_name(func, args, kwargs)
+    schema, arguments = func._schema, _by_name(func, args, kwargs)
     changed = written(func, args, kwargs)
     overwrites = schema.name.removeprefix("aten::") in OVERWRITES
     unread = {a.name for a in schema.arguments if a.is_out} | set(changed if overwrites else ())
-    read = [value for name, value in given.items() if name not in unread]
+    read = [value for name, value in arguments.items() if name not in unread]
     results = (out,) if len(schema.returns) == 1 else out or ()
     # a result with an alias is one of the arguments
     new = [x for r, x in zip(schema.returns, results, strict=True) if r.alias_info is None]

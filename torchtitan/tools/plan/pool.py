@@ -58,13 +58,13 @@ def run_in(
     for number, name in enumerate(names):
         while number not in done:
             try:
-                other, result = results.next(timeout=PATIENCE)
+                job_index, result = results.next(timeout=PATIENCE)
             except multiprocessing.TimeoutError:
                 elapsed = time.monotonic() - start
                 sys.stderr.write(f"still rehearsing {name}, {elapsed:.0f} s\n")
                 continue
-            done[other] = result
-            sys.stderr.write(f"rehearsed {len(done)} of {len(items)}: {names[other]}\n")
+            done[job_index] = result
+            sys.stderr.write(f"rehearsed {len(done)} of {len(items)}: {names[job_index]}\n")
         yield done[number]
 
 

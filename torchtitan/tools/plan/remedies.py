@@ -50,8 +50,8 @@ def plan_remedies(planned: Planned, *, now: Tried) -> Iterator[str]:
         f"{'GiB':>6}{'step, s':>16}  fits  options\n"
     )
     with open_pool(len(jobs)) as pool:
-        found = run_in(pool, try_job, jobs, names=[str(one) for one in remedies])
-        for remedy, tried in zip(remedies, found, strict=True):
+        results = run_in(pool, try_job, jobs, names=[str(one) for one in remedies])
+        for remedy, tried in zip(remedies, results, strict=True):
             if tried is not None:
                 yield _line(planned, tried, str(remedy))
     yield _line(planned, now, "as it is")
@@ -70,7 +70,11 @@ def propose(planned: Planned) -> Iterator[Remedy]:
     for settings in local:
         yield Remedy(settings=settings)
     if len(local) > 1:
-        yield Remedy(settings={key: value for one in local for key, value in one.items()})
+        yield Remedy(
+            settings={
+                key: value for settings_of_key in local for key, value in settings_of_key.items()
+            }
+        )
 
     dims, training = planned.layout.dims, planned.config.training
     samples = {"training.global_batch_size": planned.layout.samples_per_step(training)}

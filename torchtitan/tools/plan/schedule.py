@@ -103,8 +103,8 @@ def simulate(table: Table, *, costs: Costs) -> Timeline:
     for rank, action, needs in execution_order(table):
         start = rows[rank][-1].end if rows[rank] else 0.0
         for need in needs:
-            here = rank_of[need.stage] == rank
-            start = max(start, ends[need] + (0.0 if here else costs.transfer))
+            is_local = rank_of[need.stage] == rank
+            start = max(start, ends[need] + (0.0 if is_local else costs.transfer))
         ends[action] = start + costs.of(action.kind)
         rows[rank].append(Span(action, start, ends[action]))
     assert len(ends) == sum(map(len, table)), "deadlock; tables are checked when they are read"

@@ -97,7 +97,7 @@ class RankTimes:
         kept = FUSED if planned.is_compiled else 1.0
         self._times: defaultdict[tuple[str, str, int], float] = defaultdict(float)
         """Seconds by phase, resource and bound (0 worst, 1 best)."""
-        known: dict[tuple[object, ...], tuple[str, Time]] = {}
+        cached: dict[tuple[object, ...], tuple[str, Time]] = {}
         offloads = planned.config.training.enable_cpu_offload
         launch = (device.launch.worst, device.launch.best)
         for piece, end in record.bounds():
@@ -107,11 +107,11 @@ class RankTimes:
                     continue
                 is_on_host = entry.pool == "host" or (offloads and phase == "update")
                 key = (*entry[:3], is_on_host)
-                if key not in known:
-                    known[key] = _time(
+                if key not in cached:
+                    cached[key] = _time(
                         entry, device=device, axes=axes, kept=kept, is_on_host=is_on_host
                     )
-                resource, time = known[key]
+                resource, time = cached[key]
                 times = _times(planned, entry, piece.phase)
                 for bound in (0, 1):
                     self._times[phase, resource, bound] += times * time[bound]
@@ -213,20 +213,20 @@ def _filled(shapes: str) -> float:
 
 def plan_step(planned: Planned, arguments: argparse.Namespace) -> str:
     """Return the bounds of a step as text."""
-    found = time_step(planned, rehearse_ranks(planned, validates=False))
+    step_time = time_step(planned, rehearse_ranks(planned, validates=False))
     device = planned.device
     lines = [
         planned.headline(),
         "",
-        f"a step: {found.best:.3g} to {found.worst:.3g} s; "
-        f"{found.tokens_per_second[0]:,.0f} to {found.tokens_per_second[1]:,.0f} tokens/s; "
-        f"MFU {found.mfu[0]:.0f} to {found.mfu[1]:.0f} %",
-        f"what binds: {found.binds}",
+        f"a step: {step_time.best:.3g} to {step_time.worst:.3g} s; "
+        f"{step_time.tokens_per_second[0]:,.0f} to {step_time.tokens_per_second[1]:,.0f} tokens/s; "
+        f"MFU {step_time.mfu[0]:.0f} to {step_time.mfu[1]:.0f} %",
+        f"what binds: {step_time.binds}",
         "",
         f"{'seconds':<12}{'at best':>10}{'at worst':>10}",
         *(
             f"{name:<12}{best:>10.3f}{worst:>10.3f}"
-            for name, (worst, best) in found.resources.items()
+            for name, (worst, best) in step_time.resources.items()
             if worst
         ),
         "",

@@ -164,8 +164,8 @@ class Tape(DispatchMode):
         for name, module in model.named_modules():
             owner = next((p for p in prefixes.values() if name.startswith(f"{p}.")), "")
             own = name.removeprefix(f"{owner}.") if owner else name
-            shown = "" if module in blocks else own
-            module.register_forward_pre_hook(lambda *_, shown=shown: self._modules.append(shown))
+            label = "" if module in blocks else own
+            module.register_forward_pre_hook(lambda *_, label=label: self._modules.append(label))
             module.register_forward_hook(lambda *_: self._leave(), always_call=True)
         for block, number in blocks.items():
             self._block_of |= dict.fromkeys(block.modules(), number)
@@ -271,15 +271,17 @@ class Tape(DispatchMode):
         if "flash_attention_for_cpu" in name:
             is_backward = "backward" in name
             q, k = args[1:3] if is_backward else args[:2]
-            num_products, place = (5, 7) if is_backward else (2, 4)
-            is_causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
+            num_products, num_inputs = (5, 7) if is_backward else (2, 4)
+            is_causal = (
+                args[num_inputs] if len(args) > num_inputs else kwargs.get("is_causal", False)
+            )
             # causal: half of the scores
             flops = num_products * q.numel() * k.shape[2] * (1 if is_causal else 2)
         elif "_grouped_mm" in name:  # each row of all groups once, or each column in a gradient
             flops = 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
         else:
-            given = [x for x in args if not isinstance(x, torch.dtype)]  # formulas take no dtype
-            flops = flop_registry[func._overloadpacket](*given, **kwargs, out_val=out)
+            operands = [x for x in args if not isinstance(x, torch.dtype)]  # formulas take no dtype
+            flops = flop_registry[func._overloadpacket](*operands, **kwargs, out_val=out)
         self._append(Entry("product", int(flops), (name, self._modules[-1], shapes)))
 
     def add_product(self, name: str, left: Tensor, right: Tensor) -> None:

@@ -38,19 +38,19 @@ def draw_schedule(arguments: argparse.Namespace) -> str:
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
-    given = {
+    values = {
         name: getattr(arguments, name)
         for name in (*COSTS, "transfer")
         if getattr(arguments, name) is not None
     }
     mistakes = [
         f"--{name} must be a finite number above 0, got {value:g}"
-        for name, value in given.items()
+        for name, value in values.items()
         if not (0.0 < value < float("inf") or (name == "transfer" and value == 0.0))
     ]
     if mistakes:
         raise ConfigError(mistakes)
-    halves = Costs(**given)
+    halves = Costs(**values)
     return replace(halves, backward=halves.backward_input + halves.backward_weight)
 
 

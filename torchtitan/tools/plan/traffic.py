@@ -53,10 +53,10 @@ def count_traffic(planned: Planned, record: Record, *, by_module: bool) -> list[
             if entry.what != "message":
                 continue
             axis, operator, module = entry.where
-            what = collective(operator)
+            operation = collective(operator)
             times = planned.shortened.times(entry, piece.phase)
-            moved = axes[axis].moved(what, entry.size) if axis in axes else (0.0, 0.0)
-            row = sums[axis, what, module if by_module else ""]
+            moved = axes[axis].moved(operation, entry.size) if axis in axes else (0.0, 0.0)
+            row = sums[axis, operation, module if by_module else ""]
             for index, value in enumerate((1, entry.size, *moved)):
                 row[index] += times * value
     return [

@@ -78,10 +78,10 @@ def _section(number: int, run: RunRecord) -> str:
         for title, picture in pictures.items()
     )
     rows = "".join(
-        f"<tr class='{escape(str(one['kind']))}'><td>{one['step']}</td>"
-        f"<td>{escape(str(one['time']).replace('T', ' ').replace('+00:00', ''))}</td>"
-        f"<td>{escape(str(one['line']))}</td></tr>"
-        for one in events(run)
+        f"<tr class='{escape(str(event['kind']))}'><td>{event['step']}</td>"
+        f"<td>{escape(str(event['time']).replace('T', ' ').replace('+00:00', ''))}</td>"
+        f"<td>{escape(str(event['line']))}</td></tr>"
+        for event in events(run)
     )
     if rows:
         parts.append(

@@ -32,12 +32,14 @@ def draw_layout(dims: ParallelDims) -> str:
         for column in range(dims.dp):
             x = LEFT + column * (box + GAP)
             parts.append(_rect(x, y, box - GAP + 4, CELL + 2, kind="group"))
-            for place in range(inner):
-                rank = (row * dims.dp + column) * inner + place
-                cp, tp = divmod(place, dims.tp)
-                said = f"rank {rank}: pp {row}, dp {column}, cp {cp}, tp {tp}"
-                at = x + 2 + place * CELL
-                parts.append(_rect(at, y + 2, CELL - 4, CELL - 2, kind=f"cell c{cp % 2}", say=said))
+            for rank_in_row in range(inner):
+                rank = (row * dims.dp + column) * inner + rank_in_row
+                cp, tp = divmod(rank_in_row, dims.tp)
+                label = f"rank {rank}: pp {row}, dp {column}, cp {cp}, tp {tp}"
+                at = x + 2 + rank_in_row * CELL
+                parts.append(
+                    _rect(at, y + 2, CELL - 4, CELL - 2, kind=f"cell c{cp % 2}", say=label)
+                )
                 parts.append(_text(at + CELL / 2 - 2, y + 21, str(rank), kind="rank"))
     width = LEFT + dims.dp * (box + GAP) + GAP
     return _svg(width, TOP + dims.pp * (CELL + 2 * GAP) + 4, parts)
@@ -56,12 +58,12 @@ def draw_pipeline(pipeline: PipelineLayout) -> str:
             action = span.action
             later = " later" if action.stage != first_stage else ""
             width = max(1.0, (span.end - span.start) * scale - 1)
-            said = (
+            label = (
                 f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: "
                 f"{span.start:.4g} to {span.end:.4g}"
             )
             x = 56 + span.start * scale
-            parts.append(_rect(x, y, width, ROW, kind=f"span {action.kind}{later}", say=said))
+            parts.append(_rect(x, y, width, ROW, kind=f"span {action.kind}{later}", say=label))
             if width > 14:
                 parts.append(
                     _text(x + width / 2, y + 15, str(action.microbatch), kind="microbatch")

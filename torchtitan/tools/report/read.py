@@ -55,12 +55,12 @@ class Figures:
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """Return the ascending steps and finite values of a figure, thinned."""
-        there = np.isfinite(self.values.get(name, np.empty(0)))
-        if not there.any():
+        is_finite = np.isfinite(self.values.get(name, np.empty(0)))
+        if not is_finite.any():
             return [], []
-        values, newest_first = self.values[name][there][::-1], self.steps[there][::-1]
-        steps, places = np.unique(newest_first, return_index=True)  # of equal steps the newest
-        return thinned(steps, values[places], num_buckets=NUM_BUCKETS)
+        values, newest_first = self.values[name][is_finite][::-1], self.steps[is_finite][::-1]
+        steps, indices = np.unique(newest_first, return_index=True)  # of equal steps the newest
+        return thinned(steps, values[indices], num_buckets=NUM_BUCKETS)
 
     def newest(self, name: str) -> float | None:
         """Return the last finite value of a figure."""
@@ -164,8 +164,8 @@ def thinned(
         for first, end in pairwise(edges):
             part = values[first:end]
             kept |= {first + int(part.argmin()), first + int(part.argmax())}
-        places = sorted(kept)
-        steps, values = steps[places], values[places]
+        positions = sorted(kept)
+        steps, values = steps[positions], values[positions]
     return steps.tolist(), values.tolist()
 
 
@@ -174,7 +174,7 @@ def events(run: RunRecord) -> list[dict[str, object]]:
 
     A start lists the settings that differ from those of the start before it.
     """
-    shown: list[dict[str, object]] = []
+    events_shown: list[dict[str, object]] = []
     settings: dict[str, object] | None = None
     for row in run.events:
         kind, changes = row["event"], list[str]()
@@ -198,9 +198,9 @@ def events(run: RunRecord) -> list[dict[str, object]]:
         else:
             continue  # e.g. checkpoints, which are many
         facts = {"step": row["step"], "time": row["time"]}
-        shown.append({**facts, "kind": kind, "line": line})
-        shown += ({**facts, "kind": "change", "line": change} for change in changes)
-    return shown
+        events_shown.append({**facts, "kind": kind, "line": line})
+        events_shown += ({**facts, "kind": "change", "line": change} for change in changes)
+    return events_shown
 
 
 def _settings(start: Row) -> dict[str, object]:

@@ -50,10 +50,10 @@ class Flips:
         )
 
     def __str__(self) -> str:
-        found = f"{self.num_choices:,} choices, {self.num_flips} flipped"
+        text = f"{self.num_choices:,} choices, {self.num_flips} flipped"
         if self.num_flips:
-            found += f" from step {self.first_step}, margins up to {self.largest_margin:.1e}"
-        return found
+            text += f" from step {self.first_step}, margins up to {self.largest_margin:.1e}"
+        return text
 
 
 def compare_choices(
@@ -73,27 +73,27 @@ def compare_choices(
         groups: Number of groups of experts, and how many of them a token chooses from.
         tolerance: Allowed margin of a flip.
     """
-    found = Flips(tolerance=tolerance)
+    result = Flips(tolerance=tolerance)
     for step in range(1, num_steps + 1):
         a, b = read_choices(reference, step), read_choices(other, step)
         for layer in sorted({*a, *b}, key=int):
             if layer not in a or layer not in b or not a[layer]["names"].equal(b[layer]["names"]):
-                found.problem = (
+                result.problem = (
                     f"layer {layer} routes different tokens in step {step}, or routes one twice"
                 )
-                return found
+                return result
             x, y = a[layer], b[layer]
             is_flip_T = (x["ids"].sort().values != y["ids"].sort().values).any(-1)
-            found.num_choices += len(is_flip_T)
+            result.num_choices += len(is_flip_T)
             if not is_flip_T.any():
                 continue
-            found.num_flips += int(is_flip_T.sum())
-            found.first_step = found.first_step or step
-            flips = [each[key][is_flip_T] for key in ("scores", "ids") for each in (x, y)]
+            result.num_flips += int(is_flip_T.sum())
+            result.first_step = result.first_step or step
+            flips = [record[key][is_flip_T] for key in ("scores", "ids") for record in (x, y)]
             margin = _margins(*flips, groups=groups).max().item()
-            if margin > found.largest_margin:
-                found.largest_margin, found.layer = margin, layer
-    return found
+            if margin > result.largest_margin:
+                result.largest_margin, result.layer = margin, layer
+    return result
 
 
 def _margins(

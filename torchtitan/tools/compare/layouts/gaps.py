@@ -106,7 +106,7 @@ def compare_rows(
     The figure that is first beyond its tolerance comes first.
     """
     assert reference_rows, "a reference without steps would agree with every run"
-    a, b = ({int(row["step"]): row for row in each} for each in (reference_rows, rows))
+    a, b = ({int(row["step"]): row for row in run_rows} for run_rows in (reference_rows, rows))
     gaps = []
     for figure, tolerance in tolerances.items():
         sizes = [

@@ -117,5 +117,5 @@ def end(process: subprocess.Popen[Any]) -> None:
 def last_lines(log: Path) -> str:
     """Return the end of an output, for a message."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    shown = [line for line in lines if line.strip()][-NUM_LAST_LINES:] or ["(no output)"]
-    return "\n".join(["; its last lines:", *(f"    {line}" for line in shown)])
+    tail = [line for line in lines if line.strip()][-NUM_LAST_LINES:] or ["(no output)"]
+    return "\n".join(["; its last lines:", *(f"    {line}" for line in tail)])

@@ -38,8 +38,8 @@ def record_gradients(run: Run, *, folder: Path, num_steps: int) -> Run:
     def write_gradients() -> None:
         step = run.progress.step
         if step <= num_steps:
-            named = run.model.named_parameters()
-            gradients = {name: p.grad for name, p in named if p.grad is not None}
+            parameters = run.model.named_parameters()
+            gradients = {name: p.grad for name, p in parameters if p.grad is not None}
             content = {GRADIENTS: Component(tensors=gradients)}
             write(folder / f"step-{step}", content, manifest={"step": step}, group=group)
 

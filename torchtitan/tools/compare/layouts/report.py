@@ -50,25 +50,25 @@ class Verdict:
 
     def differences(self) -> list[tuple[int, str]]:
         """Return the differences beyond the tolerances, each with its first step, in order."""
-        found = [(0, f"initial weights: {self.unequal}")] if self.unequal else []
-        found += [(gap.beyond[0][0], str(gap)) for gap in beyond_tolerance(self.steps)]
+        differences = [(0, f"initial weights: {self.unequal}")] if self.unequal else []
+        differences += [(gap.beyond[0][0], str(gap)) for gap in beyond_tolerance(self.steps)]
         for step, gap in enumerate(self.gradients, start=1):
             if gap.largest > self.gradients_tolerance:
                 text = (
                     f"gradients from step {step}, the largest of {gap.name}: {gap.largest:.2g} "
                     f"(tolerance {self.gradients_tolerance:g})"
                 )
-                found.append((step, text))
+                differences.append((step, text))
                 break
         if self.flips is not None and self.flips.complaint:
-            found.append((self.flips.first_step or 1, self.flips.complaint))
+            differences.append((self.flips.first_step or 1, self.flips.complaint))
         if self.weights is not None and self.weights.largest > self.weights_tolerance:
             text = (
                 f"final weights, the largest of {self.weights.name}: {self.weights.largest:.2g} "
                 f"of its movement (tolerance {self.weights_tolerance:g})"
             )
-            found.append((max(int(row["step"]) for row in self.rows), text))
-        return sorted(found, key=lambda each: each[0])  # within a step, figures come first
+            differences.append((max(int(row["step"]) for row in self.rows), text))
+        return sorted(differences, key=lambda each: each[0])  # within a step, figures come first
 
     @property
     def complaints(self) -> list[str]:
@@ -84,33 +84,38 @@ class Verdict:
             return "reference"
         if self.unequal:
             return "DIVERGES at the initial weights"
-        found = self.differences()
-        return f"DIVERGES at step {found[0][0]}" if found else "same"
+        differences = self.differences()
+        return f"DIVERGES at step {differences[0][0]}" if differences else "same"
 
 
 def show_table(verdicts: Sequence[Verdict]) -> None:
     """Print a line for each layout, then the complaints."""
     rows = [["layout", "ranks", "seconds", "loss", "grad_norm", "gradients", "weights"]]
-    for each in verdicts:
-        figures = [each.steps[key].largest if each.steps else None for key in ("loss", "grad_norm")]
-        figures.append(max((gap.largest for gap in each.gradients), default=None))
-        figures.append(None if each.weights is None else each.weights.largest)
+    for verdict in verdicts:
+        figures = [
+            verdict.steps[key].largest if verdict.steps else None for key in ("loss", "grad_norm")
+        ]
+        figures.append(max((gap.largest for gap in verdict.gradients), default=None))
+        figures.append(None if verdict.weights is None else verdict.weights.largest)
         cells = ["-" if figure is None else f"{figure:.1e}" for figure in figures]
-        rows.append([each.layout, str(each.world_size), f"{each.seconds:.0f}", *cells])
-    summaries = ["verdict", *(each.summary for each in verdicts)]
+        rows.append([verdict.layout, str(verdict.world_size), f"{verdict.seconds:.0f}", *cells])
+    summaries = ["verdict", *(verdict.summary for verdict in verdicts)]
     for line, summary in zip(format_table(rows), summaries, strict=True):
         say(f"{line}  {summary}")
     say(EXPLANATION)
-    for each in verdicts:
-        if each.flips is not None:
-            say(f"{each.layout}: {each.flips}")
-        for complaint in each.complaints:
-            say(f"{each.layout}: {complaint}")
+    for verdict in verdicts:
+        if verdict.flips is not None:
+            say(f"{verdict.layout}: {verdict.flips}")
+        for complaint in verdict.complaints:
+            say(f"{verdict.layout}: {complaint}")
 
 
 def write_json(path: Path, verdicts: Sequence[Verdict], *, toml: Path) -> None:
     """Write every figure of every verdict."""
-    runs = [{**asdict(each), "verdict": each.summary, "why": each.complaints} for each in verdicts]
+    runs = [
+        {**asdict(verdict), "verdict": verdict.summary, "why": verdict.complaints}
+        for verdict in verdicts
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         json.dumps({"toml": toml, "runs": runs}, indent=1, default=str), encoding="utf-8"

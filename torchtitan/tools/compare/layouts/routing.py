@@ -72,12 +72,12 @@ def name_tokens(samples: Mapping[str, Tensor]) -> Tensor:
 def read_choices(folder: Path, step: int) -> Record:
     """Read the records of all ranks in a step, sorted by name."""
     records = [torch.load(file) for file in sorted((folder / f"step-{step}").iterdir())]
-    found: Record = {}
+    choices: Record = {}
     for layer in sorted({layer for record in records for layer in record}, key=int):
         parts = [record[layer] for record in records if layer in record]
         order_T = torch.cat([part["names"] for part in parts]).sort(stable=True).indices
-        found[layer] = {key: x[order_T] for key, x in _join(parts).items()}
-    return found
+        choices[layer] = {key: x[order_T] for key, x in _join(parts).items()}
+    return choices
 
 
 def _join(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -112,20 +112,20 @@ class _Routing:
 
     def take(self, samples: Mapping[str, Tensor]) -> Batch:
         """Cut samples like the run does, and the names of their tokens in the same way."""
-        named = {**samples, "tokens": name_tokens(samples)}
-        self._taken.append(self._shard.take(named).tokens)
+        tensors = {**samples, "tokens": name_tokens(samples)}
+        self._taken.append(self._shard.take(tensors).tokens)
         return self._shard.take(samples)
 
     def attach(self) -> bool:
         """Wrap the choice of each router, and return whether the rank has any."""
-        found = False
+        is_routed = False
         for part in self._run.model:
             for layer, block in part.layers.items():
                 for module in block.modules():
                     if isinstance(module, RouterModule):
                         module.choose = _wrap(module.choose, partial(self._decide, layer, module))
-                        found = True
-        return found
+                        is_routed = True
+        return is_routed
 
     def start(self, batches: Sequence[Batch]) -> None:
         """Start a step on the batches that were taken last."""
@@ -191,6 +191,6 @@ class _Routing:
 def _wrap(choose: Choose, decide: Callable[[Choose, Tensor, Tensor | None], Tensor]) -> Choose:
     """Return `choose` wrapped by `decide`, inside the function that keeps it for recomputation."""
     if isinstance(choose, partial) and choose.args:
-        inner, *others = choose.args
-        return partial(choose.func, partial(decide, inner), *others, **choose.keywords)
+        inner, *arguments = choose.args
+        return partial(choose.func, partial(decide, inner), *arguments, **choose.keywords)
     return partial(decide, choose)

@@ -73,15 +73,15 @@ def parse_layout(text: str) -> Layout:
     overrides = tuple(part for part in parts if part.startswith("--"))
     words = [word for part in parts if part not in overrides for word in part.split(",") if word]
     degrees = dict.fromkeys((key for keys in WORDS.values() for key in keys), 1)
-    given: dict[str, int] = {}
+    numbers_of: dict[str, int] = {}
     for word in [] if words in (["single"], ["1"]) else words:
-        found = _WORD.fullmatch(word)
-        keys = WORDS.get(found[1], ()) if found else ()
-        numbers = [int(number) for number in found[2].split("x")] if found else []
-        if not keys or len(numbers) != len(keys) or 0 in numbers or given.keys() & {*keys}:
+        match = _WORD.fullmatch(word)
+        keys = WORDS.get(match[1], ()) if match else ()
+        numbers = [int(number) for number in match[2].split("x")] if match else []
+        if not keys or len(numbers) != len(keys) or 0 in numbers or numbers_of.keys() & {*keys}:
             raise ConfigError(f"layout '{text}' must have words of {KNOWN}, each once, got {word}")
-        given |= zip(keys, numbers, strict=True)
-    degrees |= given
+        numbers_of |= zip(keys, numbers, strict=True)
+    degrees |= numbers_of
     num_ranks = prod(degrees[WORDS[axis][0]] for axis in ("fsdp", "cp", "tp"))
     if not words:
         raise ConfigError(f"layout '{text}' must have words of {KNOWN}")
@@ -107,8 +107,8 @@ def fit_local_batch(local: int, *, global_batch_size: int, layout: Layout) -> in
     Raises:
         ConfigError: The data-parallel ranks do not divide the global batch.
     """
-    per_rank, rest = divmod(global_batch_size, layout.dp)
-    if rest:
+    per_rank, remainder = divmod(global_batch_size, layout.dp)
+    if remainder:
         raise ConfigError(
             f"layout '{layout.name}': training.global_batch_size must be a multiple of its "
             f"{layout.dp} data-parallel ranks, got {global_batch_size}; try "
