@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchtitan.checkpoint.checksums import find_manifest, seal, write_bytes
-from torchtitan.checkpoint.manager import Retention
+from torchtitan.checkpoint.manager import steps_to_delete
 
 ABOUT = {"components": [], "layout": {}, "config": ""}
 
@@ -38,9 +38,12 @@ def test_the_lowest_loss_comes_first_on_these_data_alone(tmp_path: Path) -> None
         write(tmp_path, step, **more)
     (tmp_path / "step-8").mkdir()
     (tmp_path / "step-8" / "manifest.json").write_text("no JSON")
-    deleted = Retention(keep_latest=1, keep_best=2, data="a").steps_to_delete(
+    deleted = steps_to_delete(
         [*scores, 8],
         lambda step: find_manifest(tmp_path / f"step-{step}"),
+        keep_latest=1,
+        keep_best=2,
+        data="a",
     )
     assert deleted == [1, 3, 4, 5, 7]
 
@@ -54,5 +57,7 @@ def test_latest_and_best_stay(keep_latest: int, best: list[int], expected: list[
     def manifest_of(step: int) -> dict[str, Any]:
         return describe_score(float(best.index(step)), data="a") if step in best else {}
 
-    retention = Retention(keep_latest=keep_latest, keep_best=len(best), data="a")
-    assert retention.steps_to_delete([1, 2, 3, 4, 5], manifest_of) == expected
+    deleted = steps_to_delete(
+        [1, 2, 3, 4, 5], manifest_of, keep_latest=keep_latest, keep_best=len(best), data="a"
+    )
+    assert deleted == expected

@@ -107,37 +107,38 @@ def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -
     return CheckpointIO(group, folder, remote)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """Which checkpoints to keep: the newest, and those with the lowest validation loss."""
+def steps_to_delete(
+    steps: Sequence[int],
+    manifest_of: Callable[[int], Mapping[str, Any] | None],
+    *,
+    keep_latest: int,
+    keep_best: int = 0,
+    data: str | None = None,
+) -> list[int]:
+    """Return which of `steps`, ascending, to delete, and log the best one.
 
-    keep_latest: int
-    """Number of newest checkpoints to keep; 0: all."""
-    keep_best: int = 0
-    """Number of checkpoints with the lowest validation loss to keep."""
-    data: str | None = None
-    """Fingerprint of the data on which losses are compared."""
+    The loss is in the manifest, so the best checkpoints are known after any restart.
 
-    def steps_to_delete(
-        self, steps: Sequence[int], manifest_of: Callable[[int], Mapping[str, Any] | None]
-    ) -> list[int]:
-        """Return which of `steps`, ascending, to delete, and log the best one.
-
-        The loss is in the manifest, so the best checkpoints are known after any restart.
-        """
-        ranking: list[tuple[float, int]] = []
-        for step in steps if self.keep_best and self.data is not None else ():
-            score = (manifest_of(step) or {}).get(SCORE)
-            if isinstance(score, dict) and score.get("data") == self.data:
-                loss = score.get("loss")
-                if isinstance(loss, float) and isfinite(loss):
-                    ranking.append((loss, -step))  # of equal losses the newest
-        best = [-step for _, step in sorted(ranking)[: self.keep_best]]
-        if best:
-            loss = min(ranking)[0]
-            logger.info("The best checkpoint is step-%d, validation loss %.5f", best[0], loss)
-        older = steps[: -self.keep_latest] if self.keep_latest else ()
-        return [step for step in older if step not in best]
+    Args:
+        steps: Steps of committed checkpoints.
+        manifest_of: Reads the manifest of a step; None if it is damaged.
+        keep_latest: Number of newest checkpoints to keep; 0: all.
+        keep_best: Number of checkpoints with the lowest validation loss to keep.
+        data: Fingerprint of the data on which losses are compared.
+    """
+    ranking: list[tuple[float, int]] = []
+    for step in steps if keep_best and data is not None else ():
+        score = (manifest_of(step) or {}).get(SCORE)
+        if isinstance(score, dict) and score.get("data") == data:
+            loss = score.get("loss")
+            if isinstance(loss, float) and isfinite(loss):
+                ranking.append((loss, -step))  # of equal losses the newest
+    best = [-step for _, step in sorted(ranking)[:keep_best]]
+    if best:
+        loss = min(ranking)[0]
+        logger.info("The best checkpoint is step-%d, validation loss %.5f", best[0], loss)
+    older = steps[:-keep_latest] if keep_latest else ()
+    return [step for step in older if step not in best]
 
 
 class CheckpointManager:
@@ -169,11 +170,15 @@ class CheckpointManager:
         self._disk = None if io.remote is None else io.remote.disk
         self._state, self._settings, self._manifest = state, settings, manifest
         self._export, self._validation_data, self._events = export, validation_data, events
-        self._retention = self._local_retention = Retention(
-            keep_latest=settings.keep_latest_k, keep_best=settings.keep_best, data=validation_data
+        self._to_delete = self._local_to_delete = partial(
+            steps_to_delete,
+            keep_latest=settings.keep_latest_k,
+            keep_best=settings.keep_best,
+            data=validation_data,
         )
         if io.remote is not None:
-            self._local_retention = Retention(keep_latest=settings.staging_keep_latest_k)
+            keep_latest = settings.staging_keep_latest_k
+            self._local_to_delete = partial(steps_to_delete, keep_latest=keep_latest)
         self._first_step, self._is_first_save = state.progress.step, True
         self._in_background = settings.async_mode != "disabled"
         self._pending: Future[None] | None = None
@@ -256,17 +261,15 @@ class CheckpointManager:
             self._is_first_save = False
         if self._remote is None:
             self._record(saved)
-        steps = storage.find_steps(self.folder)
-        for step in self._local_retention.steps_to_delete(
-            steps, lambda step: find_manifest(self.folder / f"step-{step}")
-        ):
-            storage.delete(self.folder / f"step-{step}")
+        folders = {step: self.folder / f"step-{step}" for step in storage.find_steps(self.folder)}
+        for step in self._local_to_delete([*folders], lambda step: find_manifest(folders[step])):
+            storage.delete(folders[step])
 
     def _upload(self, step: int) -> None:
         if self._remote is not None:
             self._remote.push(f"step-{step}")
             on_first_rank(lambda: self._record(step), group=self._group)
-            self._remote.prune(self._retention.steps_to_delete)
+            self._remote.prune(self._to_delete)
 
     def _record(self, step: int) -> None:
         if self._events is not None:

@@ -280,7 +280,9 @@ def resolve_step(
         CheckpointError: No valid checkpoint exists, or the named step is damaged.
     """
     folders = (path, path / subfolder)
-    candidates = [path] if load_step == -1 else [f / f"step-{load_step}" for f in folders]
+    candidates = [path, path.parent] if path.name == "model" else [path]
+    if load_step != -1:
+        candidates = [folder / f"step-{load_step}" for folder in folders]
 
     def look() -> tuple[Path, bool] | None:
         for file, is_ours in ((MANIFEST, True), (METADATA, False)):
