@@ -147,20 +147,6 @@ def test_stdlib_is_real_text() -> None:
     assert documents(stdlib_corpus()) == texts
 
 
-def test_stdlib_leaves_out_what_breaks_its_own_encoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "latin.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
-    (tmp_path / "wrong.py").write_bytes(b"x = '\xe9'\n")
-    (tmp_path / "unknown.py").write_bytes(b"# coding: klingon\n")
-    (tmp_path / "empty.py").touch()
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert documents(stdlib_corpus()) == ["# coding: latin-1\nx = 'é'\n"]
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "none"))
-    with pytest.raises(DataError, match=r"^dataset: .*/none"):
-        documents(stdlib_corpus())
-
-
 def test_synthetic_text_is_the_same_everywhere() -> None:
     texts = documents(synthetic_corpus())
     assert sum(map(len, texts)) >= NUM_CHARS[False]

@@ -10,12 +10,10 @@ they have changed since they were tokenized.
 
 from __future__ import annotations
 
-import logging
 import os
 import sysconfig
-import tokenize
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,9 +22,6 @@ from typing import Any
 from torchtitan.base.errors import DataError
 from torchtitan.data.files import file_identity
 from torchtitan.data.readers import TextTemplate, read_documents
-from torchtitan.data.text import Piece
-
-logger = logging.getLogger(__name__)
 
 # tests are large and odd; installed packages are not the standard library
 EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -94,21 +89,8 @@ def stdlib_corpus() -> Corpus:
         folders[:] = [name for name in folders if name not in EXCLUDED]  # os.walk skips the rest
         # _sysconfigdata holds the paths of the machine that built this Python
         names = [n for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
-        files += [file for name in names if (file := Path(folder, name)).is_file()]
+        paths = (Path(folder, name) for name in names)
+        files += [path for path in paths if path.is_file() and path.stat().st_size > 0]
     if not files:
         raise DataError.at("dataset", f"python_stdlib needs sources, {root} holds none")
-    return Corpus("python_stdlib", _read_source, tuple(sorted(files, key=Path.as_posix)))
-
-
-def _read_source(file: Path) -> Iterator[Piece]:
-    """Yield a file as a document. Files with a wrong declared encoding are skipped."""
-    try:
-        with tokenize.open(file) as handle:
-            text = handle.read()
-    except (SyntaxError, UnicodeDecodeError) as error:
-        logger.info("skipping %s: %s", file, error)
-        text = ""
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}") from error
-    if text:
-        yield Piece(text, ends_document=True, where=str(file))
+    return replace(file_corpus(tuple(sorted(files, key=Path.as_posix))), name="python_stdlib")

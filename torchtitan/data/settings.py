@@ -34,19 +34,11 @@ OF_EXAMPLES = Requires("dataset", SUPERVISED)
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
     """Return pairs of literal text and the key that follows it; raise ValueError if it is wrong."""
-    parts = []
-    for literal, key, form, conversion in Formatter().parse(template):
-        if key == "" or form or conversion:
-            raise ValueError("braces must hold only a key")
-        parts.append((literal, key))
-    if not any(key for _, key in parts):
-        raise ValueError("no key in braces")
-    return parts
-
-
-def template_rule(error: ValueError) -> str:
-    """Return the rule that a template breaks."""
-    return f'must hold keys in braces, as "{{title}} {{body}}": {error}'
+    parts = [*Formatter().parse(template)]
+    keys = [key for _, key, form, conversion in parts if not (form or conversion)]
+    if len(keys) < len(parts) or "" in keys or not any(keys):
+        raise ValueError('must hold keys in braces, and nothing else in them, as "{title} {body}"')
+    return [(literal, key) for literal, key, *_ in parts]
 
 
 DatasetKind = Annotated[
@@ -222,7 +214,7 @@ class TrainingConfig:
         try:
             template_parts(template)
         except ValueError as error:
-            yield Violation((key,), template_rule(error))
+            yield Violation((key,), str(error))
         if self.dataset_text_key != "text":
             rule = "replaces dataset_text_key; remove one"
             yield Violation((key, "dataset_text_key"), rule)

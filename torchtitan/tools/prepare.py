@@ -24,7 +24,7 @@ from torchtitan.base.urls import is_url
 from torchtitan.data.corpus import Corpus, file_corpus
 from torchtitan.data.files import divide, find_files
 from torchtitan.data.prepare import num_cores, prepare_files
-from torchtitan.data.settings import template_parts, template_rule
+from torchtitan.data.settings import template_parts
 from torchtitan.data.store import STORE_SUFFIXES
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools.verbs import build_parser, report_errors
@@ -59,7 +59,7 @@ def find_corpus(
         try:
             template_parts(template)
         except ValueError as error:
-            raise DataError(f"--text_template: {template_rule(error)}") from error
+            raise DataError(f"--text_template: {error}") from error
     return file_corpus(files, text_key, template, settings=options)
 
 
