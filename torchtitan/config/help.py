@@ -11,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
-from typing import Literal
 
 from torchtitan.config.settings import SCALARS, Key, Rule, keys, literal, sections
 
@@ -52,9 +51,7 @@ def describe(key: Key) -> str:
 def type_text(key: Key) -> str:
     """Return type and rules of a key, such as `int, > 0` or `list of str`."""
     name = "table" if key.item not in SCALARS else key.item.__name__
-    names = [" | ".join(names) for origin, names in key.layers if origin is Literal] or [name]
-    text = "list of " * key.list_depth + names[0]
-    text = "table of any keys" if key.is_table else text
+    text = "table of any keys" if key.is_table else "list of " * key.list_depth + name
     return ", ".join([text, *(rule.text for rule in key.metadata if isinstance(rule, Rule))])
 
 

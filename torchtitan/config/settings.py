@@ -90,6 +90,11 @@ def Range(  # noqa: N802
     return Rule(text, lambda value: all(keeps(value, bound) for keeps, bound in bounds.values()))
 
 
+def one_of(names: tuple[str, ...]) -> Rule:
+    """Return the rule of a Literal."""
+    return Rule(f"one of {', '.join(names)}", lambda value: value in names, names)
+
+
 def ImportPath(*names: str) -> Rule:  # noqa: N802
     """Return the rule of a string that is one of `names`, or the import path of custom code."""
     text = f"{', '.join(names)} or an import path, package.module:NAME"
@@ -221,7 +226,7 @@ def convert(value: object, annotation: Any) -> Any:
     if origin in UNIONS:
         return None if value is None else convert(value, arguments[0])
     if origin is Literal:
-        Rule(f"one of {', '.join(arguments)}", lambda value: value in arguments, arguments)(value)
+        one_of(arguments)(value)
         return value
     if origin is tuple:
         items = value if isinstance(value, list | tuple) else [value]
@@ -293,7 +298,7 @@ def literal(value: object) -> str:
 # --- keys --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Key:
     """One key of a tree."""
 
@@ -301,49 +306,18 @@ class Key:
     """The class with the field."""
     field: dataclasses.Field[Any]
     annotation: Any
-
-    @property
-    def default(self) -> Any:
-        """The default, or `dataclasses.MISSING`."""
-        factory = self.field.default_factory
-        return self.field.default if factory is MISSING else factory()
-
-    @functools.cached_property
-    def layers(self) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Origin and arguments of the annotation and of those inside it, the scalar last."""
-        layers, inner = list[tuple[Any, tuple[Any, ...]]](), self.annotation
-        while (origin := typing.get_origin(inner)) is not None:
-            arguments = typing.get_args(inner)
-            layers.append((origin, arguments))
-            inner = str if origin is Literal else arguments[origin is dict]
-        return [*layers, (inner, ())]
-
-    @property
-    def item(self) -> Any:
-        """Innermost type: str, int, float, bool, Any, or the dataclass of a list of tables."""
-        return self.layers[-1][0]
-
-    @functools.cached_property
-    def is_table(self) -> bool:
-        """Whether it is a table of any keys."""
-        containers = [origin for origin, _ in self.layers if origin in (tuple, dict)]
-        return containers[:1] == [dict]
-
-    @functools.cached_property
-    def list_depth(self) -> int:
-        """1 for a list, 2 for a list of lists."""
-        return [origin for origin, _ in self.layers].count(tuple)
-
-    @functools.cached_property
-    def metadata(self) -> list[Any]:
-        """Rules, checks and requirements."""
-        return [item for origin, args in self.layers if origin is Annotated for item in args[1:]]
-
-    @property
-    def is_nullable(self) -> bool:
-        """Whether `none` on the command line restores its default."""
-        is_optional = any(origin in UNIONS for origin, _ in self.layers)
-        return is_optional or self.is_table or self.list_depth > 0
+    default: Any
+    """The default, or `dataclasses.MISSING`."""
+    item: Any
+    """Innermost type: str, int, float, bool, Any, or the dataclass of a list of tables."""
+    list_depth: int
+    """1 for a list, 2 for a list of lists."""
+    is_table: bool
+    """Whether it is a table of any keys."""
+    is_nullable: bool
+    """Whether `none` on the command line restores its default."""
+    metadata: tuple[Any, ...]
+    """Rules, checks and requirements."""
 
     @property
     def requirements(self) -> list[Requires]:
@@ -351,9 +325,26 @@ class Key:
         return [item for item in self.metadata if isinstance(item, Requires)]
 
 
-_hints: Callable[[Any], Mapping[str, Any]] = functools.cache(
-    functools.partial(typing.get_type_hints, include_extras=True)
-)
+def _describe(section: type, item: dataclasses.Field[Any], annotation: Any) -> Key:
+    origins, metadata, inner = list[Any](), list[Any](), annotation
+    while (origin := typing.get_origin(inner)) is not None:
+        arguments = typing.get_args(inner)
+        origins.append(origin)
+        metadata += arguments[1:] if origin is Annotated else ()
+        metadata += [one_of(arguments)] if origin is Literal else ()
+        inner = str if origin is Literal else arguments[origin is dict]
+    containers = [origin for origin in origins if origin in (tuple, dict)]
+    return Key(
+        section=section,
+        field=item,
+        annotation=annotation,
+        default=item.default if item.default_factory is MISSING else item.default_factory(),
+        item=inner,
+        list_depth=containers.count(tuple),
+        is_table=containers[:1] == [dict],
+        is_nullable=bool(containers) or any(origin in UNIONS for origin in origins),
+        metadata=tuple(metadata),
+    )
 
 
 def _find_keys(tree: Any) -> Mapping[Path, Key]:
@@ -361,7 +352,7 @@ def _find_keys(tree: Any) -> Mapping[Path, Key]:
     paths = dict[Path, Key]()
     for item in dataclasses.fields(tree):
         hint = _hints(tree)[item.name]
-        inner = keys(hint) if is_dataclass(hint) else {(): Key(tree, item, hint)}
+        inner = keys(hint) if is_dataclass(hint) else {(): _describe(tree, item, hint)}
         paths |= {(item.name, *path): key for path, key in inner.items()}
     return paths
 
@@ -376,6 +367,9 @@ def _find_sections(tree: Any) -> Mapping[Path, type]:
     return paths
 
 
+_hints: Callable[[Any], Mapping[str, Any]] = functools.cache(
+    functools.partial(typing.get_type_hints, include_extras=True)
+)
 keys: Callable[[Any], Mapping[Path, Key]] = functools.cache(_find_keys)
 sections: Callable[[Any], Mapping[Path, type]] = functools.cache(_find_sections)
 
