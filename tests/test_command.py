@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.__main__ import VERBS
 from torchtitan.base.errors import StoppedError
 from torchtitan.tools import verbs
+from torchtitan.tools.command import VERBS
 
 ROOT = Path(__file__).parent.parent
-NO_TORCH = "import sys; sys.modules['torch'] = None; from torchtitan.__main__ import run; "
+NO_TORCH = "import sys; sys.modules['torch'] = None; from torchtitan.tools.command import run; "
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +49,7 @@ def test_a_mistake_is_one_message_with_code_2(arguments: list[str], said: str) -
 HELP = """
 import sys
 sys.modules["torch"] = None
-from torchtitan.__main__ import main
+from torchtitan.tools.command import main
 for words in sys.argv[1:]:
     print(f"=== {words}")
     try:

@@ -37,7 +37,6 @@ from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.models.settings import HF, ModelSection
 from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig, RouterConfig, SpikesConfig
 from torchtitan.parallel.settings import (
-    MULTIPLE,
     ActivationCheckpointConfig,
     CompileConfig,
     QuantizeConfig,
@@ -116,7 +115,6 @@ class Config:
         if self.training.num_epochs is None:  # else build.py checks it, once the data are read
             yield from self.schedule_violations()
         yield from self._size_violations()
-        yield from self._float8_violations()
         yield from self._custom_code_violations()
         if self.validation.enable and self.validation.holdout_fraction is None:
             yield from self._validation_data_violations()
@@ -164,23 +162,8 @@ class Config:
                 f"{size}; try {max(size // microbatch, 1) * microbatch}",
             )
 
-    def _float8_violations(self) -> Iterator[Violation]:
-        """Check the number of tokens per product, over which the gradient of a weight sums."""
-        seq_len, cp = self.training.seq_len, self.parallelism.context_parallel_degree
-        num_samples = self.training.local_batch_size
-        if self.parallelism.pipeline_parallel_degree > 1:
-            num_samples = self.parallelism.pipeline_parallel_microbatch_size
-        num_tokens = num_samples * seq_len // cp
-        multiplies = self.model.converters and not self.quantize.linear.float8.emulate
-        if multiplies and num_tokens % MULTIPLE:
-            yield Violation(
-                ("model.converters", "training.seq_len"),
-                f"needs a multiple of {MULTIPLE} tokens per product, got {num_tokens}; "
-                f"try seq_len = {max(seq_len // (MULTIPLE * cp), 1) * MULTIPLE * cp}",
-            )
-
     def _custom_code_violations(self) -> Iterator[Violation]:
-        """Check what a custom loss or dataset cannot be combined with."""
+        """Check what a custom loss cannot be combined with."""
         training, parallelism = self.training, self.parallelism
         is_split = parallelism.tensor_parallel_degree > 1 and not parallelism.disable_loss_parallel
         if is_import_path(training.loss) and is_split:
@@ -192,12 +175,6 @@ class Config:
                 ),
                 "needs the logits of the full vocabulary, which tensor parallelism shards; "
                 "write parallelism.disable_loss_parallel = true",
-            )
-        if is_import_path(training.dataset) and self.validation.holdout_fraction is not None:
-            yield Violation(
-                ("validation.holdout_fraction", "training.dataset"),
-                "holds out text documents, and training.dataset is custom; remove it, and name a "
-                "validation.dataset",
             )
 
     def _validation_data_violations(self) -> Iterator[Violation]:

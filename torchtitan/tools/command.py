@@ -1,0 +1,78 @@
+"""The command `torchtitan VERB ...`, or `python -m torchtitan VERB ...`.
+
+Each verb is a module with a `main(arguments)` that returns the exit code. Only the module of the
+given verb is imported, so `torchtitan --help` needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.tools.verbs import Verbs, choose
+
+TRAIN = "torchtitan.train"
+VERBS: Verbs = {
+    "train": (TRAIN, "train a job; this process is one of its ranks"),
+    "config": ("torchtitan.tools.config", "check a job's settings and print them all"),
+    "plan": ("torchtitan.tools.plan.command", "plan a job's memory, traffic, layout and step time"),
+    "check": ("torchtitan.tools.check.command", "check the machines of a job before it starts"),
+    "preview": ("torchtitan.tools.preview", "show the tokens and labels of a job's examples"),
+    "generate": ("torchtitan.tools.generate", "continue texts, or chat, with a trained model"),
+    "evaluate": ("torchtitan.tools.evaluate.command", "measure perplexity, and tasks"),
+    "prepare": ("torchtitan.tools.prepare", "tokenize files once, to train from on any machine"),
+    "tokenizer": ("torchtitan.tools.tokenizer", "train a byte-pair tokenizer"),
+    "convert": ("torchtitan.tools.convert", "convert weights to and from Hugging Face"),
+    "average": ("torchtitan.tools.average.command", "average the weights of a run's checkpoints"),
+    "compare": ("torchtitan.tools.compare.command", "compare runs, or layouts of a job"),
+    "explain": ("torchtitan.tools.audit.command", "name the documents of a step, or its steps"),
+    "report": ("torchtitan.tools.report.command", "write a page about runs"),
+    "hang": ("torchtitan.tools.hang", "name the rank that other ranks waited for"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a verb and return its exit code. Print a user's mistake and return 2."""
+    try:
+        verb = choose(VERBS, argv, prog="torchtitan", noun="verb", what="the verb")
+        if verb is None:
+            return 0
+        if verb == "train":
+            return _train(argv[1:])
+        code: int = import_module(VERBS[verb][0]).main(argv[1:])
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return code
+
+
+def _train(arguments: Sequence[str]) -> NoReturn:
+    from torchtitan.job import load_job
+
+    if not arguments:
+        raise ConfigError(
+            "train needs a job: give --job.config_file FILE, such as "
+            "train_configs/debug_model.toml, or single settings"
+        )
+    if {"-h", "--help"} & {*arguments}:
+        load_job(arguments)  # prints the settings and exits; the trainer would import torch
+    sys.argv = ["torchtitan train", *arguments]
+    runpy.run_module(TRAIN, run_name="__main__", alter_sys=True)
+    raise AssertionError("the trainer ends the process")
+
+
+def run() -> NoReturn:
+    """Run the command line of this process, and end it."""
+    code = main(sys.argv[1:])
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        from torchtitan.mesh.ranks import leave
+
+        leave(code)
+    sys.exit(code)
