@@ -479,7 +479,6 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
         description="" if description == JobConfig().description else description,
         tokenizer_path=config.model.tokenizer_path,
         training=config.training,
-        optimizer=config.optimizer,
         lora=config.lora,
         checkpoint=config.checkpoint,
     )

@@ -82,14 +82,7 @@ def test_it_says_what_the_run_was(tuned: Path, base: Path) -> None:
     }
     state = json.loads((tuned / "checkpoint" / "step-2" / "train_state" / "state.json").read_text())
     text = card.content
-    for row in (
-        "| base | some-org/Base-1B |",
-        "| LoRA | rank 12, alpha 16 |",
-        "| data | `chats.jsonl` |",
-        "| sequence length | 64 |",
-        f"| tokens | {state['tokens_seen']} |",
-    ):
-        assert row in text, row
+    assert f"Trained from some-org/Base-1B on {state['tokens_seen']:,} tokens" in text
     assert str(tuned.parent) not in text
     assert str(base) not in text
     assert "Theirs" not in text
@@ -122,7 +115,7 @@ def test_a_run_from_nothing_names_no_base(ranks: RankPool, tmp_path: Path) -> No
     ranks.run(jobs.train, [*job, "--job.description=To try: it"], world=1)
     card = ModelCard.load(tmp_path / "run" / "checkpoint" / "export" / "step-1" / CARD)
     assert set(card.data.to_dict()) == {"library_name", "pipeline_tag", "tags"}
-    assert "| base | none |" in card.content
+    assert "from random weights" in card.content
     assert "Add a license and a purpose before" in card.content
     assert "\nTo try: it\n" in card.content
 

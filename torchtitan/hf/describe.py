@@ -28,7 +28,6 @@ from torchtitan.hf.peft import AdapterExport
 from torchtitan.hf.tokenizer_files import TOKENIZER, eos_ids, tokenizer_file
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.optim.settings import OptimizerConfig
 
 logger = logging.getLogger(__name__)
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -45,7 +44,6 @@ def describe_export(
     description: str,
     tokenizer_path: str,
     training: TrainingConfig,
-    optimizer: OptimizerConfig,
     lora: LoRAConfig,
     checkpoint: CheckpointConfig,
 ) -> HFExport:
@@ -59,7 +57,6 @@ def describe_export(
         description: Description of the run, "" for none.
         tokenizer_path: The run's model.tokenizer_path.
         training: The run's [training].
-        optimizer: The run's [optimizer].
         lora: The run's [lora].
         checkpoint: The run's [checkpoint].
 
@@ -90,18 +87,6 @@ def describe_export(
             file=files.get(GENERATION_CONFIG),
             carried=carried,
         )
-    data = [f"`{Path(path).name}`" for path in training.dataset_path or (training.dataset,)]
-    if training.dataset_weights:
-        shares = zip(data, training.dataset_weights, strict=True)
-        data = [f"{name} (weight {weight:g})" for name, weight in shares]
-    rows: dict[str, object] = {
-        "data": ", ".join(data),
-        "sequence length": training.seq_len,
-        "optimizer": optimizer.name,
-        "learning rate": optimizer.lr,
-    }
-    if lora.rank:
-        rows["LoRA"] = f"rank {lora.rank}, alpha {lora.alpha:g}"
     library = "peft" if lora.export_format == "adapter" else "transformers"
     return HFExport(
         names=Names(spec.hf, architecture),
@@ -110,9 +95,7 @@ def describe_export(
         adapter=AdapterExport.from_settings(lora, base=checkpoint.initial_load_path),
         files=files,
         generation=generation,
-        card=partial(
-            write_card, name=name, description=description, base=base, library=library, rows=rows
-        ),
+        card=partial(write_card, name=name, description=description, base=base, library=library),
     )
 
 
@@ -156,7 +139,6 @@ def write_card(
     description: str,
     base: Path | None,
     library: str,
-    rows: Mapping[str, object],
 ) -> str:
     """Return the model card of a checkpoint's export. It names no absolute path.
 
@@ -166,7 +148,6 @@ def write_card(
         description: Description of the run, "" for none.
         base: Weights that the run started from. Their license is copied, never guessed.
         library: What loads the export: transformers or peft.
-        rows: Rows of the table of settings.
     """
     state = read_json(checkpoint / "train_state" / STATE)
     base_id = None if base is None else find_hub_id(base)
@@ -178,15 +159,14 @@ def write_card(
         license=license,
         tags=["torchtitan"],
     )
-    base_name = "none" if base is None else base_id or base.name
-    rows = {"base": base_name, "steps": state["step"], "tokens": state["tokens_seen"], **rows}
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    origin = "random weights" if base is None else base_id or base.name
     missing = "a purpose" if license else "a license and a purpose"
     return str(
         ModelCard(
             f"---\n{head.to_yaml()}\n---\n\n# {name}, step {state['step']}\n\n"
             + (f"{description}\n\n" if description else "")
-            + f"Add {missing} before you publish this model.\n\n| | |\n|---|---|\n{table}\n"
+            + f"Trained from {origin} on {state['tokens_seen']:,} tokens.\n\n"
+            f"Add {missing} before you publish this model.\n"
         )
     )
 
