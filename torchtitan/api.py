@@ -214,8 +214,8 @@ def load_model(
         UserError: The folder is damaged, holds no model, or names code that is not trusted.
     """
     with trusting_stored(trust_code):
-        found = find_pretrained(Path(path).expanduser())
-    model = read_model(found, device=_device(device), dtype=_dtype_name(dtype))
+        pretrained = find_pretrained(Path(path).expanduser())
+    model = read_model(pretrained, device=_device(device), dtype=_dtype_name(dtype))
     assert model.output is not None
     model.output.loss = build_loss(None)
     return model.eval()
@@ -327,16 +327,19 @@ def open_generator(
         UserError: The folder is damaged or holds no model, its tokenizer is missing, or the model
             cannot be split over so many ranks.
     """
-    found = find_pretrained(path, verify=verify, group=None if mesh is None else mesh.get_group())
-    tokenizer = tokenizer or found.tokenizer
-    file = tokenizer_file(tokenizer)
-    found = replace(
-        found,
-        tokenizer=tokenizer,
-        chat_template=chat_template or found.chat_template,
-        stop_ids=found.stop_ids | (frozenset() if file is None else read_stop_ids(file.parent)),
+    pretrained = find_pretrained(
+        path, verify=verify, group=None if mesh is None else mesh.get_group()
     )
-    return build_generator(found, device=device, mesh=mesh, chats=chats, dtype=dtype)
+    tokenizer = tokenizer or pretrained.tokenizer
+    file = tokenizer_file(tokenizer)
+    pretrained = replace(
+        pretrained,
+        tokenizer=tokenizer,
+        chat_template=chat_template or pretrained.chat_template,
+        stop_ids=pretrained.stop_ids
+        | (frozenset() if file is None else read_stop_ids(file.parent)),
+    )
+    return build_generator(pretrained, device=device, mesh=mesh, chats=chats, dtype=dtype)
 
 
 def generate(

@@ -258,7 +258,7 @@ def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str
     check_device(config.compile, float8=layout.float8, device_type=device_type())
     uses_float8 = layout.float8 is not None
     training, precision = resolve_precision(
-        config.training, uses_float8=uses_float8, kind=device_type()
+        config.training, uses_float8=uses_float8, device_type=device_type()
     )
     return replace(config, training=training), layout, precision
 

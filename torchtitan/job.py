@@ -180,18 +180,18 @@ class Config:
     def _validation_data_violations(self) -> Iterator[Violation]:
         """Check that validation has data of its own."""
         validation, default = self.validation, self.training.dataset
-        kind, files = validation.dataset or default, validation.dataset_path
+        dataset, files = validation.dataset or default, validation.dataset_path
         keys = ("validation.dataset", "validation.dataset_path", "validation.enable")
-        if kind == default == "python_stdlib" or (kind in READS_FILES and not files):
+        if dataset == default == "python_stdlib" or (dataset in READS_FILES and not files):
             yield Violation(
                 (*keys, "training.dataset"),
-                f'"{kind}" needs other data than training; name validation.dataset_path, or write '
+                f'"{dataset}" needs other data than training; name validation.dataset_path, or write '
                 f"validation.holdout_fraction = 0.05 without dataset",
             )
-        elif kind not in READS_FILES and files:
+        elif dataset not in READS_FILES and files:
             yield Violation(
                 ("validation.dataset_path", "validation.dataset", "training.dataset"),
-                f'needs dataset = "files" or "examples", got "{kind}"; set that, or remove this',
+                f'needs dataset = "files" or "examples", got "{dataset}"; set that, or remove this',
             )
 
 
@@ -257,17 +257,17 @@ def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
     settings = {
         key: loaded.layer.get(("model", key)) for key in ("flavor", "name", "tokenizer_path")
     }
-    given = {
+    named = {
         key: item for key, item in settings.items() if item is not None and item.value is not None
     }
-    if "flavor" in given and not given["flavor"].is_in_file and config.model.flavor == HF:
-        given = {key: item for key, item in given.items() if not item.is_in_file}
-    model = config.model if "flavor" in given else replace(config.model, flavor=HF)
+    if "flavor" in named and not named["flavor"].is_in_file and config.model.flavor == HF:
+        named = {key: item for key, item in named.items() if not item.is_in_file}
+    model = config.model if "flavor" in named else replace(config.model, flavor=HF)
     if model.flavor == HF:
         name, tokenizer = model.name, model.tokenizer_path
         model = replace(
             model,
-            name=name if "name" in given else HF,
-            tokenizer_path=tokenizer if "tokenizer_path" in given else path,
+            name=name if "name" in named else HF,
+            tokenizer_path=tokenizer if "tokenizer_path" in named else path,
         )
     return replace(loaded, config=replace(config, model=model))

@@ -154,8 +154,8 @@ def describe_failure(error: ChildFailedError, files: RunFiles | None) -> str:
     if first.exitcode not in (*REPORTED, *KILLED_IN_SETUP):
         cause = f"with exit code {first.exitcode}"
         if first.exitcode < 0:
-            known = {int(number): number.name for number in signal.Signals}
-            cause = f"by {known.get(-first.exitcode, f'signal {-first.exitcode}')}"
+            names = {int(number): number.name for number in signal.Signals}
+            cause = f"by {names.get(-first.exitcode, f'signal {-first.exitcode}')}"
             cause += ", perhaps of the OOM killer" if first.exitcode == -signal.SIGKILL else ""
         if files and files.was_aborted_by_nccl(rank, first):
             cause += " of NCCL: a collective timed out, or a link failed"

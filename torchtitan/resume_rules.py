@@ -204,13 +204,13 @@ def resolve_model(config: Config) -> Config:
     Raises:
         UserError: The folder does not exist, or its model is not built here.
     """
-    given = config.checkpoint.initial_load_path
-    if not config.checkpoint.initial_load_in_hf or given is None:
+    path = config.checkpoint.initial_load_path
+    if not config.checkpoint.initial_load_in_hf or path is None:
         return config
     from torchtitan.hf.model import find_export, names_all_sizes, read_model, with_model_of
     from torchtitan.hf.names import CONFIG
 
-    folder, run = find_export(pathlib.Path(given)), config.job.dump_folder
+    folder, run = find_export(pathlib.Path(path)), config.job.dump_folder
     initial = replace(config.checkpoint, initial_load_path=str(folder))
     config = replace(config, checkpoint=initial)
     if config.model.flavor != HF or names_all_sizes(config.model):

@@ -15,7 +15,9 @@ from torchtitan.resume_rules import Job, trajectory_differences
 
 
 def resolved(config: Config) -> tuple[Config, str]:
-    training, reason = precision.resolve_precision(config.training, uses_float8=False, kind="cpu")
+    training, reason = precision.resolve_precision(
+        config.training, uses_float8=False, device_type="cpu"
+    )
     return replace(config, training=training), reason
 
 

@@ -208,9 +208,9 @@ def _uniform_to_normal(x: torch.Tensor, *, spares: Sequence[torch.Tensor]) -> No
     v, p, q = spares
     x.mul_(2.0**-24)
     torch.mul(x, x, out=v).neg_().add_(1.0)
-    for out, (first, second, *others) in ((p, QUANTILE_P), (q, QUANTILE_Q)):
+    for out, (first, second, *coefficients) in ((p, QUANTILE_P), (q, QUANTILE_Q)):
         torch.mul(v, first, out=out).add_(second)
-        for coefficient in others:
+        for coefficient in coefficients:
             out.mul_(v).add_(coefficient)
     x.mul_(p).div_(q)
 

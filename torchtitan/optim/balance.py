@@ -63,11 +63,11 @@ def check_balance(settings: RouterConfig, *, model: nn.Module) -> None:
     """
     routes = find_moe_layers(model).values()
     default = RouterConfig()
-    given = [key for key, value in vars(default).items() if getattr(settings, key) != value]
-    if given and not routes:
-        keys = tuple(f"router.{key}" for key in given)
+    changed = [key for key, value in vars(default).items() if getattr(settings, key) != value]
+    if changed and not routes:
+        keys = tuple(f"router.{key}" for key in changed)
         raise ConfigError.at((*keys, "model.name"), "needs a model with experts; remove it")
-    if settings.bias_update_rate and all(one.expert_bias is None for one in routes):
+    if settings.bias_update_rate and all(route.expert_bias is None for route in routes):
         raise ConfigError.at(
             ("router.bias_update_rate", "model.expert_bias"),
             "needs a model whose experts have a bias; write model.expert_bias = true, or remove it",
@@ -165,8 +165,8 @@ class Balance:
                 tokens.
         """
         self._divisor = divisor
-        given = [batch for batch in is_text if batch is not None]
-        self._is_text = self._own_part(torch.cat(given)) if given else None
+        masks = [batch for batch in is_text if batch is not None]
+        self._is_text = self._own_part(torch.cat(masks)) if masks else None
         self._num_seen.clear()
         self._counted.clear()
         self._counts_LE.zero_()

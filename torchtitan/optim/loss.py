@@ -71,8 +71,10 @@ def build_loss(
 
     def loss(x_BSC: Tensor, weight_VC: Tensor, labels_BS: Tensor) -> Tensor:
         x_NC, labels_N = x_BSC.flatten(0, 1), labels_BS.flatten()
-        kind, width = x_NC.device.type, x_NC.shape[1]
-        size = chunk_size(len(x_NC), len(weight_VC), kind, width=width, num_chunks=num_chunks)
+        device_type, width = x_NC.device.type, x_NC.shape[1]
+        size = chunk_size(
+            len(x_NC), len(weight_VC), device_type, width=width, num_chunks=num_chunks
+        )
         head = _Head(group, size) if token_losses is None else _OwnHead(None, size, token_losses)
         if recompute:
             summed, *_ = head(x_NC, weight_VC, labels_N, (False, False))
@@ -265,7 +267,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NC, weight_VC, labels_N = ctx.saved_tensors
         _, *gradients = ctx.head(x_NC, weight_VC, labels_N, ctx.needs_input_grad[:2])
-        scaled = [None if each is None else each.mul_(*grads) for each in gradients]
+        scaled = [None if gradient is None else gradient.mul_(*grads) for gradient in gradients]
         return scaled[0], None if scaled[1] is None else scaled[1].to(weight_VC.dtype), None, None
 
 

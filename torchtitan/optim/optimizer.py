@@ -54,17 +54,17 @@ def build_optimizer(
         settings: The section [optimizer].
         dtype: Dtype of Muon's iteration.
     """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if is_import_path(settings.name):
         from torchtitan.optim.custom import build_custom
 
-        return build_custom(build_groups(named, settings), settings=settings)
+        return build_custom(build_groups(parameters, settings), settings=settings)
     if settings.name != "Muon":
-        return build_torch(build_groups(named, settings), settings=settings)
+        return build_torch(build_groups(parameters, settings), settings=settings)
     from torchtitan.optim.muon import Muon, uses_muon
 
-    matrices = {name: p for name, p in named.items() if uses_muon(name, p, settings)}
-    vectors = {name: p for name, p in named.items() if name not in matrices}
+    matrices = {name: p for name, p in parameters.items() if uses_muon(name, p, settings)}
+    vectors = {name: p for name, p in parameters.items() if name not in matrices}
     adamw = build_torch(build_groups(vectors, settings), settings=settings)
     create_state(adamw)
     return Muon(
@@ -195,9 +195,11 @@ def check_optimizer(
         build_torch([{"params": [torch.zeros(1, requires_grad=True)]}], settings=settings)
 
 
-def build_groups(named: Mapping[str, Tensor], settings: OptimizerConfig) -> list[dict[str, Any]]:
+def build_groups(
+    parameters: Mapping[str, Tensor], settings: OptimizerConfig
+) -> list[dict[str, Any]]:
     """Divide the parameters into groups; `lr_scale` is a group's share of the scheduled rate."""
-    left, groups = dict(named), []
+    left, groups = dict(parameters), []
     for group in (*settings.groups, GroupConfig(params=("*",))):
         chosen = {name for name in left if matches(name, group.params)}
         undecayed = {name for name in chosen if matches(name, settings.no_decay_params)}

@@ -81,13 +81,15 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str)
         if isinstance(module, RouterModule):
             module.choose = partial(_choose_once, module.choose)
     completely, by_operator = (
-        partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, by_operator=each))
-        for each in (False, True)
+        partial(
+            checkpoint, use_reentrant=False, context_fn=partial(_contexts, by_operator=by_operator)
+        )
+        for by_operator in (False, True)
     )
     is_by_operator = mode == "selective" and option == BY_OPERATOR
-    every = int(option) if mode == "selective" and option != BY_OPERATOR else 1
+    interval = int(option) if mode == "selective" and option != BY_OPERATOR else 1
     for name, block in model.layers.items():
-        if int(name) % every:  # the block's number in the full model, in every pipeline stage
+        if int(name) % interval:  # the block's number in the full model, in every pipeline stage
             continue
         if not is_by_operator:
             block.forward = partial(completely, block.forward)
@@ -193,10 +195,10 @@ class OperatorPolicy:
             keeps = name in ATTENTION
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _count(self, kind: str, again: bool) -> int:
-        """Count an operator. The first of its kind is 1."""
-        self._seen[kind, again] += 1
-        return self._seen[kind, again]
+    def _count(self, operator: str, again: bool) -> int:
+        """Count an operator. The first of each operator is 1."""
+        self._seen[operator, again] += 1
+        return self._seen[operator, again]
 
 
 def _is_partial(left: Tensor, right: Tensor) -> bool:

@@ -44,10 +44,10 @@ def check_compile(settings: CompileConfig) -> None:
     Raises:
         ConfigError: It has not.
     """
-    known = torch.compiler.list_backends(exclude_tags=None)
-    if settings.backend not in known:
-        guess = did_you_mean(settings.backend, known)
-        rule = f"must be an installed backend ({', '.join(known)})"
+    backends = torch.compiler.list_backends(exclude_tags=None)
+    if settings.backend not in backends:
+        guess = did_you_mean(settings.backend, backends)
+        rule = f"must be an installed backend ({', '.join(backends)})"
         raise ConfigError.at("compile.backend", f"{rule}, got '{settings.backend}'{guess}")
 
 

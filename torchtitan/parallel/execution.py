@@ -94,20 +94,20 @@ class Batch:
     """int64 (S) if all sequences have the same, otherwise (B, S)."""
     documents: Documents | None = None
     """Documents of the full sequences, to attend within them. None: attend to all tokens."""
-    places: Tensor | None = None
+    token_indices: Tensor | None = None
     """Index of each token in the full sequence, int64 (S) or (B, S). Set with `lengths`."""
     lengths: Tensor | None = None
     """Number of tokens of each full sequence before its padding, int64 (B). None: no padding."""
 
     def is_text(self) -> Tensor | None:
         """Return whether each token is not padding, bool (B, S). None: all of them."""
-        if self.lengths is None or self.places is None:
+        if self.lengths is None or self.token_indices is None:
             return None
-        return self.places < self.lengths[:, None]
+        return self.token_indices < self.lengths[:, None]
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device without waiting for the copy."""
-        names = ("tokens", "labels", "positions", "places", "lengths")
+        names = ("tokens", "labels", "positions", "token_indices", "lengths")
         given = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         return replace(self, **{name: _send(tensor, device) for name, tensor in given.items()})
 
@@ -116,13 +116,15 @@ class Batch:
         return [self._rows(slice(i, i + size)) for i in range(0, len(self.tokens), size)]
 
     def _rows(self, rows: slice) -> Batch:
-        places = self.places
+        token_indices = self.token_indices
         return Batch(
             tokens=self.tokens[rows],
             labels=self.labels[rows],
             positions=self.positions if self.positions.ndim == 1 else self.positions[rows],
             documents=None if self.documents is None else self.documents[rows],
-            places=places if places is None or places.ndim == 1 else places[rows],
+            token_indices=token_indices
+            if token_indices is None or token_indices.ndim == 1
+            else token_indices[rows],
             lengths=None if self.lengths is None else self.lengths[rows],
         )
 

@@ -68,8 +68,8 @@ def find_uneven_experts(model: nn.Module, *, ep: int) -> str:
         return ""
     common = gcd(*sizes)
     fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-    shown = " and ".join(map(str, sorted(sizes)))
-    return f"{ep} for {shown}; degrees that fit are {fitting}"
+    counts = " and ".join(map(str, sorted(sizes)))
+    return f"{ep} for {counts}; degrees that fit are {fitting}"
 
 
 def apply_expert_parallel(model: nn.Module, *, mesh: DeviceMesh) -> None:

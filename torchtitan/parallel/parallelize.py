@@ -207,5 +207,7 @@ def _check_placements(part: LanguageModel, *, mesh: Mesh) -> None:
     for name, parameter in part.named_parameters():
         if parameter in state:
             continue
-        found = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-        assert found == num_ranks, f"{name} is on a mesh of {found} ranks, not of {num_ranks}"
+        num_on_mesh = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        assert num_on_mesh == num_ranks, (
+            f"{name} is on a mesh of {num_on_mesh} ranks, not of {num_ranks}"
+        )

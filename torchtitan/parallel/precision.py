@@ -82,7 +82,7 @@ def compute_in(model: nn.Module, *, dtype: torch.dtype) -> None:
 
 
 def resolve_precision(
-    training: TrainingConfig, *, uses_float8: bool, kind: str
+    training: TrainingConfig, *, uses_float8: bool, device_type: str
 ) -> tuple[TrainingConfig, str]:
     """Return the settings with `mixed_precision_param = "auto"` replaced, and the reason.
 
@@ -92,7 +92,7 @@ def resolve_precision(
     Args:
         training: The section [training].
         uses_float8: Whether linear layers multiply in float8.
-        kind: Type of this rank's device.
+        device_type: Type of this rank's device.
     """
     if training.mixed_precision_param != "auto":
         return training, "as set"
@@ -101,14 +101,14 @@ def resolve_precision(
     elif uses_float8:
         chosen, reason = "bfloat16", "auto: as float8 wants it"
     else:
-        chosen, reason = _choose(kind)
+        chosen, reason = _choose(device_type)
     return replace(training, mixed_precision_param=chosen), reason  # type: ignore[arg-type]
 
 
-def _choose(kind: str) -> tuple[str, str]:
+def _choose(device_type: str) -> tuple[str, str]:
     """Choose from the devices of all ranks, so that all of them compute in the same dtype."""
-    device = "GPUs" if kind == "cuda" else "CPUs"
-    lacking = torch.tensor(int(not has_bfloat16(kind)))  # on the host: no GPU is taken yet
+    device = "GPUs" if device_type == "cuda" else "CPUs"
+    lacking = torch.tensor(int(not has_bfloat16(device_type)))  # on the host: no GPU is taken yet
     dist.all_reduce(lacking)
     num_lacking, world_size = int(lacking), dist.get_world_size()
     if num_lacking == 0:

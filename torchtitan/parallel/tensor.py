@@ -125,14 +125,14 @@ def find_uneven_matrices(
     """Name some matrices whose sharded dimension is not a multiple of `num`."""
     columns: tuple[TensorRole, ...] = ("vocabulary", "column", "gathered_column", "head")
     sharded_dim = {**dict.fromkeys(columns, 0), "row": 1}
-    found = [
+    uneven = [
         f"{name} ({parameter.shape[sharded_dim[role]]})"
         for name, parameter in parameters.items()
         for pattern, role in plan.items()
         if _matches(name.rpartition(".")[0], pattern) and role in sharded_dim and parameter.ndim > 1
         if parameter.shape[sharded_dim[role]] % num
     ]
-    return ", ".join(found[:4])
+    return ", ".join(uneven[:4])
 
 
 def find_uneven_sizes(architecture: DecoderConfig, *, tp: int) -> str:
@@ -284,10 +284,10 @@ class GatherInput(StreamStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
-            x, *rest = inputs
+            x, *arguments = inputs
             assert isinstance(x, Tensor)
             x_BSC = to_dtensor(x, device_mesh, self.stream)
-            return x_BSC.redistribute(placements=[Replicate()]), *rest
+            return x_BSC.redistribute(placements=[Replicate()]), *arguments
 
         module.register_forward_pre_hook(gather)
         return module

@@ -88,11 +88,11 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
             )
         return
     heads = {"query": model.config.num_heads, "key/value": model.config.num_kv_heads}
-    for kind, count in heads.items():
+    for name, count in heads.items():
         if count % (cp * tp):
             raise ConfigError.at(
                 (METHOD, DEGREE, "parallelism.tensor_parallel_degree"),
-                f"ulysses splits heads: the model's {count} {kind} heads must be a multiple of "
+                f"ulysses splits heads: the model's {count} {name} heads must be a multiple of "
                 f"{cp * tp} (context_parallel_degree {cp} x tensor_parallel_degree {tp}); lower a "
                 f'degree, or write "ring" or "allgather", which have no such limit',
             )
@@ -261,7 +261,7 @@ class _Attention(torch.autograd.Function):
             dkv_2BKSD = torch.zeros_like(kv_2BKSD, dtype=torch.float32)
             dk_BKSD, dv_BKSD = dkv_2BKSD
             for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2], documents=ctx.documents):
-                rows, cols = block.places
+                rows, cols = block.slices
                 dq, dk, dv = attend_backward(
                     grad_BHSD[rows],
                     q_BHSD[rows],
@@ -292,7 +292,7 @@ def _attend_all(
     lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
     for source, (k, v) in transport(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
         for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2], documents=documents):
-            rows, cols = block.places
+            rows, cols = block.slices
             piece_BHSD, piece_lse_BHS = attend(q_BHSD[rows], k[cols], v[cols], causal=block.causal)
             piece = {"piece_BHSD": piece_BHSD, "piece_lse_BHS": piece_lse_BHS}
             merge(out_BHSD[rows], lse_BHS[rows], **piece)

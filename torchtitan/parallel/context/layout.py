@@ -52,7 +52,7 @@ class Block:
     """Each query attends to the keys up to its own index in the block. Otherwise to all keys."""
 
     @property
-    def places(self) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:
+    def slices(self) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:
         """Return the slices of its queries and of its keys in (batch, heads, tokens)."""
         return (self.samples, slice(None), self.rows), (self.samples, slice(None), self.cols)
 
@@ -95,8 +95,8 @@ class SequenceLayout:
 
     def ranges(self, rank: int, *, lengths: tuple[int, ...]) -> Ranges:
         """Return the parts of a sequence that a rank holds. Adjacent chunks are one stretch."""
-        length, rest = divmod(sum(lengths), self.num_chunks)
-        assert not rest
+        length, remainder = divmod(sum(lengths), self.num_chunks)
+        assert not remainder
         ranges: list[tuple[int, int]] = []
         for chunk in self.chunks(rank, lengths=lengths):
             start = chunk * length
@@ -110,13 +110,13 @@ class SequenceLayout:
 
         If the layout depends on the documents of each sequence, the shape is (B, S).
         """
-        each = documents is not None and self.balancer == "balanced"
-        rows = documents.lengths if documents is not None and each else ((seq_len,),)
+        per_document = documents is not None and self.balancer == "balanced"
+        rows = documents.lengths if documents is not None and per_document else ((seq_len,),)
         held = [
             torch.cat([torch.arange(*stretch) for stretch in self.ranges(rank, lengths=lengths)])
             for lengths in rows
         ]
-        return torch.stack(held) if each else held[0]
+        return torch.stack(held) if per_document else held[0]
 
     def order(self) -> list[int]:
         """Return the index of chunk 0, 1 ... in the concatenation of all ranks' chunks."""

@@ -69,25 +69,29 @@ class SequenceShard:
         if self._separates_documents or self._resets_positions:
             documents = Documents.from_flat(samples["document_lengths"], seq_len=seq_len)
         separated = documents if self._separates_documents else None
-        places = torch.arange(seq_len)
+        token_indices = torch.arange(seq_len)
         if self._layout is not None:
-            places = self._layout.positions(self._rank, seq_len=seq_len, documents=separated)
-        positions = places
+            token_indices = self._layout.positions(self._rank, seq_len=seq_len, documents=separated)
+        positions = token_indices
         if documents is not None and self._resets_positions:
-            positions = _pick(documents.positions(), places)
+            positions = _pick(documents.positions(), token_indices)
         lengths = samples.get("length")
         return Batch(
-            tokens=_pick(tokens_BS, places),
-            labels=_pick(labels_BS, places),
+            tokens=_pick(tokens_BS, token_indices),
+            labels=_pick(labels_BS, token_indices),
             positions=positions,
             documents=separated,
-            places=None if lengths is None else places,
+            token_indices=None if lengths is None else token_indices,
             lengths=lengths,
         )
 
 
-def _pick(x_BS: Tensor, places: Tensor) -> Tensor:
+def _pick(x_BS: Tensor, token_indices: Tensor) -> Tensor:
     """Select tokens by position: the same positions in each sequence, or one row for each."""
-    if places.shape[-1] == x_BS.shape[1]:
+    if token_indices.shape[-1] == x_BS.shape[1]:
         return x_BS  # all tokens, in order, so that pinned memory stays pinned
-    return x_BS.index_select(1, places) if places.ndim == 1 else x_BS.gather(1, places)
+    return (
+        x_BS.index_select(1, token_indices)
+        if token_indices.ndim == 1
+        else x_BS.gather(1, token_indices)
+    )

@@ -91,8 +91,8 @@ class Pipeline:
         if shape not in self._evaluations:
             if len(self._evaluations) == 2:  # each holds receive buffers
                 self._evaluations.pop(next(iter(self._evaluations)))
-            num_microbatches, rest = divmod(num_samples, self._layout.microbatch_size)
-            assert not rest, f"{num_samples} samples are not a multiple of a microbatch"
+            num_microbatches, remainder = divmod(num_samples, self._layout.microbatch_size)
+            assert not remainder, f"{num_samples} samples are not a multiple of a microbatch"
             table = forward_table(self._layout.ranks, num_microbatches=num_microbatches)
             self._evaluations[shape] = self._build(table, seq_len)
         self._divisor = torch.ones_like(self._loss_sum)

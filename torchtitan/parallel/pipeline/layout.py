@@ -324,12 +324,12 @@ def split_layers(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int
         """Return the smallest sum of squares within the limit, and its cut."""
         if stage == num_stages - 1:
             return cost(stage, left, left) ** 2, (left,)
-        found = []
+        candidates = []
         for n in choices(stage, left):
             if max(cost(stage, left, n), least(stage + 1, left - n)) <= limit + ROUNDING:
-                squares, rest = evenest(stage + 1, left - n)
-                found.append((cost(stage, left, n) ** 2 + squares, (n, *rest)))
-        return min(found)
+                squares, sizes = evenest(stage + 1, left - n)
+                candidates.append((cost(stage, left, n) ** 2 + squares, (n, *sizes)))
+        return min(candidates)
 
     return evenest(0, num_layers)[1]
 
@@ -354,9 +354,9 @@ def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages
         ConfigError: A module is unknown, missing, repeated or misplaced, or a list is empty.
     """
     wanted = [*FIRST, *(f"layers.{layer}" for layer in range(num_layers)), *LAST]
-    named = [name for stage in stages for name in stage]
-    pairs = zip_longest(named, wanted, fillvalue="nothing")
-    wrong = [f"{found} instead of {due}" for found, due in pairs if found != due]
+    modules = [name for stage in stages for name in stage]
+    pairs = zip_longest(modules, wanted, fillvalue="nothing")
+    wrong = [f"{module} instead of {due}" for module, due in pairs if module != due]
     if not all(stages):
         wrong.append("an empty list")
     elif not {*LAST} <= {*stages[-1]}:

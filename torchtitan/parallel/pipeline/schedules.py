@@ -299,10 +299,10 @@ class Runtime:
         run = self._schedule.step if self._trains else self._schedule.eval
         inputs: list[tuple[tuple[Tensor, ...], dict[str, object]]] = []
         for part in microbatches:
-            given: dict[str, object] = {"positions": part.positions, "labels": part.labels}
+            kwargs: dict[str, object] = {"positions": part.positions, "labels": part.labels}
             if part.documents is not None:  # split backwards of torch 2.11 do not support None
-                given["documents"] = part.documents
-            inputs.append(((part.tokens,) if self._holds_first else (), given))
+                kwargs["documents"] = part.documents
+            inputs.append(((part.tokens,) if self._holds_first else (), kwargs))
         # the model has the labels already, but torch requires a target to compute a loss
         target = torch.cat([part.labels for part in microbatches]) if self._holds_last else None
         run(inputs, target=target, return_outputs=False)
@@ -321,8 +321,8 @@ def forward_table(ranks: Sequence[int], *, num_microbatches: int) -> Table:
 
 def ranks_of(table: Table) -> tuple[int, ...]:
     """Return the rank of each stage of a table."""
-    found = {action.stage: rank for rank, row in enumerate(table) for action in row}
-    return tuple(found[stage] for stage in range(len(found)))
+    ranks = {action.stage: rank for rank, row in enumerate(table) for action in row}
+    return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
 def count_microbatches(table: Table) -> int:
