@@ -185,7 +185,7 @@ class Config:
         if dataset == default == "python_stdlib" or (dataset in READS_FILES and not files):
             yield Violation(
                 (*keys, "training.dataset"),
-                f'"{dataset}" needs other data than training; name validation.dataset_path, or write '
+                f'"{dataset}" needs other data than training; set validation.dataset_path, or '
                 f"validation.holdout_fraction = 0.05 without dataset",
             )
         elif dataset not in READS_FILES and files:
