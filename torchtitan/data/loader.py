@@ -263,6 +263,7 @@ class Loader:
             _Batches(self.dataset),
             batch_size=None,
             sampler=self._blocks,
+            collate_fn=_as_is,
             num_workers=settings.num_workers,
             prefetch_factor=settings.prefetch_factor,
             multiprocessing_context=context,
@@ -271,6 +272,10 @@ class Loader:
             # not the global generator: its draws would differ after a resume
             generator=torch.Generator().manual_seed(0),
         )
+
+
+def _as_is(batch: Samples | DataError) -> Samples | DataError:
+    return batch
 
 
 def _init_worker(number: int) -> None:
