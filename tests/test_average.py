@@ -168,7 +168,7 @@ def test_memory_depends_on_neither_checkpoints_nor_size(
         folder = tmp_path / f"{num_steps}-{rows}"
         steps = fake(folder, num_steps=num_steps, rows=rows, source=source)
         with Peak() as mode:
-            room.average(steps, folder / "out", kind="uniform", decay=0.9)
+            room.average(steps, folder / "out", method="uniform", decay=0.9)
         peaks[num_steps, rows] = mode.peak
         found = load(folder / "out" / "model")
         assert torch.equal(found["w"], torch.full((rows, 8), (num_steps + 1) / 2))
@@ -185,12 +185,12 @@ def test_integers_must_be_equal(runs, tmp_path: Path) -> None:
     shutil.rmtree(steps[1] / "model")
     dcp.save(state, storage_writer=dcp.FileSystemWriter(steps[1] / "model"), no_dist=True)
     with pytest.raises(room.CheckpointError, match="'count'"):
-        room.average(steps, tmp_path / "out", kind="uniform", decay=0.9)
+        room.average(steps, tmp_path / "out", method="uniform", decay=0.9)
     state["w"] = torch.zeros(5, 8)
     shutil.rmtree(steps[1] / "model")
     dcp.save(state, storage_writer=dcp.FileSystemWriter(steps[1] / "model"), no_dist=True)
     with pytest.raises(room.CheckpointError, match=r"'w' .*\[5, 8\].*step-2"):
-        room.average(steps, tmp_path / "out", kind="uniform", decay=0.9)
+        room.average(steps, tmp_path / "out", method="uniform", decay=0.9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
 
 

@@ -101,7 +101,7 @@ def train_job(
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     refuse_links(folder, [*written_names(config), f"logs/rank_{launch.rank}.log"])
-    shown = log_to(folder, launch=launch, color=color)
+    console_ranks = log_to(folder, launch=launch, color=color)
     if launch.local_rank == 0 and (run_file := os.environ.get(RUN_FILE)):
         prefix = folder / config.comm.save_traces_folder / config.comm.save_traces_file_prefix
         Path(run_file).write_text(json.dumps({"folder": str(folder), "prefix": str(prefix)}))
@@ -115,7 +115,7 @@ def train_job(
     done, steps, show = (
         run.progress.step,
         run.training.steps,
-        shows_bar(launch.rank, console_ranks=shown),
+        shows_bar(launch.rank, console_ranks=console_ranks),
     )
     bar = ProgressBar(done_steps=done, total_steps=steps, show=show, color=color)
     trainer = Trainer(run, stop=stop, status=bar.status)
@@ -149,7 +149,7 @@ def train_job(
             f"another job.dump_folder, or continue it with --checkpoint.mode continue "
             f"--training.{key} N; to write its weights: torchtitan convert to-hf {path} OUT"
         )
-    elif launch.rank == min(shown) and steps > 0:
+    elif launch.rank == min(console_ranks) and steps > 0:
         log_summary(summarize(trainer, config=config, seconds=time.monotonic() - began))
     return trainer, None
 
@@ -183,7 +183,7 @@ def summarize(trainer: Trainer, *, config: Config, seconds: float) -> dict[str, 
     run, row, metrics = trainer.run, trainer.last_row or {}, config.metrics
     folder, store = run.folder, config.checkpoint.folder
     losses = {name: row.get(name.replace(" ", "_")) for name in ("loss", "validation loss")}
-    places = {
+    paths = {
         "metrics": folder / f"{RECORD}.jsonl",
         "logs": folder / "logs",
         "checkpoints": config.checkpoint.enable and (store if is_url(store) else folder / store),
@@ -196,7 +196,7 @@ def summarize(trainer: Trainer, *, config: Config, seconds: float) -> dict[str, 
         **{f"final {name}": f"{loss:.5f}" for name, loss in losses.items() if loss is not None},
         "tokens/s": f"{run.meter.average_tokens_per_second:,.0f}",
         "time": str(timedelta(seconds=round(seconds))),
-        **{name: str(path) for name, path in places.items() if path},
+        **{name: str(path) for name, path in paths.items() if path},
     }
 
 
@@ -263,9 +263,9 @@ def _report(error: UserError) -> None:
     _say(error)
 
 
-def _say(what: object) -> None:
+def _say(message: object) -> None:
     with suppress(BrokenPipeError):  # e.g. `| head`: exit code and log file remain
-        sys.stderr.write(f"{erase_line(sys.stderr)}{what}\n")
+        sys.stderr.write(f"{erase_line(sys.stderr)}{message}\n")
         sys.stderr.flush()
 
 

@@ -99,15 +99,17 @@ def _with_sizes(section: type, *, of: type[DecoderConfig]) -> type:
     scalars = {int: PositiveInt, float: FiniteNonNegative, bool: bool, str: Text}
     keys = []
     for size in fields(of):
-        plain = [kind for kind in get_args(hints[size.name]) if kind is not NoneType]
-        kind: Any = scalars.get((plain or [hints[size.name]])[0])
-        if kind is None or hasattr(section, size.name) or size.metadata.get("of_family"):
+        plain = [
+            annotation for annotation in get_args(hints[size.name]) if annotation is not NoneType
+        ]
+        annotation: Any = scalars.get((plain or [hints[size.name]])[0])
+        if annotation is None or hasattr(section, size.name) or size.metadata.get("of_family"):
             continue
         text = "In place of the flavor's."
-        if kind is PositiveInt and plain:  # 0 takes away the flavor's
-            kind, text = NonNegativeInt, f"{text} 0: the default."
+        if annotation is PositiveInt and plain:  # 0 takes away the flavor's
+            annotation, text = NonNegativeInt, f"{text} 0: the default."
         key = field(default=None, metadata={"source": (of, text)})
-        keys.append((size.name, kind | None, key))
+        keys.append((size.name, annotation | None, key))
     namespace = {"__doc__": section.__doc__, "__module__": section.__module__}
     return make_dataclass(
         section.__name__, keys, bases=(section,), namespace=namespace, frozen=True, kw_only=True

@@ -51,8 +51,8 @@ def find_corpus(
     Raises:
         DataError: No file matches, or one is a token store.
     """
-    found = (file for pattern in patterns for file in find_files(pattern, key="files"))
-    files, stores = divide(found)
+    matches = (file for pattern in patterns for file in find_files(pattern, key="files"))
+    files, stores = divide(matches)
     if stores:
         raise DataError(f"{stores[0]} is a token store; name text files")
     if template is not None:

@@ -44,9 +44,9 @@ _KEPT = ("step", "layout", "config", "code")
 """Entries that the result's manifest copies from the last checkpoint."""
 
 
-def coefficients(num: int, *, kind: Kind, decay: float) -> list[float]:
+def coefficients(num: int, *, method: Kind, decay: float) -> list[float]:
     """Return the factor of each checkpoint, before the sum is divided by `divisor`."""
-    if kind == "uniform":
+    if method == "uniform":
         return [1.0] * num
     return [decay ** (num - 1), *((1 - decay) * decay ** (num - i) for i in range(2, num + 1))]
 
@@ -121,7 +121,7 @@ def _blocks(size: torch.Size) -> Iterator[ChunkStorageMetadata]:
         yield ChunkStorageMetadata(offsets, torch.Size([count, *size[1:]]))
 
 
-def average(steps: Sequence[Path], target: Path, *, kind: Kind, decay: float) -> None:
+def average(steps: Sequence[Path], target: Path, *, method: Kind, decay: float) -> None:
     """Write the average of checkpoints.
 
     Args:
@@ -136,10 +136,10 @@ def average(steps: Sequence[Path], target: Path, *, kind: Kind, decay: float) ->
     readers = [TensorReader(step / "model") for step in steps]
     check_tensors(readers)
     last = read_manifest(steps[-1])
-    about: dict[str, Any] = {"kind": kind, "steps": [str(step) for step in steps]}
-    about |= {"decay": decay} if kind == "ema" else {}
-    divisor = len(steps) if kind == "uniform" else 1
-    factors = coefficients(len(steps), kind=kind, decay=decay)
+    about: dict[str, Any] = {"kind": method, "steps": [str(step) for step in steps]}
+    about |= {"decay": decay} if method == "ema" else {}
+    divisor = len(steps) if method == "uniform" else 1
+    factors = coefficients(len(steps), method=method, decay=decay)
     draft, files = draft_of(target), HashingFileSystem()
     shutil.rmtree(draft, ignore_errors=True)  # of a process that died
     try:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     with trusting_stored(args.trust_code):
         check_alike([*steps.values()])
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        average([*steps.values()], args.out, kind=args.kind, decay=args.decay)
+        average([*steps.values()], args.out, method=args.kind, decay=args.decay)
     names = f"{plural(len(steps), 'step')}: {', '.join(map(str, steps))}"
     sys.stdout.write(f"{args.out}: the {args.kind} average of {names}\n")
     return 0

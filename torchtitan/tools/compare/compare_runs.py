@@ -132,7 +132,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def _read_from(self, name: str) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         size = 0
-        for piece in sorted(other for other in self._metadata if other >= name):
+        for piece in sorted(stored_name for stored_name in self._metadata if stored_name >= name):
             entry = self._metadata[piece]
             size += math.prod(entry.shape) * entry.dtype.itemsize
             if tensors and size > BYTES_AT_ONCE:

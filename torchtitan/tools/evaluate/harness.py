@@ -232,11 +232,11 @@ class Adapter(TemplateLM):
                     answers[number] = score, bool((here_TV.argmax(1) == ids_T).all())
         return answers
 
-    def _batches(self, rows: Sequence[Row], what: str) -> Iterator[Sequence[Row]]:
+    def _batches(self, rows: Sequence[Row], noun: str) -> Iterator[Sequence[Row]]:
         """Yield the rows, the longest first, so that running out of memory fails early."""
         rows, size = sorted(rows, key=len, reverse=True), self._batch_size
         starts = range(0, len(rows), size)
-        for first in tracked(starts, what, total=len(starts)):
+        for first in tracked(starts, noun, total=len(starts)):
             yield rows[first : first + size]
 
     @torch.no_grad()

@@ -20,11 +20,11 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def tracked(items: Iterable[T], what: str, *, total: int) -> Iterable[T]:
+def tracked(items: Iterable[T], noun: str, *, total: int) -> Iterable[T]:
     """Yield the items, with a progress bar in a terminal."""
     return track(
         items,
-        what,
+        noun,
         total=total,
         console=Console(stderr=True),
         transient=True,

@@ -97,11 +97,15 @@ class _Copier:
     def __init__(self, record: Record, templates: Sequence[Template]) -> None:
         self._entries = record.entries
         self._parts: list[_Part] = []
-        places = {block: (t, index) for t in templates for index, block in enumerate(t.blocks)}
+        block_positions = {
+            block: (t, index) for t in templates for index, block in enumerate(t.blocks)
+        }
         turns: Counter[tuple[Phase | None, int | None]] = Counter()
         held: Counter[tuple[str, bool]] = Counter()
         for piece, end in record.bounds():
-            template, place = places.get(-1 if piece.block is None else piece.block, (None, 0))
+            template, place = block_positions.get(
+                -1 if piece.block is None else piece.block, (None, 0)
+            )
             key = _Key(template, place, piece.phase, turns[piece[1:]])
             turns[piece[1:]] += 1
             self._parts.append(_Part(key, piece, end))
@@ -139,8 +143,8 @@ class _Copier:
     def _check_neighbour(self, part: _Part) -> None:
         if part.key.template is None or part.key.num_copies == 1:
             return
-        place = part.key.place + part.key.template.period
-        partner = self._part_at.get(part.key._replace(place=place))
+        new_place = part.key.place + part.key.template.period
+        partner = self._part_at.get(part.key._replace(place=new_place))
         if partner is None or self._work(part) != self._work(partner):
             raise CannotCopyError(f"blocks are not alike in their {part.key.phase}")
 
@@ -191,6 +195,6 @@ class _Copier:
                 raise CannotCopyError(f"each copy frees one storage: {death}")
             is_other = death_key.template is not None and death_key.template is not template
             return [(death.born, c) for c in range(1 if is_other else birth_key.num_copies)]
-        place, of_copy = template.at(template.position(death_key.place, copy) + distance)
-        target = self._part_at[birth_key._replace(place=place)]
+        copy_place, of_copy = template.at(template.position(death_key.place, copy) + distance)
+        target = self._part_at[birth_key._replace(place=copy_place)]
         return [(target.piece.start + death.born - part.piece.start, of_copy)]

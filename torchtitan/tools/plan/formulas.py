@@ -250,8 +250,8 @@ def _seconds(
     dims, num, size = candidate.dims, candidate.num_microbatches, candidate.microbatch
     axes = axes_of(dims, gpus_per_node=planned.gpus_per_node)
 
-    def seconds(axis: str, what: Collective, bytes_: float) -> float:
-        share = axes[axis].seconds(what, round(bytes_), device=planned.device)
+    def seconds(axis: str, operation: Collective, bytes_: float) -> float:
+        share = axes[axis].seconds(operation, round(bytes_), device=planned.device)
         return (share.worst + share.best) / 2 if axes[axis].degree > 1 else 0.0
 
     stream = _stream(planned) * size / dims.cp

@@ -55,27 +55,27 @@ class Axis:
         """Whether the ranks are on several machines."""
         return self.on_node < self.degree
 
-    def moved(self, what: Collective, size: int) -> tuple[float, float]:
+    def moved(self, operation: Collective, size: int) -> tuple[float, float]:
         """Return the bytes that a rank sends within its machine, and to other machines.
 
         Args:
             size: Bytes of the unsharded tensor, or of the sent one.
         """
-        if what == "receive":  # the sender counts it
+        if operation == "receive":  # the sender counts it
             return 0.0, 0.0
-        if what == "send":
+        if operation == "send":
             return (0.0, float(size)) if self.leaves_node else (float(size), 0.0)
-        total = (2.0 if what == "all-reduce" else 1.0) * size
-        if what == "all-to-all":
+        total = (2.0 if operation == "all-reduce" else 1.0) * size
+        if operation == "all-to-all":
             near, far = self.on_node - 1, self.degree - self.on_node
             return total * near / self.degree, total * far / self.degree
         num_nodes = self.degree / self.on_node
         inside = total * (self.on_node - 1) / self.on_node
         return inside, total * (num_nodes - 1) / num_nodes / self.on_node
 
-    def seconds(self, what: Collective, size: int, *, device: Device) -> Share:
+    def seconds(self, operation: Collective, size: int, *, device: Device) -> Share:
         """Return the time of a collective, at worst and at best."""
-        inside, off = self.moved(what, size)
+        inside, off = self.moved(operation, size)
         if not inside and not off:
             return Share(worst=0.0, best=0.0)
         ideal = max(inside / device.link, off / device.network)

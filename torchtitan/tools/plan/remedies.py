@@ -42,15 +42,15 @@ def plan_remedies(planned: Planned, *, now: Tried) -> Iterator[str]:
     """Yield a table of memory and step time of the job with each remedy, and as it is (`now`)."""
     remedies = list(propose(planned))
     jobs = [
-        send(planned.config, planned, settings=one.settings, world_size=one.world_size)
-        for one in remedies
+        send(planned.config, planned, settings=candidate.settings, world_size=candidate.world_size)
+        for candidate in remedies
     ]
     yield (
         "\nRemedies, each planned by itself, as options to add to this command:\n"
         f"{'GiB':>6}{'step, s':>16}  fits  options\n"
     )
     with open_pool(len(jobs)) as pool:
-        results = run_in(pool, try_job, jobs, names=[str(one) for one in remedies])
+        results = run_in(pool, try_job, jobs, names=[str(candidate) for candidate in remedies])
         for remedy, tried in zip(remedies, results, strict=True):
             if tried is not None:
                 yield _line(planned, tried, str(remedy))

@@ -125,7 +125,7 @@ def execution_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
         for rank, row in enumerate(table):
             for action in row[num_done[rank] :]:
                 needs = [
-                    next((one for one in either if one in done), None)
+                    next((choice for choice in either if choice in done), None)
                     for either in _requirements(action, num_stages=num_stages)
                 ]
                 met = [need for need in needs if need is not None]

@@ -72,10 +72,10 @@ def shorten(config: Config, layout: Layout) -> Shortened:
     passes = layout.accumulation / accumulation
     layout = replace(layout, accumulation=accumulation)
     pipeline = layout.pipeline
-    found = None if pipeline is None else _shorten_table(config, pipeline)
-    if found is None or pipeline is None:
+    short_table = None if pipeline is None else _shorten_table(config, pipeline)
+    if short_table is None or pipeline is None:
         return Shortened(config=config, layout=layout, microbatches=passes, passes=passes)
-    table, num, of = found
+    table, num, of = short_table
     validation = replace(  # keeps all microbatches: a rank holds some memory of each
         config.validation,
         local_batch_size=config.validation.local_batch_size or training.local_batch_size,

@@ -146,10 +146,10 @@ class Tape(DispatchMode):
 
     def name(self, tensor: Tensor, *, kind: Kind, pool: Pool | None = None) -> None:
         """Set the purpose, and the stream, of a live storage after its birth."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        if found is not None and found[1] >= 0:
-            entry = self.record.entries[found[1]]
-            self.record.entries[found[1]] = entry._replace(kind=kind, pool=pool or entry.pool)
+        live_entry = self._live.get(tensor.untyped_storage()._cdata)
+        if live_entry is not None and live_entry[1] >= 0:
+            entry = self.record.entries[live_entry[1]]
+            self.record.entries[live_entry[1]] = entry._replace(kind=kind, pool=pool or entry.pool)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """Record a change of a storage's size."""

@@ -58,7 +58,7 @@ class Flips:
 
 def compare_choices(
     reference: Path,
-    other: Path,
+    run_folder: Path,
     *,
     num_steps: int,
     groups: tuple[int, int] = (1, 1),
@@ -75,7 +75,7 @@ def compare_choices(
     """
     result = Flips(tolerance=tolerance)
     for step in range(1, num_steps + 1):
-        a, b = read_choices(reference, step), read_choices(other, step)
+        a, b = read_choices(reference, step), read_choices(run_folder, step)
         for layer in sorted({*a, *b}, key=int):
             if layer not in a or layer not in b or not a[layer]["names"].equal(b[layer]["names"]):
                 result.problem = (

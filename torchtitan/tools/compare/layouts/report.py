@@ -68,7 +68,9 @@ class Verdict:
                 f"of its movement (tolerance {self.weights_tolerance:g})"
             )
             differences.append((max(int(row["step"]) for row in self.rows), text))
-        return sorted(differences, key=lambda each: each[0])  # within a step, figures come first
+        return sorted(
+            differences, key=lambda difference: difference[0]
+        )  # within a step, figures come first
 
     @property
     def complaints(self) -> list[str]:
