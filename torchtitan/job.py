@@ -257,17 +257,17 @@ def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
     settings = {
         key: loaded.layer.get(("model", key)) for key in ("flavor", "name", "tokenizer_path")
     }
-    named = {
+    chosen = {
         key: item for key, item in settings.items() if item is not None and item.value is not None
     }
-    if "flavor" in named and not named["flavor"].is_in_file and config.model.flavor == HF:
-        named = {key: item for key, item in named.items() if not item.is_in_file}
-    model = config.model if "flavor" in named else replace(config.model, flavor=HF)
+    if "flavor" in chosen and not chosen["flavor"].is_in_file and config.model.flavor == HF:
+        chosen = {key: item for key, item in chosen.items() if not item.is_in_file}
+    model = config.model if "flavor" in chosen else replace(config.model, flavor=HF)
     if model.flavor == HF:
         name, tokenizer = model.name, model.tokenizer_path
         model = replace(
             model,
-            name=name if "name" in named else HF,
-            tokenizer_path=tokenizer if "tokenizer_path" in named else path,
+            name=name if "name" in chosen else HF,
+            tokenizer_path=tokenizer if "tokenizer_path" in chosen else path,
         )
     return replace(loaded, config=replace(config, model=model))

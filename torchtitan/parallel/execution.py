@@ -108,8 +108,8 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device without waiting for the copy."""
         names = ("tokens", "labels", "positions", "token_indices", "lengths")
-        given = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
-        return replace(self, **{name: _send(tensor, device) for name, tensor in given.items()})
+        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        return replace(self, **{name: _send(tensor, device) for name, tensor in tensors.items()})
 
     def split(self, size: int) -> list[Batch]:
         """Return batches of `size` sequences each."""

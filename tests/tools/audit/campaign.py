@@ -186,7 +186,7 @@ def compare(run: Path, *, draw: int | None = None) -> tuple[int, int]:
     steps = sorted(logged) if draw is None else random.Random(draw).sample(sorted(logged), draw)
     for step in steps:
         rows = logged[step]
-        found = explain_step(history, step, places=places)
+        found = explain_step(history, step, data=places)
         said = [
             (one["sample"], one["hash"], one["ranks"][0], one["microbatch"])
             for one in found["samples"]

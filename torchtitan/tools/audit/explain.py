@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def explain_step(
-    history: Sequence[Stretch], step: int, *, text: bool = False, places: Places | None = None
+    history: Sequence[Stretch], step: int, *, text: bool = False, data: Places | None = None
 ) -> dict[str, Any]:
     """Return each sample of a step: number, hash, ranks, microbatch and documents.
 
@@ -50,25 +50,25 @@ def explain_step(
         UserError: The run has no such step, or its data changed.
     """
     stretch = stretch_of(history, step)
-    places = places or Places.of(stretch.config)
+    data = data or Places.of(stretch.config)
     if stretch.fingerprint is not None:
-        places.check(stretch.fingerprint)
+        data.check(stretch.fingerprint)
     numbers = stretch.samples(step)
-    first, last, total = numbers[0], numbers[-1], places.dataset.num_samples
+    first, last, total = numbers[0], numbers[-1], data.dataset.num_samples
     if first < 0 or (total is not None and last >= total):
         raise DataError(
             f"step {step} would read samples {first} to {last}, but the data have "
             f"{'no negative numbers' if first < 0 else total}; the run ended before, or its "
             f"settings changed"
         )
-    spans = {k: places.spans(k) for k in numbers}
-    names = places.names(span for group in spans.values() for span in group)
+    spans = {k: data.spans(k) for k in numbers}
+    names = data.names(span for group in spans.values() for span in group)
     samples = []
     for k in numbers:
-        tokens = places.read(k)["tokens"] if text else None
-        facts: dict[str, Any] = {"sample": k, "hash": places.hash(k), **stretch.reader_of(k)}
-        if isinstance(places.dataset, Dataset):
-            source, epoch, i = places.dataset.place_of(k)
+        tokens = data.read(k)["tokens"] if text else None
+        facts: dict[str, Any] = {"sample": k, "hash": data.hash(k), **stretch.reader_of(k)}
+        if isinstance(data.dataset, Dataset):
+            source, epoch, i = data.dataset.place_of(k)
             facts |= {"source": source, "epoch": epoch, "number_in_source": i}
         facts["documents"] = [
             {
@@ -81,7 +81,7 @@ def explain_step(
             for span in spans[k]
         ]
         if tokens is not None:
-            _add_texts(facts, tokens, places.tokenizer)
+            _add_texts(facts, tokens, data.tokenizer)
         samples.append(facts)
     return {
         "step": step,
@@ -111,13 +111,13 @@ def explain_document(history: Sequence[Stretch], name: str) -> dict[str, Any]:
     if not history:
         raise ConfigError("the run has no steps")
     visits: list[dict[str, Any]] = []
-    places = Places.of(history[-1].config)
-    documents = places.find(name)
+    data = Places.of(history[-1].config)
+    documents = data.find(name)
     for stretch in history:
         if stretch.fingerprint is not None:
-            places.check(stretch.fingerprint)
+            data.check(stretch.fingerprint)
         for store, document in documents:
-            for k in _reads(places, stretch, store, document):
+            for k in _reads(data, stretch, store, document):
                 visits += [
                     {
                         "step": stretch.step_of(k),
@@ -128,7 +128,7 @@ def explain_document(history: Sequence[Stretch], name: str) -> dict[str, Any]:
                         "num_tokens": span.num_tokens,
                         **stretch.reader_of(k),
                     }
-                    for span in places.spans(k)
+                    for span in data.spans(k)
                     if (span.store, span.document) == (store, document)
                 ]
     visits.sort(key=lambda visit: (visit["step"], visit["sample"], visit["first_token"]))
@@ -142,19 +142,19 @@ def explain_document(history: Sequence[Stretch], name: str) -> dict[str, Any]:
     }
 
 
-def _reads(places: Places, stretch: Stretch, store: StoreKey, document: int) -> Iterator[int]:
+def _reads(data: Places, stretch: Stretch, store: StoreKey, document: int) -> Iterator[int]:
     """Yield the samples of a stretch that read a document, epoch by epoch."""
-    assert isinstance(places.dataset, Dataset)
-    last_step, total = stretch.last_step, places.dataset.num_samples
+    assert isinstance(data.dataset, Dataset)
+    last_step, total = stretch.last_step, data.dataset.num_samples
     if total is not None:  # the data end with the last full batch
         left = stretch.skipped.offset_of(total) - stretch.start
         last_step = min(last_step, stretch.first_step + left // stretch.batch - 1)
         if last_step < stretch.first_step:
             return
     last = stretch.samples(last_step)[-1]
-    for i in places.samples_of(store, document):
-        for epoch in range(places.dataset.epoch_of(store[0], last + 1) + 1):
-            k = places.dataset.number_of(store[0], epoch, i)
+    for i in data.samples_of(store, document):
+        for epoch in range(data.dataset.epoch_of(store[0], last + 1) + 1):
+            k = data.dataset.number_of(store[0], epoch, i)
             if k <= last and stretch.step_of(k) is not None:
                 yield k
 

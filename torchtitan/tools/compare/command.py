@@ -38,14 +38,14 @@ TOLERATED = {
 @report_errors
 def main(argv: Sequence[str]) -> int:
     """Run a comparison; return 0 if it finds no difference, 1 if it finds one, 2 for a mistake."""
-    kind = choose(
+    comparison = choose(
         KINDS, argv, prog="python -m torchtitan compare", noun="kind", what="what to compare"
     )
-    if kind is None:
+    if comparison is None:
         return 0
-    options = PARSERS[kind](argv[1:])
+    options = PARSERS[comparison](argv[1:])
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    code: int = import_module(KINDS[kind][0]).main(options)
+    code: int = import_module(KINDS[comparison][0]).main(options)
     return code
 
 
@@ -121,8 +121,8 @@ def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _parser(kind: str, parse: Callable[..., object]) -> argparse.ArgumentParser:
-    parser = build_parser(f"compare {kind}", inspect.getdoc(parse))
+def _parser(comparison: str, parse: Callable[..., object]) -> argparse.ArgumentParser:
+    parser = build_parser(f"compare {comparison}", inspect.getdoc(parse))
     parser.allow_abbrev = False
     return parser
 

@@ -52,9 +52,9 @@ class Allocator:
         self.active += size
         return *key, (self._segments[key].take(size), size)
 
-    def give(self, place: tuple[str, bool, Block]) -> None:
+    def give(self, position: tuple[str, bool, Block]) -> None:
         """Free a place that `take` returned."""
-        stream, is_small, (address, size) = place
+        stream, is_small, (address, size) = position
         self.active -= size
         self._segments[stream, is_small].give(address, size)
 

@@ -103,10 +103,10 @@ class _Copier:
         turns: Counter[tuple[Phase | None, int | None]] = Counter()
         held: Counter[tuple[str, bool]] = Counter()
         for piece, end in record.bounds():
-            template, place = block_positions.get(
+            template, position = block_positions.get(
                 -1 if piece.block is None else piece.block, (None, 0)
             )
-            key = _Key(template, place, piece.phase, turns[piece[1:]])
+            key = _Key(template, position, piece.phase, turns[piece[1:]])
             turns[piece[1:]] += 1
             self._parts.append(_Part(key, piece, end))
             if piece.phase == "state":
@@ -166,7 +166,7 @@ class _Copier:
             if is_backward:
                 offsets.reverse()
                 copies.reverse()
-            if [part.key for part in group] != [key._replace(place=place) for place in offsets]:
+            if [part.key for part in group] != [key._replace(place=offset) for offset in offsets]:
                 raise CannotCopyError(f"the blocks of a template do not follow one another: {key}")
             yield from ((part, copy) for copy in copies for part in group)
 

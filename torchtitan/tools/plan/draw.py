@@ -77,7 +77,7 @@ def _row_text(row: Sequence[Span], *, per_time: float) -> str:
 
 
 def _label(action: Action, first_stage: int) -> str:
-    letter = next(letter for letter, kind in KINDS.items() if kind == action.kind)
+    letter = next(letter for letter, action_name in KINDS.items() if action_name == action.kind)
     return f"{letter if action.stage == first_stage else letter.lower()}{action.microbatch}"
 
 
@@ -97,7 +97,9 @@ def save_timeline(path: Path, timeline: Timeline, *, title: str, unit: str, num_
     _draw(figure.subplots(), title=title, unit=unit, timeline=timeline)
     kinds = {span.action.kind for row in timeline.rows for span in row}
     entries = [
-        Patch(color=_COLOURS[kind][0], label=LABELS[kind]) for kind in LABELS if kind in kinds
+        Patch(color=_COLOURS[action_name][0], label=LABELS[action_name])
+        for action_name in LABELS
+        if action_name in kinds
     ]
     if any(timeline.num_stages_of(rank) > 1 for rank in range(num_ranks)):
         entries.append(Patch(color="#cccccc", label="lighter: a later stage of the rank"))
@@ -124,7 +126,7 @@ def save_areas(
         drawn = axis.stackplot(
             [100 * i / num for i in range(num)],
             *areas.values(),
-            colors=[_AREAS[kind] for kind in areas],
+            colors=[_AREAS[area] for area in areas],
             step="post",
         )
         handles |= dict(zip(areas, drawn, strict=True))
@@ -168,12 +170,13 @@ def _draw(axis: Any, *, title: str, unit: str, timeline: Timeline) -> None:
     makespan = timeline.makespan
     for rank, row in enumerate(timeline.rows):
         first_stage = min(span.action.stage for span in row)
-        for kind, colours in _COLOURS.items():
+        for action_name, colours in _COLOURS.items():
             for later, colour in enumerate(colours):
                 boxes = [
                     (span.start, span.end - span.start)
                     for span in row
-                    if span.action.kind == kind and (span.action.stage != first_stage) == later
+                    if span.action.kind == action_name
+                    and (span.action.stage != first_stage) == later
                 ]
                 if boxes:
                     axis.broken_barh(

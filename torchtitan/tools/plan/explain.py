@@ -155,7 +155,7 @@ def _memory(
         of = f" of pipeline rank {stage}" if len(of_stage) > 1 else ""
         lines.append(f"predicted peak{of}, by kind")
         by_kind = of_stage[stage].by_kind
-        lines += [f"  {kind:<33}{size / GIB:>11.5f}" for kind, size in by_kind.items()]
+        lines += [f"  {content:<33}{size / GIB:>11.5f}" for content, size in by_kind.items()]
     return "\n".join(lines)
 
 

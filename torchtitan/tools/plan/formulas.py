@@ -78,8 +78,8 @@ def measure(planned: Planned, recompute: Recompute) -> Measured:
     kinds = classify(record)
     saved = sum(
         entry.size
-        for entry, kind in zip(record.entries, kinds, strict=True)
-        if entry.what == "birth" and kind == "activations"
+        for entry, content in zip(record.entries, kinds, strict=True)
+        if entry.what == "birth" and content == "activations"
     )
     at_peak, times = replay(record).by_kind, RankTimes(record, job)
     blocks, ends = (
@@ -90,7 +90,7 @@ def measure(planned: Planned, recompute: Recompute) -> Measured:
     experts = [module for module in layers.modules() if isinstance(module, GroupedExperts)]
     return Measured(
         saved=saved,
-        working=sum(at_peak.get(kind, 0) for kind in ("temporaries", "logits")),
+        working=sum(at_peak.get(content, 0) for content in ("temporaries", "logits")),
         in_blocks=blocks,
         in_ends=ends,
         parameters={

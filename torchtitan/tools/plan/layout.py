@@ -77,7 +77,7 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
             "device with more memory"
         )
     candidates.sort(key=_seconds)
-    listed = [
+    best = [
         candidate
         for candidate in candidates[:SHOWN]
         if _seconds(candidate) <= SLOW * _seconds(candidates[0])
@@ -86,7 +86,7 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
         "rehearsed, the fastest that fit:\n\n"
         f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout\n"
     )
-    yield "".join(_row(*candidate) for candidate in listed)
+    yield "".join(_row(*candidate) for candidate in best)
     yield "\nTimes are bounds; the limits of `plan memory` and `plan step` apply.\n"
     if arguments.write is not None:
         config = candidates[0][0].apply(planned.config)

@@ -102,7 +102,7 @@ def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int])
     ranks = planned.pipeline_ranks
     names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in ranks]
     rows: list[tuple[str, list[int]]] = [
-        (kind, [account.by_kind.get(kind, 0) for account in accounts]) for kind in KINDS
+        (content, [account.by_kind.get(content, 0) for account in accounts]) for content in KINDS
     ]
     rows = [row for row in rows if any(row[1])]
     rows.append(("live at the peak", [sum(account.by_kind.values()) for account in accounts]))
@@ -183,9 +183,9 @@ def _draw(path: Path, planned: Planned, accounts: Sequence[Account]) -> None:
         (
             f"pipeline rank {rank}" if len(accounts) > 1 else planned.headline(),
             {
-                str(kind): [point.get(kind, 0) / GIB for point in account.curve]
-                for kind in KINDS
-                if any(point.get(kind, 0) for point in account.curve)
+                str(content): [point.get(content, 0) / GIB for point in account.curve]
+                for content in KINDS
+                if any(point.get(content, 0) for point in account.curve)
             },
         )
         for rank, account in zip(planned.pipeline_ranks, accounts, strict=True)

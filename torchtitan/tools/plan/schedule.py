@@ -28,7 +28,7 @@ class Costs:
     transfer: float = 0.0
     """Delay from one rank to another. No rank is busy during it."""
 
-    def of(self, kind: Kind) -> float:
+    def of(self, action_name: Kind) -> float:
         """Return the duration of one action."""
         by_kind: Mapping[Kind, float] = {
             "forward": self.forward,
@@ -36,7 +36,7 @@ class Costs:
             "backward_input": self.backward_input,
             "backward_weight": self.backward_weight,
         }
-        return by_kind[kind]
+        return by_kind[action_name]
 
 
 @dataclass(frozen=True)
@@ -147,5 +147,5 @@ def _requirements(action: Action, *, num_stages: int) -> list[tuple[Action, ...]
     needs: list[tuple[Action, ...]] = [(Action(stage, "forward", microbatch),)]
     if stage + 1 < num_stages:
         kinds: tuple[Kind, ...] = ("backward", "backward_input")
-        needs.append(tuple(Action(stage + 1, kind, microbatch) for kind in kinds))
+        needs.append(tuple(Action(stage + 1, action_name, microbatch) for action_name in kinds))
     return needs

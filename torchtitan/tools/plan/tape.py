@@ -201,7 +201,7 @@ class Tape(DispatchMode):
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.mark(None, None))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, WRAPPERS) for kind in types):
+        if any(issubclass(tensor_type, WRAPPERS) for tensor_type in types):
             return NotImplemented  # dispatched again with the wrapped tensors
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

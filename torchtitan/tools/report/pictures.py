@@ -31,16 +31,16 @@ def draw_layout(dims: ParallelDims) -> str:
         parts.append(_text(0, y + 21, f"pipeline {row}" if dims.pp > 1 else "ranks"))
         for column in range(dims.dp):
             x = LEFT + column * (box + GAP)
-            parts.append(_rect(x, y, box - GAP + 4, CELL + 2, kind="group"))
+            parts.append(_rect(x, y, box - GAP + 4, CELL + 2, css_class="group"))
             for rank_in_row in range(inner):
                 rank = (row * dims.dp + column) * inner + rank_in_row
                 cp, tp = divmod(rank_in_row, dims.tp)
                 label = f"rank {rank}: pp {row}, dp {column}, cp {cp}, tp {tp}"
                 at = x + 2 + rank_in_row * CELL
                 parts.append(
-                    _rect(at, y + 2, CELL - 4, CELL - 2, kind=f"cell c{cp % 2}", say=label)
+                    _rect(at, y + 2, CELL - 4, CELL - 2, css_class=f"cell c{cp % 2}", say=label)
                 )
-                parts.append(_text(at + CELL / 2 - 2, y + 21, str(rank), kind="rank"))
+                parts.append(_text(at + CELL / 2 - 2, y + 21, str(rank), css_class="rank"))
     width = LEFT + dims.dp * (box + GAP) + GAP
     return _svg(width, TOP + dims.pp * (CELL + 2 * GAP) + 4, parts)
 
@@ -63,10 +63,10 @@ def draw_pipeline(pipeline: PipelineLayout) -> str:
                 f"{span.start:.4g} to {span.end:.4g}"
             )
             x = 56 + span.start * scale
-            parts.append(_rect(x, y, width, ROW, kind=f"span {action.kind}{later}", say=label))
+            parts.append(_rect(x, y, width, ROW, css_class=f"span {action.kind}{later}", say=label))
             if width > 14:
                 parts.append(
-                    _text(x + width / 2, y + 15, str(action.microbatch), kind="microbatch")
+                    _text(x + width / 2, y + 15, str(action.microbatch), css_class="microbatch")
                 )
     return _svg(WIDTH, len(timeline.rows) * (ROW + GAP), parts)
 
@@ -78,13 +78,13 @@ def _svg(width: float, height: float, parts: list[str]) -> str:
     )
 
 
-def _rect(x: float, y: float, width: float, height: float, *, kind: str, say: str = "") -> str:
+def _rect(x: float, y: float, width: float, height: float, *, css_class: str, say: str = "") -> str:
     title = f"<title>{escape(say)}</title>" if say else ""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3" '
-        f'class="{kind}">{title}</rect>'
+        f'class="{css_class}">{title}</rect>'
     )
 
 
-def _text(x: float, y: float, text: str, *, kind: str = "label") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, *, css_class: str = "label") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{css_class}">{escape(text)}</text>'

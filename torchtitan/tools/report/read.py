@@ -177,8 +177,8 @@ def events(run: RunRecord) -> list[dict[str, object]]:
     events_shown: list[dict[str, object]] = []
     settings: dict[str, object] | None = None
     for row in run.events:
-        kind, changes = row["event"], list[str]()
-        if kind == "start":
+        event_name, changes = row["event"], list[str]()
+        if event_name == "start":
             now = _settings(row)
             line = f"{'started' if settings is None else 'started again'}: {row['layout']}"
             line += f", {plural(row['world_size'], 'rank')}"
@@ -188,17 +188,17 @@ def events(run: RunRecord) -> list[dict[str, object]]:
                 if settings is not None and settings.get(key) != now.get(key)
             ]
             settings = now
-        elif kind == "spike":
+        elif event_name == "spike":
             line = (
                 f"spike: {row['figure']} {_number(row, 'value')} above {_number(row, 'bound')}; "
                 f"{'skipped' if row['action'] == 'skip' else 'clipped'}"
             )
-        elif kind in ("end", "failure"):
+        elif event_name in ("end", "failure"):
             line = f"ended: {row['reason']}"
         else:
             continue  # e.g. checkpoints, which are many
         facts = {"step": row["step"], "time": row["time"]}
-        events_shown.append({**facts, "kind": kind, "line": line})
+        events_shown.append({**facts, "kind": event_name, "line": line})
         events_shown += ({**facts, "kind": "change", "line": change} for change in changes)
     return events_shown
 
