@@ -13,7 +13,6 @@ any other name is refused. Entries of raw bytes, again pickles, are never read.
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
@@ -37,7 +36,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file
 from torchtitan.checkpoint.rows import HeadDim, overlap
-from torchtitan.checkpoint.storage import METADATA
+from torchtitan.checkpoint.storage import METADATA, paused_gc
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank, reason, union
 from torchtitan.models.init import local_part
 
@@ -71,18 +70,6 @@ Entries = Mapping[str, TensorEntry | None]
 
 
 # -- metadata ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """Pause Python's garbage collector, which takes most of the time if objects are many."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Record:

@@ -42,7 +42,7 @@ from torch.library import _scoped_library
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.base.device import to_device
-from torchtitan.checkpoint.reader import paused_gc
+from torchtitan.checkpoint.storage import paused_gc
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import end_process_group
 from torchtitan.models import moe
