@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.api import open_generator
+from torchtitan.api import load_generator
 from torchtitan.checkpoint.checksums import MANIFEST, verify
 from torchtitan.tools import convert
 from torchtitan.tools.average import average as room
@@ -105,7 +105,7 @@ def test_training_and_generation_start_from_it(runs, ranks: RankPool, tmp_path: 
     job = [*jobs.write_job(tmp_path), f"--checkpoint.initial_load_path={out}"]
     job += ["--checkpoint.mode=finetune", "--training.steps=1"]
     initial = ranks.run(jobs.train, job, world=2)[0].initial
-    model = open_generator(out, device=torch.device("cpu")).model
+    model = load_generator(out, device=torch.device("cpu")).model
     for name, parameter in model.named_parameters():
         assert torch.equal(initial[name], wanted[name])
         assert torch.equal(parameter, wanted[name])
@@ -117,7 +117,7 @@ def test_transformers_loads_the_same_average(runs, tmp_path: Path) -> None:
     assert convert.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf")]) == 0
     wanted = load(tmp_path / "ours" / "model")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    ours = open_generator(tmp_path / "ours", device=torch.device("cpu")).model
+    ours = load_generator(tmp_path / "ours", device=torch.device("cpu")).model
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-5)

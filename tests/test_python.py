@@ -429,11 +429,11 @@ def test_tokenizers(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda folder: load_model(folder), ["the folder of a step", "holds none"]),
-        (lambda folder: load_model(folder / "no"), ["the folder of a step", "holds none"]),
+        (lambda folder: load_model(folder), ["the folder of a step", "holds no step"]),
+        (lambda folder: load_model(folder / "no"), ["the folder of a step", "holds no step"]),
         (lambda folder: load_model(folder, dtype="int8"), ["the folder of a step"]),
         (lambda folder: load_tokenizer(folder), ["the folder of a step"]),
-        (lambda folder: load_tokenizer("bpe"), ["'bpe' does not exist"]),
+        (lambda folder: load_tokenizer("bpe"), ["bpe does not exist"]),
         (lambda folder: generate(folder, ["a"]), ["the folder of a step"]),
         (lambda folder: generate(folder, "a"), ["a list of texts"]),
     ],

@@ -340,17 +340,6 @@ def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> No
     assert ESCAPE not in said.out + said.err
 
 
-def test_no_tokenised_data_are_uploaded_where_settings_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    data = {"training.dataset": "files", "training.dataset_path": "text.txt"}
-    store(RUN, {**data, "training.dataset_cache": f"file://{tmp_path}/uploaded"})
-    explain.main([str(RUN), "--step=2"])
-    assert any((tmp_path / "home").rglob("*.bin"))
-    assert not Path("uploaded").exists()
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {

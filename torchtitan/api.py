@@ -291,55 +291,42 @@ def load_generator(
     dtype: torch.dtype | str | None = None,
     chats: bool = False,
     trust_code: bool = False,
-) -> Generator:
-    """Return the model of `load_model` with its tokenizer, to generate from it more than once;
-    with `chats` its chat template too, for `chat`."""
-    with trusting_stored(trust_code):
-        return open_generator(
-            Path(path).expanduser(), device=_device(device), dtype=_dtype_name(dtype), chats=chats
-        )
-
-
-def open_generator(
-    path: Path,
-    *,
-    device: torch.device,
     mesh: DeviceMesh | None = None,
     verify: bool = True,
     tokenizer: str | None = None,
-    chats: bool = False,
     chat_template: str | None = None,
-    dtype: str | None = None,
 ) -> Generator:
-    """Build the model of a folder, with its weights, split over ranks.
+    """Return the model of `load_model` with its tokenizer, to generate from it more than once.
 
     Args:
         path: A run, a step or a Hugging Face folder.
-        device: This rank's device.
-        mesh: Ranks that share the model's matrices. None if one rank holds the model.
+        device: This rank's device. Default: a GPU if there is one.
+        dtype: Default: that of the stored weights.
+        chats: Look for a chat template too, for `chat`.
+        trust_code: Import the module of a custom model that the folder names.
+        mesh: Ranks that share the model's matrices. None: this rank holds the model.
         verify: Compare the checksums of a step.
         tokenizer: As model.tokenizer_path. Default: the folder's.
-        chats: Look for a chat template.
         chat_template: Jinja file. Default: the folder's.
-        dtype: Dtype of the weights. Default: the folder's.
 
     Raises:
         UserError: The folder is damaged or holds no model, its tokenizer is missing, or the model
             cannot be split over so many ranks.
     """
-    pretrained = find_pretrained(
-        path, verify=verify, group=None if mesh is None else mesh.get_group()
-    )
+    group = None if mesh is None else mesh.get_group()
+    with trusting_stored(trust_code):
+        pretrained = find_pretrained(Path(path).expanduser(), verify=verify, group=group)
     tokenizer = tokenizer or pretrained.tokenizer
     file = tokenizer_file(tokenizer)
     pretrained = replace(
         pretrained,
         tokenizer=tokenizer,
         chat_template=chat_template or pretrained.chat_template,
-        stop_ids=pretrained.stop_ids
-        | (frozenset() if file is None else read_stop_ids(file.parent)),
+        stop_ids=pretrained.stop_ids | (read_stop_ids(file.parent) if file else frozenset()),
     )
-    return build_generator(pretrained, device=device, mesh=mesh, chats=chats, dtype=dtype)
+    return build_generator(
+        pretrained, device=_device(device), mesh=mesh, chats=chats, dtype=_dtype_name(dtype)
+    )
 
 
 def generate(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from scripts.benchmarks.pairs import CLOCKS, DisagreementError, Report, alternate, timed
-from torchtitan.api import open_generator
+from torchtitan.api import load_generator
 from torchtitan.base.device import device_name, local_device
 from torchtitan.generate.sampling import generate
 
@@ -36,7 +36,7 @@ def measure(args: argparse.Namespace) -> Report:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     device = local_device(0)
-    model = open_generator(args.folder, device=device, dtype="float32").model
+    model = load_generator(args.folder, device=device, dtype="float32").model
     theirs = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).to(device)
     theirs.generation_config = GenerationConfig(
         do_sample=False, max_new_tokens=args.tokens, eos_token_id=None, pad_token_id=0

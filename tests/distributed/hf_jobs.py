@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed import jobs
-from torchtitan.api import open_generator
+from torchtitan.api import load_generator
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.state import model_tensors
 from torchtitan.generate.sampling import generate
@@ -118,7 +118,7 @@ def texts(folder: Path) -> tuple[list[list[int]], int] | str:
     """Return this rank's texts and the keys and values that it holds, or why there are none."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     try:
-        generator = open_generator(folder, device=torch.device("cpu"), mesh=mesh, tokenizer="byte")
+        generator = load_generator(folder, device=torch.device("cpu"), mesh=mesh, tokenizer="byte")
     except ConfigError as error:
         return str(error)
     held = sum(local_part(p).numel() for p in generator.model.parameters())

@@ -17,7 +17,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, family_name, random_decoder, reference_of
 from tests.naming import naming
-from torchtitan.api import open_generator
+from torchtitan.api import load_generator
 from torchtitan.base.errors import CheckpointError
 from torchtitan.finetune.lora import apply_lora, is_adapter
 from torchtitan.hf.export import HFExport, export
@@ -140,7 +140,7 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     assert {key: written.get(key) for key in more} == more
     assert "auto_map" not in written
     # as python -m torchtitan generate does
-    ours = open_generator(checkpoint / "step-4", device=torch.device("cpu")).model
+    ours = load_generator(checkpoint / "step-4", device=torch.device("cpu")).model
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, ours(TOKENS)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

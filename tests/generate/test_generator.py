@@ -15,7 +15,7 @@ from tests.models.own_family import load_family, write_family
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from tests.naming import naming
 from tests.tools.evaluate.helpers import write_model
-from torchtitan.api import open_generator
+from torchtitan.api import load_generator
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.generate.generator import Generator, Pretrained, build_generator
@@ -33,7 +33,7 @@ def folder_of(path: Path, variant: str, dtype: torch.dtype = torch.float32) -> P
 
 
 def opened(folder: Path, **options: Any) -> Generator:
-    return open_generator(folder, device=torch.device("cpu"), tokenizer="byte", **options)
+    return load_generator(folder, device=torch.device("cpu"), tokenizer="byte", **options)
 
 
 def their_text(folder: Path, prompt: list[int], length: int = 20) -> list[int]:
@@ -80,7 +80,7 @@ def test_a_text_begins_as_in_transformers(tmp_path: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     prompts = ["the user", "and then the assistant"]
     expected = [their_text(tmp_path, theirs(prompt)["input_ids"]) for prompt in prompts]
-    generator = open_generator(tmp_path, device=torch.device("cpu"))
+    generator = load_generator(tmp_path, device=torch.device("cpu"))
     settings: Any = {"max_new_tokens": 20, "temperature": 0}
     for begin in ("", "<|begin|>"):
         given = [begin + prompt for prompt in prompts]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.finetune.chats import CHATML, SPECIAL, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.api import open_generator
+from torchtitan.api import load_generator
 from torchtitan.build import describe_export
 from torchtitan.generate.text import encode_chats
 from torchtitan.hf.config import find_carried
@@ -132,7 +132,7 @@ def test_transformers_stops_where_an_answer_stops(tmp_path: Path) -> None:
         asked = torch.tensor([[5, 6, 7]])
         lengths[folder.name] = theirs.generate(asked, max_new_tokens=5, do_sample=False).shape[1]
     assert lengths == {"base": 8, "out": 4}
-    ours = open_generator(tmp_path / "out", device=torch.device("cpu"), chats=True)
+    ours = load_generator(tmp_path / "out", device=torch.device("cpu"), chats=True)
     _, stop_ids = encode_chats(ours, [[{"role": "user", "content": "Who?"}]])
     assert stop_ids == {*GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id}
 

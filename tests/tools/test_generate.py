@@ -20,7 +20,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
 from tests.naming import naming
-from torchtitan.api import open_generator
+from torchtitan.api import load_generator
 from torchtitan.checkpoint.checksums import seal, write_bytes
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.generate.sampling import generate
@@ -86,7 +86,7 @@ def test_the_wavelengths_are_those_of_the_training(ranks, tmp_path):
     words = ("rope_theta=777.0", "rope_scaling.type=linear", "rope_scaling.factor=4.0")
     job = [*jobs.write_job(tmp_path), *(f"--model.{word}" for word in words)]
     ranks.run(jobs.train, [*job, "--training.steps=1"], world=1)
-    model = open_generator(tmp_path / "run", device=torch.device("cpu")).model
+    model = load_generator(tmp_path / "run", device=torch.device("cpu")).model
     tiny = MODELS["llama3"].flavors["tiny"]
     assert model.config == replace(
         tiny, rope_theta=777.0, rope_scaling=RopeScaling(type="linear", factor=4.0)
@@ -108,8 +108,8 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
 @pytest.mark.parametrize(
     ("folder", "options", "message"),
     [
-        ("nowhere", [], "nowhere holds none"),
-        ("config.toml", [], "config.toml holds none"),
+        ("nowhere", [], "nowhere holds no step"),
+        ("config.toml", [], "config.toml holds no step"),
         (".", ["--max_new_tokens", str(10**12)], "--max_new_tokens must be at most 1000000"),
         ("x" * 300, [], "File name too long"),
         (".", ["--seed", str(2**64)], "--seed must fit into 64 bits"),
@@ -208,7 +208,7 @@ class Typed(io.StringIO):
 @pytest.mark.parametrize("kind", [io.StringIO, Typed])
 def test_a_chat_without_a_prompt_answers_standard_input(script, trained, capsys, monkeypatch, kind):
     """Each line is answered in the light of those before it; a terminal gets prompts too."""
-    generator = open_generator(trained[0], device=torch.device("cpu"), chats=True)
+    generator = load_generator(trained[0], device=torch.device("cpu"), chats=True)
     messages = [{"role": "system", "content": "Sys."}]
     texts = []
     for question in ("naïve?", "And?"):

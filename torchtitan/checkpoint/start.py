@@ -304,10 +304,10 @@ def resolve_step(
         newest = newest_valid_step(folder, verifies=verifies, group=group)
         if newest is not None:
             return newest, True
-    number = "" if load_step == -1 else f" of checkpoint.load_step {load_step} "
+    number = "" if load_step == -1 else f" {load_step} (checkpoint.load_step)"
     raise CheckpointError(
-        f"{INITIAL_PATH} must be the folder of a step, of checkpoints or of a run, and {path} "
-        f"holds no step{number} (for a .pt file: torchtitan convert from-torch)"
+        f"{path} holds no step{number}; name the folder of a step, of checkpoints or of a run (for a "
+        f".pt file: torchtitan convert from-torch)"
     )
 
 

@@ -90,7 +90,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> list[str]:
     Raises:
         UserError: An option, a file or the model is invalid.
     """
-    from torchtitan.api import open_generator
+    from torchtitan.api import load_generator
     from torchtitan.generate.chat import Chat
     from torchtitan.generate.sampling import Sampling
     from torchtitan.generate.text import answer, complete
@@ -103,7 +103,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> list[str]:
             f"one process"
         )
     device, mesh = join_tensor_parallel()
-    generator = open_generator(
+    generator = load_generator(
         args.checkpoint,
         device=device,
         mesh=mesh,

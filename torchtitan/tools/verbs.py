@@ -66,7 +66,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a verb that opens a model with `api.open_generator`."""
+    """Add the options of a verb that opens a model with `api.load_generator`."""
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="of a run or Hugging Face")
     add("--tokenizer", metavar="PATH", help="instead of the checkpoint's")

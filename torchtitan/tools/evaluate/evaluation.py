@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan import __version__
-from torchtitan.api import open_generator
+from torchtitan.api import load_generator
 from torchtitan.base.errors import ConfigError, Mistakes
 from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.data.settings import TrainingConfig
@@ -62,14 +62,14 @@ def open_subject(
     tokenizer: str | None = None,
     **options: Any,
 ) -> Subject:
-    """Open the model of a folder. The arguments are those of `open_generator`.
+    """Open the model of a folder. The arguments are those of `load_generator`.
 
     Raises:
-        UserError: As `open_generator`.
+        UserError: As `load_generator`.
     """
     options |= {"device": device, "mesh": mesh, "tokenizer": tokenizer}
     if (path / CONFIG).is_file():
-        generator = open_generator(path, **options)
+        generator = load_generator(path, **options)
         positions = read_config(path).get("max_position_embeddings", UNKNOWN_POSITIONS)
         return Subject(
             folder=path,
@@ -80,7 +80,7 @@ def open_subject(
             first_id=_begin_token(tokenizer or str(path), generator),
         )
     step = find_run_step(path, verify=verify, group=None if mesh is None else mesh.get_group())
-    generator = open_generator(step, verify=False, **options)
+    generator = load_generator(step, verify=False, **options)
     training = read_settings(step).training
     return Subject(
         folder=step,
