@@ -306,8 +306,8 @@ def resolve_step(
             return newest, True
     number = "" if load_step == -1 else f" {load_step} (checkpoint.load_step)"
     raise CheckpointError(
-        f"{path} holds no step{number}; name the folder of a step, of checkpoints or of a run (for a "
-        f".pt file: torchtitan convert from-torch)"
+        f"{path} holds no step{number}; name the folder of a step, of checkpoints or of a run, or "
+        f"convert a .pt file by torchtitan convert from-torch"
     )
 
 
