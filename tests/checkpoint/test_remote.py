@@ -190,6 +190,22 @@ def test_a_damaged_step_is_passed_over_and_set_aside(runs: Runs, tmp_path: Path)
 
 
 @pytest.mark.promise("kill-upload")
+def test_a_store_of_damaged_steps_stays_as_it_is(
+    runs: Runs, ranks: RankPool, tmp_path: Path
+) -> None:
+    """A start that found none would begin anew in the folder of a run."""
+    runs.run(steps=1)
+    file = f"{inside(runs.store, 'step-1')}/model/__0_0.distcp"
+    runs.store.write(file, b"")
+    shutil.rmtree(tmp_path / "run")
+    before = runs.store.list()
+    for _ in range(2):
+        [message] = ranks.run(jobs.refusal, runs.job(2, f"folder={runs.url}"), world=1)
+        assert naming("step-1", runs.url).match(message)
+    assert runs.store.list().keys() == before.keys()
+
+
+@pytest.mark.promise("kill-upload")
 def test_a_kill_while_a_damaged_step_is_replaced(
     runs: Runs, undisturbed: dict[int, list[str]], tmp_path: Path
 ) -> None:
