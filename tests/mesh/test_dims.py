@@ -43,7 +43,6 @@ def views(dims: ParallelDims) -> dict[str, list[int]]:
     mesh = build_mesh(dims, device_type="cpu")
     return {
         "dp": [mesh.dp_rank],
-        "first": [mesh.is_first_of_dp_rank],
         "fsdp": dist.get_process_group_ranks(mesh.params.get_group("fsdp")),
         "tp": dist.get_process_group_ranks(mesh.params.get_group("tp")),
         "fully_shard": mesh.data_parallel.mesh.flatten().tolist(),
@@ -55,10 +54,8 @@ def test_views_of_eight_ranks(ranks: RankPool) -> None:
     answers = ranks.run(views, dims, world=8)
     assert answers[5] == {
         "dp": [2],
-        "first": [False],
         "fsdp": [5, 7],
         "tp": [4, 5],
         "fully_shard": [1, 3, 5, 7],
     }
     assert [answer["dp"][0] for answer in answers] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [answer["first"][0] for answer in answers] == [True, False] * 4

@@ -19,10 +19,7 @@ E = TypeVar("E", bound="UserError")
 
 @dataclass(frozen=True)
 class Violation:
-    """A violated rule about settings.
-
-    A package names the keys of its own section, such as `seq_len`. `within` adds the section.
-    """
+    """A violated rule about settings. A section names its own keys; `within` adds its path."""
 
     keys: tuple[str, ...]
     """Dotted paths of the settings in the rule, the one to blame first."""
@@ -70,15 +67,7 @@ class ConfigError(UserError):
 
 
 class Mistakes:
-    """Collects ConfigErrors of independent checks, to report them together.
-
-    mistakes = Mistakes()
-    with mistakes:
-        check_one()
-    with mistakes:
-        check_another()
-    mistakes.report()
-    """
+    """Collects ConfigErrors of independent checks: `with mistakes:` around each, then `report`."""
 
     def __init__(self) -> None:
         self._collected: list[str | Violation] = []
@@ -109,10 +98,7 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
 
 
 class DataError(UserError):
-    """Data or tokenizer files are missing, damaged or do not fit the job.
-
-    A `Violation` names the setting to change, relative to its section.
-    """
+    """Data or tokenizer files are missing, damaged or do not fit the job."""
 
     def __init__(self, problem: str | Violation) -> None:
         self.problem = problem

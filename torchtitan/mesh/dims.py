@@ -130,11 +130,6 @@ class Mesh:
         return self.data.get_local_rank("dp")
 
     @property
-    def is_first_of_dp_rank(self) -> bool:
-        """Whether this is the first of the ranks that read the same samples."""
-        return all(self.data.get_local_rank(axis) == 0 for axis in ("pp", "cp", "tp"))
-
-    @property
     def data_parallel(self) -> DeviceMesh:
         """Mesh for `fully_shard`: (fsdp), or (dp_replicate, fsdp) with replicas."""
         return self._with_replicas(self.params, "fsdp")

@@ -3,18 +3,12 @@
 Ranks find each other through torchrun's environment. A process started without it forms a group of
 one, so the rest of the trainer never asks whether it is distributed.
 
-A single rank that raises an error leaves the other ranks waiting in their next collective until it
-times out. So `on_first_rank` and `on_every_rank` exchange errors before any rank continues. A group
-of None means this process only.
+A rank that fails alone leaves the other ranks waiting until a timeout that names neither rank nor
+cause. So `on_first_rank` and `on_every_rank` exchange errors before any rank continues, and ranks
+compare their settings and data before they train. A group of None means this process only.
 
-Ranks with different settings would wait in different collectives until a timeout that names neither
-rank nor setting; ranks with different data would train on other samples without any sign. An old
-file on one machine is enough. So ranks compare their settings (`check_alike`) and data
-(`check_data_alike`) first.
-
-`OncePerMachine` runs slow work, such as listing a bucket or 10,000 files on a shared disk, on one
-rank per machine and sends the result to the other ranks through the job's store. They wait without
-the limit of a collective, because copying data may take hours.
+`OncePerMachine` runs slow work, such as listing a bucket, on one rank per machine. The other ranks
+wait without the limit of a collective, because copying data may take hours.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Annotated, Literal
 
 from torchtitan.base.errors import Violation
@@ -128,28 +127,19 @@ class ParallelismConfig:
         )
 
     def sequence_violation(self, seq_len: int, *, key: str) -> Violation | None:
-        """Return the violated rule about sequences that are split over ranks, if any.
-
-        Args:
-            seq_len: Length of a sequence.
-            key: Path of the setting with the length.
-        """
-        cp, tp = self.context_parallel_degree, self.tensor_parallel_degree
-        balancer, factors, otherwise = self.context_parallel_load_balancer, {}, ""
-        if cp > 1:
-            factors["context_parallel_degree"] = cp
-            factors[f"chunks per rank under {balancer}"] = CHUNKS_A_RANK[balancer]
-        if tp > 1 and self.enable_sequence_parallel:
-            factors["tensor_parallel_degree under sequence parallelism"] = tp
-            otherwise = ", or set parallelism.enable_sequence_parallel = false"
-        multiple = prod(factors.values())
+        """Return the violated rule about sequences that are split over ranks, if any. `key`: the
+        setting with their length."""
+        cp, balancer = self.context_parallel_degree, self.context_parallel_load_balancer
+        chunks = CHUNKS_A_RANK[balancer] if cp > 1 else 1
+        tp = self.tensor_parallel_degree if self.enable_sequence_parallel else 1
+        multiple = cp * chunks * tp
         if seq_len % multiple == 0:
             return None
-        product = " x ".join(f"{n} {name}" for name, n in factors.items() if n > 1)
         return Violation(
             (key, *(f"parallelism.{tie}" for tie in CUTS_SEQUENCES)),
-            f"must be a multiple of {multiple} ({product}), got {seq_len}; "
-            f"try {max(seq_len // multiple, 1) * multiple}{otherwise}",
+            f"must be a multiple of {multiple} (context_parallel_degree {cp} x {chunks} chunks per "
+            f"rank x tensor_parallel_degree {tp} under sequence parallelism), got {seq_len}; "
+            f"try {max(seq_len // multiple, 1) * multiple}",
         )
 
 
