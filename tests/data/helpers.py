@@ -58,16 +58,18 @@ def loader_of(
     skipped: SkippedSamples | None = None,
     **settings: object,
 ) -> Loader:
-    return Loader(
+    loader = Loader(
         dataset,
         local_batch_size=batch,
         accumulation=accumulation,
         dp_rank=rank,
         dp_degree=degree,
         settings=DataLoaderConfig(**settings),  # type: ignore[arg-type]
-        position=position,
         skipped=skipped,
     )
+    if position:
+        loader.load_state_dict({"position": position, "fingerprint": dataset.fingerprint})
+    return loader
 
 
 def rows(step: list[dict[str, torch.Tensor]]) -> list[tuple[int, ...]]:

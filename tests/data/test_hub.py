@@ -83,5 +83,5 @@ def test_a_release_that_resumes_wrongly_is_refused(
 def test_a_wrong_name_or_key_is_named(tmp_path: Path, files: list[str]) -> None:
     with pytest.raises(DataError, match=naming("HubText", "none.jsonl")):
         stream(tmp_path, name="json", data_files=(str(tmp_path / "none.jsonl"),))
-    with pytest.raises(DataError, match=naming("text_key", "'body'", "'text'")):
+    with pytest.raises(DataError, match=naming("'body'", "'text'")):
         stream(tmp_path, name="json", data_files=tuple(files), text_key="body")[0]

@@ -51,25 +51,15 @@ class Corpus:
 
 
 def file_corpus(
-    files: tuple[Path, ...],
-    text_key: str = "text",
-    template: str | None = None,
-    *,
-    settings: tuple[str, str] = ("dataset_text_key", "dataset_text_template"),
+    files: tuple[Path, ...], text_key: str = "text", template: str | None = None
 ) -> Corpus:
     """Return the documents of files of any format.
 
-    Args:
-        files: Files to read, in order.
-        text_key: Key that holds the text of a row.
-        template: Text with keys in braces, used instead of `text_key` if given.
-        settings: Names of `text_key` and `template` in error messages.
+    The text of a row is the value under `text_key`, or the `template` with keys in braces.
     """
-    text_of = TextTemplate(text_key, template, setting=settings[template is not None])
-    read = partial(read_documents, text_of=text_of)
-    return Corpus(
-        name_of(files), read, files, [text_key, *([] if template is None else [template])]
-    )
+    read = partial(read_documents, text_of=TextTemplate(text_key, template))
+    key = [text_key, *([] if template is None else [template])]
+    return Corpus(name_of(files), read, files, key)
 
 
 def name_of(files: Sequence[Path]) -> str:

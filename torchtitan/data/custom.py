@@ -156,7 +156,6 @@ class CustomStream:
     """Samples in order. Samples between two requested ones are read and dropped."""
 
     num_samples: int | None = None
-    stores = ()
 
     def __init__(self, data: Any, reader: SampleReader, fingerprint: dict[str, str]) -> None:
         self._data, self._reader, self.fingerprint = data, reader, fingerprint

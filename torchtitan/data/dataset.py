@@ -107,7 +107,7 @@ class Dataset:
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens of all sources."""
-        return sum(store.num_tokens for source in self.sources for store in source.stores)
+        return sum(store.num_tokens for store in self.stores)
 
     @property
     def stores(self) -> list[TokenStore]:
@@ -132,7 +132,7 @@ class PadToBatch:
             self.num_drawn = min(self.num_drawn, num_batches * batch)
         self.num_batches = -(-self.num_drawn // batch)
         self.num_samples: int | None = self.num_batches * batch
-        self.fingerprint, self.stores = dataset.fingerprint, dataset.stores
+        self.fingerprint = dataset.fingerprint
 
     def __getitem__(self, k: int) -> Samples:
         if k < self.num_drawn:

@@ -57,7 +57,7 @@ class HubText:
         files = list(data_files) or None
         self._source: dict[str, Any] = {"path": name, "name": subset, "split": split}
         self._source |= {"revision": revision, "data_files": files}
-        self._text_of = TextTemplate(text_key, None, setting=f"{OPTIONS}.text_key")
+        self._text_of = TextTemplate(text_key)
         self._documents, self._left = self._open(), list[int]()
         self._position: dict[str, Any] | None = None
         """State of the documents that were opened, None at the start of a pass."""

@@ -12,7 +12,7 @@ the position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
@@ -26,7 +26,6 @@ from torchtitan.data.sampler import SkippedSamples
 
 if TYPE_CHECKING:
     from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
-    from torchtitan.data.store import TokenStore
 
 Samples = dict[str, torch.Tensor]
 """`tokens` and `labels`, int64 (B, S). If documents are separated, also `document_lengths`, int64,
@@ -40,10 +39,6 @@ class MapSamples(Protocol):
     """None if the data never end."""
     fingerprint: dict[str, str]
     """Everything that decides the samples and their order, by name."""
-
-    @property
-    def stores(self) -> Sequence[TokenStore]:
-        """Return the token stores that are read completely."""
 
     def __getitem__(self, k: int) -> Samples:
         """Return the k-th sample of the run, always the same."""
@@ -143,7 +138,6 @@ class Loader:
         dp_rank: Data-parallel rank of this process.
         dp_degree: Number of data-parallel ranks.
         settings: Workers and prefetch.
-        position: Number of the first sample.
         skipped: Samples to pass over.
     """
 
@@ -156,7 +150,6 @@ class Loader:
         dp_rank: int,
         dp_degree: int,
         settings: DataLoaderConfig,
-        position: int = 0,
         skipped: SkippedSamples | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_degree
@@ -164,7 +157,7 @@ class Loader:
         self.on_sample: Callable[[int, torch.Tensor], None] | None = None
         """Called with number and tokens of each sample, if a callback has set it."""
         self._blocks = Blocks(
-            position=position,
+            position=0,
             num_samples=dataset.num_samples,
             skipped=skipped or SkippedSamples(),
             block=local_batch_size,

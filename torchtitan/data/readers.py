@@ -144,10 +144,8 @@ class TextTemplate:
     """Takes the text out of rows: the value under a key, or several values put into a template."""
 
     key: str
-    template: str | None
+    template: str | None = None
     """Text with keys in braces, used instead of `key` if given."""
-    setting: str
-    """Name of the key or template in error messages."""
 
     @cached_property
     def parts(self) -> list[tuple[str, str | None]]:
@@ -169,7 +167,8 @@ class TextTemplate:
             if not isinstance(text, str):
                 got = repr(text) if key in value else f"keys {', '.join(map(repr, value))}"
                 rule = f"{where} must have text under the key {key!r}, got {got:.300}"
-                raise DataError.at(self.setting, rule)
+                setting = "dataset_text_template" if self.template else "dataset_text_key"
+                raise DataError.at(setting, rule)
             check_characters(text, where=where)
         return "".join(literal + (value[key] if key else "") for literal, key in self.parts)
 

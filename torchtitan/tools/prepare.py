@@ -33,20 +33,8 @@ LARGE_BYTES = 1 << 28
 """Size of files from which on processes, which take a second to start, beat threads."""
 
 
-def find_corpus(
-    patterns: Sequence[str],
-    *,
-    text_key: str,
-    template: str | None = None,
-    options: tuple[str, str] = ("--text_key", "--text_template"),
-) -> Corpus:
-    """Return the files of all patterns.
-
-    Args:
-        patterns: Entries of `training.dataset_path`.
-        text_key: As `training.dataset_text_key`.
-        template: As `training.dataset_text_template`.
-        options: Names of the two options, for messages.
+def find_corpus(patterns: Sequence[str], *, text_key: str, template: str | None = None) -> Corpus:
+    """Return the files of all patterns, which are entries of `training.dataset_path`.
 
     Raises:
         DataError: No file matches, or one is a token store.
@@ -60,7 +48,7 @@ def find_corpus(
             template_parts(template)
         except ValueError as error:
             raise DataError(f"--text_template: {error}") from error
-    return file_corpus(files, text_key, template, settings=options)
+    return file_corpus(files, text_key, template)
 
 
 @report_errors

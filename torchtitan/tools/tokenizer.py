@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"output must be a file in an existing folder, got {args.output}")
     corpus = stdlib_corpus()
     if args.files:
-        corpus = find_corpus(args.files, text_key=args.text_key, options=("--text_key", ""))
+        corpus = find_corpus(args.files, text_key=args.text_key)
     texts = (piece.text for piece in corpus.pieces())
     tokens = tokens_by_rank(train(texts, vocab_size=args.vocab_size))
     write_tiktoken(args.output, tokens)

@@ -24,16 +24,6 @@ class Indexed:
         return _sample(i)
 
 
-class Endless:
-    """Samples without an end."""
-
-    def __init__(self, **options: object) -> None:
-        pass
-
-    def __getitem__(self, k: int) -> list[int]:
-        return _sample(k)
-
-
 class Stream:
     """Samples one after another."""
 

@@ -160,7 +160,7 @@ def test_data_that_changed_since_the_checkpoint_are_refused(
 
 
 def test_data_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, is_known in (("Indexed", True), ("Endless", True), ("Stream", False)):
+    for name, is_known in (("Indexed", True), ("Stream", False)):
         run = Path(name)
         drive(
             run, [f"--training.dataset=tests.tools.audit.own_data:{name}", CACHE], world=1, steps=2
