@@ -57,8 +57,9 @@ class TextSource:
         self._seq_len, self._vocab_size = training.seq_len, vocab_size
         self._splits_labels = training.attn_mask_type == "block_causal"
         self._has_lengths = has_document_lengths(training)
-        self._ends = list(accumulate((max(0, s.num_tokens - 1)) // self._seq_len for s in stores))
-        self.num_samples = self._ends[-1]
+        self.ends = list(accumulate((max(0, s.num_tokens - 1)) // self._seq_len for s in stores))
+        """Number of samples up to the end of each row."""
+        self.num_samples = self.ends[-1]
 
     def __getitem__(self, i: int) -> Samples:
         number, first = self.place_of(i)
@@ -84,14 +85,8 @@ class TextSource:
 
     def place_of(self, i: int) -> tuple[int, int]:
         """Return the row that holds sample i, and the first token of the sample in it."""
-        number = bisect(self._ends, i)
-        return number, (i - (self._ends[number - 1] if number else 0)) * self._seq_len
-
-    def samples_with(self, number: int, first: int, stop: int) -> range:
-        """Return the samples that read a token between `first` and `stop` of row `number`."""
-        begin = self._ends[number - 1] if number else 0
-        last = min(begin - (-stop // self._seq_len), self._ends[number])
-        return range(begin + first // self._seq_len, last)
+        number = bisect(self.ends, i)
+        return number, (i - (self.ends[number - 1] if number else 0)) * self._seq_len
 
     def content_hash(self) -> str:
         """Return a SHA-256 of the contents of all stores."""

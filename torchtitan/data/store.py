@@ -125,11 +125,6 @@ class TokenStore:
             return self.num_tokens  # documents without a sequence, at the end
         return int(self._pointers[sequence]) // self.tokens.dtype.itemsize
 
-    def document_at(self, token: int) -> int:
-        """Return the number of the document that holds a token."""
-        assert 0 <= token < self.num_tokens
-        return bisect_right(range(self.num_documents), token, key=self.first_token) - 1
-
     def boundaries(self, first: int, stop: int) -> list[int]:
         """Return the tokens after `first` and before `stop` that start a document.
 

@@ -125,12 +125,6 @@ def _build_once(path: str) -> Tokenizer:
     return build_tokenizer(path)  # reading a large vocabulary takes long
 
 
-def find_tokenizer(path: str) -> Tokenizer | None:
-    """Return the tokenizer, or None if this machine does not have its file."""
-    exists = path == "byte" or BUILT_IN.get(path, Path(path).expanduser()).exists()
-    return build_tokenizer(path) if exists else None
-
-
 def check_vocabulary(tokenizer: Tokenizer, *, model_vocab_size: int) -> None:
     """Raise ConfigError if the tokenizer has an id without an embedding in the model."""
     if tokenizer.vocab_size > model_vocab_size:

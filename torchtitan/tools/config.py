@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from math import gcd, lcm
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
@@ -92,15 +93,17 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, Layout
     """
     # not at the top: mistakes in the settings are reported before torch is imported
     from torchtitan.base.device import device_type
-    from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
+    from torchtitan.data.tokenizer import BUILT_IN, build_tokenizer, check_vocabulary
     from torchtitan.layout import find_layout
     from torchtitan.parallel.layout import check_device
     from torchtitan.resume_rules import resolve_model
 
     config = resolve_model(config)
     layout = find_layout(config, world_size=world_size or fewest_ranks(config.parallelism))
-    tokenizer = find_tokenizer(config.model.tokenizer_path)
-    if tokenizer is not None:
+    path = config.model.tokenizer_path
+    # other files may be on the machines of the run alone
+    if path == "byte" or BUILT_IN.get(path, Path(path).expanduser()).exists():
+        tokenizer = build_tokenizer(path)
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
     try:
         check_device(config.compile, float8=layout.float8, device_type=device_type())

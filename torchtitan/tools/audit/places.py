@@ -9,6 +9,7 @@ again, to leave out the same ones.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ class Places:
         store, at = source.stores[row], 0
         stop = start + self.config.training.seq_len
         for token in (start, *store.boundaries(start, stop)):
-            document = store.document_at(token)
+            document = _document_at(store, token)
             end = min(stop, store.first_token(document + 1))
             yield Span(
                 store=(number, row),
@@ -138,11 +139,15 @@ class Places:
         source = self.dataset.sources[store[0]]
         if isinstance(source, ExampleSource):
             at = np.flatnonzero(source.samples.tokens == document)
-            return [source.samples.document_at(int(i)) for i in at]
+            return [_document_at(source.samples, int(i)) for i in at]
         assert isinstance(source, TextSource)
         row = source.stores[store[1]]
         start, stop = row.first_token(document), row.first_token(document + 1)
-        return source.samples_with(store[1], start, stop) if start < stop else []
+        if start == stop:
+            return []
+        seq_len, begin = self.config.training.seq_len, source.ends[store[1] - 1] if store[1] else 0
+        last = min(begin - (-stop // seq_len), source.ends[store[1]])
+        return range(begin + start // seq_len, last)
 
     def names(self, spans: Iterable[Span]) -> dict[tuple[StoreKey, int], str]:
         """Return file and row of each document, by store and number."""
@@ -228,6 +233,11 @@ class Places:
                 if fraction is None or not goes_to_holdout(ids, fraction):
                     yield piece.where
                 text = ""
+
+
+def _document_at(store: TokenStore, token: int) -> int:
+    """Return the number of the document that holds a token."""
+    return bisect_right(range(store.num_documents), token, key=store.first_token) - 1
 
 
 def _matches(name: str, document: str) -> bool:
