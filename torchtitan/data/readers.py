@@ -31,13 +31,9 @@ BLOCK_BYTES = BLOCK_CHARS = 1 << 20
 HEAD_BYTES = 4096
 ROWS_AT_ONCE = 256
 MAX_MISTAKES = 10
-
-
-UNREADABLE = (
-    *(OSError, EOFError, zlib.error, csv.Error, ValueError, RecursionError, OverflowError),
-    ImportError,  # of pyarrow
-)
+DAMAGE = (EOFError, zlib.error, csv.Error, ValueError, RecursionError, OverflowError)
 """What reading raises for a damaged file. ValueError: of UTF-8, JSON and pyarrow."""
+UNREADABLE = (OSError, ImportError, *DAMAGE)
 Numbered = Iterator[tuple[int, object]]
 
 
