@@ -117,12 +117,6 @@ def refusal(target: Path) -> str:
     return "saved"
 
 
-def test_a_folder_that_cannot_be_written(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    for message in ranks.run(refusal, tmp_path / "file" / "step-6", world=2):
-        assert naming("step-6", "[Errno").match(message)
-
-
 def save_much_state_on_a_full_disk(target: Path) -> str:
     large = {**components(), "dataloader": Component(state={"seen": "x" * 100_000})}
     try:

@@ -168,16 +168,6 @@ def test_each_file_is_hashed_by_one_rank_and_the_bytes_are_shared() -> None:
     assert [sum(r.size for r in share.values()) for share in shares] == [900, 900, 900]
 
 
-def test_what_is_not_used_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flip(folder / "step-9" / "model" / "__0_0.distcp")
-    remove(folder / "step-6" / "manifest.json")
-    with caplog.at_level(logging.WARNING):
-        assert newest_valid_step(folder, group=None, verifies=True) == folder / "step-3"
-    nine, six = (record.getMessage() for record in caplog.records)
-    assert naming("step-9", "model/__0_0.distcp").match(nine)
-    assert naming("step-6", "manifest.json").match(six)
-
-
 def test_without_checksums_the_newest_is_taken(folder: Path) -> None:
     flip(folder / "step-9" / "model" / "__0_0.distcp")
     assert newest_valid_step(folder, group=None, verifies=False) == folder / "step-9"

@@ -187,7 +187,13 @@ def list_files(manifest: StoredJSON) -> dict[str, FileRecord]:
 # -- verification --------------------------------------------------------------------------------
 
 
-def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
+def verify(
+    checkpoint: Path,
+    *,
+    group: dist.ProcessGroup | None,
+    disk: tuple[int, ...] | None = None,
+    hashes: bool = True,
+) -> list[str]:
     """Compare a checkpoint's files with its manifest; return the mistakes, the same on every rank.
 
     The ranks share the files and exchange the results. Other files in the folder are never read.
@@ -195,6 +201,9 @@ def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
     Args:
         checkpoint: Folder of one checkpoint.
         group: Ranks that share the work. None: this process only.
+        disk: Ranks that share this rank's disk, if a disk may have only the files that its ranks
+            wrote. None: all ranks see all files.
+        hashes: Whether to compare digests too, not only sizes.
     """
 
     def read() -> dict[str, FileRecord] | str:
@@ -206,10 +215,17 @@ def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
     files = on_first_rank(read, group=group)
     if isinstance(files, str):
         return [files]
-    rank = 0 if group is None else dist.get_rank(group)
-    mine = share_files(files, rank=rank, num_ranks=1 if group is None else group.size())
-    results = on_every_rank(lambda: find_damage(checkpoint, mine), group=group)
-    return sorted(mistake for part in results for mistake in part)
+    rank, ranks = (0, [0]) if group is None else (group.rank(), disk or range(group.size()))
+    present = files
+    if disk is not None:
+        present = {name: r for name, r in files.items() if (checkpoint / name).is_file()}
+    mine = share_files(present, rank=ranks.index(rank), num_ranks=len(ranks))
+    results = on_every_rank(
+        lambda: ([*mine], find_damage(checkpoint, mine, hashes=hashes)), group=group
+    )
+    missing = files.keys() - {name for names, _ in results for name in names}
+    mistakes = {mistake for _, part in results for mistake in part}
+    return sorted(mistakes | {f"{name} is missing" for name in missing})
 
 
 def share_files(

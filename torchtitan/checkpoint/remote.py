@@ -38,12 +38,12 @@ from torchtitan.checkpoint.checksums import (
     MANIFEST,
     FileRecord,
     find_damage,
-    find_manifest,
     list_files,
     parse_manifest,
     read_manifest,
     share_files,
     summarize,
+    verify,
     write_bytes,
 )
 from torchtitan.checkpoint.settings import CheckpointConfig
@@ -280,11 +280,6 @@ class RemoteCheckpoints:
         rank = self.disk.index(self._group.rank())
         return share_files(files, rank=rank, num_ranks=len(self.disk))
 
-    def _share_present(self, folder: Path, manifest: StoredJSON) -> dict[str, FileRecord]:
-        """Return this rank's share of the files that exist on its disk."""
-        files = list_files(manifest)
-        return self._share({n: record for n, record in files.items() if (folder / n).is_file()})
-
     def _warn_of_damage(self, location: Path | str, mistakes: list[str]) -> None:
         if self._group.rank() == 0:
             logger.warning("%s is damaged and is not used: %s", location, summarize(mistakes))
@@ -292,17 +287,7 @@ class RemoteCheckpoints:
     def _is_whole(self, name: str) -> bool:
         """Return whether the disks hold all files of a step, undamaged."""
         folder = self._folder / name
-        manifest = on_first_rank(lambda: find_manifest(folder), group=self._group)
-        mistakes = [f"{MANIFEST} is missing or damaged"]
-        if manifest is not None:
-            mine = self._share_present(folder, manifest)
-            checks = on_every_rank(
-                lambda: ([*mine], find_damage(folder, mine, hashes=self._verifies)),
-                group=self._group,
-            )
-            missing = list_files(manifest).keys() - {file for files, _ in checks for file in files}
-            mistakes = [f"{file} is missing" for file in sorted(missing)]
-            mistakes += sorted({mistake for _, part in checks for mistake in part})
+        mistakes = verify(folder, group=self._group, disk=self.disk, hashes=self._verifies)
         if mistakes:
             self._warn_of_damage(folder, mistakes)
         return not mistakes
@@ -383,7 +368,8 @@ class RemoteCheckpoints:
             return read_manifest(folder)
 
         manifest = on_first_rank(start, group=self._group)
-        files, attempt = self._share_present(folder, manifest), f"{name}/{manifest['checksum']}"
+        present = {n: r for n, r in list_files(manifest).items() if (folder / n).is_file()}
+        files, attempt = self._share(present), f"{name}/{manifest['checksum']}"
         on_every_rank(
             lambda: in_parallel(
                 lambda file: self._store.put(folder / file, f"{attempt}/{file}"), files
