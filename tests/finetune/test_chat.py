@@ -295,3 +295,22 @@ def test_a_first_answer_that_begins_otherwise_is_refused() -> None:
     other = CHATML.replace("'<|im_start|>assistant", "'<|im_start|>assistant:")
     with pytest.raises(DataError, match=naming("1", "x.jinja")):
         learnt_of(other, [{"role": "assistant", "content": "Hello."}])
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe_2048"])
+def test_built_in_tokenizers_have_a_template(name: str) -> None:
+    tokenizer = build_tokenizer(name)
+    template = find_template(None, tokenizer=tokenizer, tokenizer_path=name)
+    row = Encoder(tokenizer, template).encode([Conversation(CHAT, None, "here")])[0]
+    assert row is not None
+    text = "".join(f"{m['role']}<|begin_of_text|>{m['content']}<|end_of_text|>" for m in CHAT)
+    assert tokenizer.decode((row >> 1).tolist()) == text
+    learnt = tokenizer.decode((row >> 1)[(row & 1).astype(bool)].tolist())
+    assert learnt == "".join(f"{m['content']}<|end_of_text|>" for m in CHAT[1::2])
+    # what the model is given when it answers are the very tokens before the answer
+    assert template is not None
+    given = template.render(Conversation(CHAT[:1], None, "here"), add_generation_prompt=True)
+    ids = list(tokenizer.encode_special([given])[0].ids)
+    assert (row >> 1)[: len(ids)].tolist() == ids
+    assert not (row & 1)[: len(ids)].any()
+    assert (row & 1)[len(ids)]

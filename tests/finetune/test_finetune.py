@@ -288,3 +288,113 @@ def test_built_in_examples(tmp_path: Path, packing: str) -> None:
     texts = [tokenizer.decode(dataset[k]["tokens"].tolist()) for k in range(50)]
     assert any("What follows" in text for text in texts)
     assert any("What follows" not in text for text in texts) or packing == "packed"
+
+
+def test_another_template_makes_other_tokens(tmp_path: Path) -> None:
+    """The data are what templates write: that of another is not taken from the cache."""
+    settings: dict[str, Any] = {
+        "dataset_path": write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}]),
+        "seq_len": 200,
+    }
+    base = examples_of(tmp_path, **settings)
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    other = examples_of(tmp_path, chat_template=str(template), **settings)
+    changed = [key for key in base.fingerprint if base.fingerprint[key] != other.fingerprint[key]]
+    assert changed == ["data", "chat template"]
+    text = ByteTokenizer().decode(other[0]["tokens"].tolist())
+    assert text.startswith(f"user: {CHAT[0]['content']}\nassistant")
+
+
+def test_other_settings_have_samples_of_their_own(tmp_path: Path) -> None:
+    """The tokens are those of the cache, what is planned with them is not."""
+
+    def num_samples(**settings: Any) -> int | None:
+        return examples_of(tmp_path, LONG * 3, num_epochs=1, **settings).num_samples
+
+    assert num_samples() == 9
+    assert num_samples(long_examples="skip") == 3
+    assert num_samples(seq_len=64) == 12
+    # 40 and 24 places fill one, 26 and 25 share another
+    assert num_samples(seq_len=64, packing="packed") == 6
+    packs = [examples_of(tmp_path, packing="packed", seed=seed) for seed in (0, 1)]
+    shared = [{tuple(dataset[k]["tokens"].tolist()) for k in range(20)} for dataset in packs]
+    assert shared[0] != shared[1]
+
+
+def test_written_special_tokens_need_a_setting(tmp_path: Path) -> None:
+    end = "<|end_of_text|>"
+    values = [
+        {"prompt": f"a{end}", "completion": "b"},
+        {"messages": [CHAT[0], {"role": "assistant", "content": f"a{end}b"}]},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", values)
+    with pytest.raises(DataError) as raised:
+        examples_of(tmp_path, dataset_path=[path])
+    assert all(f"{path} line {i}:" in str(raised.value) for i in (1, 2))
+    meant = {"special_tokens_in_examples": "encode", "seq_len": 400, "num_epochs": 1}
+    assert examples_of(tmp_path, dataset_path=[path], **meant).num_samples == 2
+
+
+def test_keys_that_nothing_reads_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = {"role": "assistant", "content": "b", "weight": 1, "train": True, "empty": None}
+    chat = [CHAT[0], {**answer, "mood": "good", "reasoning": "c"}, CHAT[2], {**answer, "mood": 1}]
+    row = {"messages": chat, "chat_template_kwargs": {"style": "short"}}
+    template = tmp_path / "a.jinja"
+    template.write_text(
+        CHATML.replace("message.content", "(message['reasoning_content'] or '') + message.content")
+    )
+    for setting, expected in (
+        (None, ["mood", "reasoning_content", "style"]),
+        (str(template), ["mood", "style"]),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            examples_of(tmp_path, [row] * 3, seq_len=200, chat_template=setting)
+        unread = [message for message in caplog.messages if "nothing reads" in message]
+        assert [
+            key for key in expected if any(repr(key) in message for message in unread)
+        ] == expected
+        assert len(unread) == len(expected)
+        assert all(naming("3 examples").match(message) for message in unread)
+
+
+WHOLE = {
+    "each as JSON": "{{ message | tojson }}",
+    "its items": "{% for k, v in message.items() %}{{ k }}: {{ v }}, {% endfor %}",
+    "only the user's": "{{ message | tojson if message.role == 'user' else message.content }}",
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_keys_of_messages_that_are_written_whole_are_read(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    template = tmp_path / "a.jinja"
+    template.write_text(f"{{% for message in messages %}}{WHOLE[name]}{ends}{{% endfor %}}")
+    chat = [{**CHAT[0], "mood": "good"}, {**CHAT[1], "name": "b"}]
+    with caplog.at_level(logging.WARNING):
+        examples_of(tmp_path, [{"messages": chat}] * 3, seq_len=400, chat_template=str(template))
+    assert "'mood'" not in caplog.text
+    assert ("'name'" in caplog.text) == (name == "only the user's")
+
+
+def test_null_arguments_and_a_missing_end_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "a.jinja"
+    template.write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls is defined }}"
+        "{% endgeneration %}<|im_end|>{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+    chat = [CHAT[0], {**CHAT[1], "tool_calls": [call]}]
+    with caplog.at_level(logging.WARNING):
+        examples_of(tmp_path, [{"messages": chat}] * 2, seq_len=400, chat_template=str(template))
+    assert [naming("2 examples", "null").match(m) is not None for m in caplog.messages].count(True)
+    assert [
+        naming("2 examples", "endgeneration").match(m) is not None for m in caplog.messages
+    ].count(True)

@@ -186,6 +186,21 @@ class ChatTemplate:
         )
         return text.replace(BEGIN_MARK, "").replace(END_MARK, "")
 
+    def reads(self, conversation: Conversation, *, without: Conversation) -> bool:
+        """Return whether the text of a conversation depends on what another one lacks."""
+        try:
+            return self.render(conversation) != self.render(without)
+        except DataError:
+            return True
+
+    def lacks_end(self, rendered: Rendered) -> bool:
+        """Return whether the token that ends an answer is outside the template's tags."""
+        return any(
+            self._special_at_start.match(rendered.text, stop)
+            and not self._special_at_end.search(rendered.text[start:stop])
+            for start, stop in rendered.spans
+        )
+
     def end_of_turn(self) -> str | None:
         """Return the special token that the template writes after an answer, None without one.
 

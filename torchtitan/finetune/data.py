@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # parts of fingerprints: raise them if the same examples get other tokens or samples
-FORMAT, ORDER = "examples 5", "1"
+FORMAT, ORDER = "examples 6", "1"
 Fate = Literal["kept", "cut", "without an answer", "without one within seq_len", "too long"]
 """Result for an example: "kept" and "cut" are trained on, the rest is left out."""
 PACKING_WINDOW = 1 << 14
@@ -210,6 +210,7 @@ def _encode(source: Corpus, encoder: Encoder, *, writer: StoreWriter) -> dict[st
         "source": source.name,
         "num_examples": writer.num_documents + num_skipped,
         "without_answer": num_skipped,
+        "notes": encoder.notes,
     }
 
 
@@ -291,6 +292,8 @@ def _log(
             f"without an answer in the first {seq_len} tokens; "
             f"{plural(encoded['without_answer'], 'example')} without any"
         )
+    for note, number in encoded["notes"].items():
+        logger.warning(f"{encoded['source']}: {plural(number, 'example')}: {note}")
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ training gets the same tokens as inference.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -29,11 +30,23 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import (
     BEGIN_MARK,
     END_MARK,
+    REASONING_KEYS,
     ChatTemplate,
     Conversation,
+    Rendered,
 )
-from torchtitan.finetune.examples import Completion, Example, strings_in
+from torchtitan.finetune.examples import Completion, Example, has_null_arguments, strings_in
 
+READ_HERE = ("role", "content", "weight", "train")
+"""Keys of messages that have a meaning under any template."""
+NULL_ARGUMENTS = (
+    "arguments of tool calls are null, as the library datasets writes a key that a row lacks, and "
+    "are trained on as null; remove such keys"
+)
+NO_END = (
+    "the template's {% generation %} tags leave out the token that ends the turn, so the model "
+    "will not learn to stop; move {% endgeneration %} after it"
+)
 _MARKS = re.compile(f"[{BEGIN_MARK}{END_MARK}]")
 Numbers = npt.NDArray[np.int64]
 """2 * id + 1 for each token that is trained on, 2 * id for each other."""
@@ -44,7 +57,8 @@ Labelled = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 class Encoder:
     """Encodes an example as one number per token: 2 * id + 1 if it is trained on, else 2 * id.
 
-    So a token store holds ids and labels.
+    So a token store holds ids and labels. `notes` counts the examples by what a user may not
+    expect of them.
 
     Args:
         tokenizer: Encodes the text.
@@ -66,6 +80,9 @@ class Encoder:
         self._forbidden = re.compile(any_of([] if self._encodes_special else special))
         ends = [name for name, i in special.items() if i == tokenizer.eos_id]
         self._written_ends = tuple(ends if self._encodes_special else ())
+        self.notes: Counter[str] = Counter()
+        self._is_read: dict[tuple[str, str], bool] = {}
+        """By role and key, as the first such message tells."""
 
     def encode(self, examples: Sequence[Example]) -> list[Numbers]:
         """Return the numbers of each example.
@@ -110,8 +127,35 @@ class Encoder:
         templates = [self._check(example) for example in examples]
         rendered = [t.divide(example) for t, example in zip(templates, examples, strict=True)]
         encoded = self._tokenizer.encode_special([text for text, _ in rendered])
-        for (_, spans), (ids, ends) in zip(rendered, encoded, strict=True):
-            yield np.array(ids, np.int64), overlaps_spans(ends, spans=spans)
+        for template, example, text, (ids, ends) in zip(
+            templates, examples, rendered, encoded, strict=True
+        ):
+            self.notes.update(self._notes(example, template=template, rendered=text))
+            yield np.array(ids, np.int64), overlaps_spans(ends, spans=text.spans)
+
+    def _notes(
+        self, example: Conversation, *, template: ChatTemplate, rendered: Rendered
+    ) -> Iterator[str]:
+        """Yield what a user may not expect: null arguments, a missing end, keys that are unread."""
+        if any(map(has_null_arguments, example.messages)):
+            yield NULL_ARGUMENTS
+        if template.lacks_end(rendered):
+            yield NO_END
+        names = [*example.variables, *(["tools"] if example.tools else [])]
+        keys = [("", name, None) for name in names] + [
+            (message["role"], "reasoning_content" if key in REASONING_KEYS else key, number)
+            for number, message in enumerate(example.messages)
+            for key in message
+            if key not in READ_HERE
+        ]
+        unread = set()
+        for role, key, number in keys:
+            if (role, key) not in self._is_read:
+                without = _without(example, key, number=number)
+                self._is_read[role, key] = template.reads(example, without=without)
+            if not self._is_read[role, key]:
+                unread.add(key)
+        yield from (f"nothing reads the key {key!r}" for key in sorted(unread))
 
     def _check(self, example: Conversation) -> ChatTemplate:
         """Return the template; raise DataError without one, or for text that it may not have."""
@@ -170,3 +214,15 @@ def overlaps_spans(
     for first, last in spans:
         overlaps |= (starts < last) & (stops > first)
     return overlaps
+
+
+def _without(example: Conversation, key: str, *, number: int | None) -> Conversation:
+    """Return a conversation without a key of a message, or without a variable."""
+    if number is None:
+        variables = {name: value for name, value in example.variables.items() if name != key}
+        tools = None if key == "tools" else example.tools
+        return example._replace(variables=variables, tools=tools)
+    keys = REASONING_KEYS if key in REASONING_KEYS else (key,)
+    messages = [*example.messages]
+    messages[number] = {k: value for k, value in messages[number].items() if k not in keys}
+    return example._replace(messages=messages)

@@ -213,6 +213,13 @@ def _are_objects(value: object) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
+def has_null_arguments(message: Message) -> bool:
+    """Return whether a call of a tool has an argument that is null."""
+    functions = (call.get("function", call) for call in message.get("tool_calls") or ())
+    arguments = [f.get("arguments") for f in functions if isinstance(f, dict)]
+    return any(isinstance(a, dict) and None in a.values() for a in arguments)
+
+
 def strings_in(value: object) -> Iterator[str]:
     """Yield all text in a JSON value, including keys."""
     if isinstance(value, str):
