@@ -388,7 +388,7 @@ def test_null_arguments_and_a_missing_end_are_warned_of(
     template = tmp_path / "a.jinja"
     template.write_text(
         "{% for m in messages %}{% generation %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls is defined }}"
-        "{% endgeneration %}<|im_end|>{% endfor %}"
+        "{% endgeneration %}<|end_of_text|>{% endfor %}"
     )
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
     chat = [CHAT[0], {**CHAT[1], "tool_calls": [call]}]
