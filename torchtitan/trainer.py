@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.device import to_device
+from torchtitan.base.errors import StoppedError
 from torchtitan.callbacks import CallbackRunner
 from torchtitan.checkpoint.state import Progress
-from torchtitan.data.loader import Loader, Samples
+from torchtitan.data.loader import Loader, Samples, StreamSamples
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import gather, tighten_timeout
-from torchtitan.mesh.stop import StopRequest
+from torchtitan.mesh.stop import StopRequest, WaitInterrupted
 from torchtitan.mesh.sync import StepSync
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.meter import Meter
@@ -116,6 +117,7 @@ class Trainer:
         run.loader.waiting = stop.waiting_for_data
         if run.validator is not None:
             run.validator.limit_waits(stop.waiting_for_data)
+        self._saved_step = run.progress.step
         save_failed = (lambda: False) if checkpoints is None else checkpoints.has_failed
         self._sync = StepSync(
             stop,
@@ -143,6 +145,7 @@ class Trainer:
             NonFiniteError: The loss or the gradient norm is not finite; weights are unchanged.
             CheckpointError: A checkpoint could not be saved.
             StalledError: Data took too long.
+            StoppedError: Stopped by a signal while it waited for data, with nothing to save.
         """
         run, events = self.run, self.run.events
         try:
@@ -163,8 +166,12 @@ class Trainer:
         run.meter.start_interval()
         with _collecting_garbage_by_hand() as collect:
             while not (finished or sync.stopped):
-                with run.meter.waiting_for_data():
-                    microbatches = next(run.loader)
+                try:
+                    with run.meter.waiting_for_data():
+                        microbatches = next(run.loader)
+                except WaitInterrupted:
+                    self._stop_without_data()
+                    break
                 progress.step += 1
                 figures = self._train_step(microbatches)
                 progress.tokens_seen += run.tokens_per_step
@@ -197,6 +204,23 @@ class Trainer:
                 run.spikes.log_pending()
         return run.hooks.end(None if finished else sync.stopped)
 
+    def _stop_without_data(self) -> None:
+        """Save the last step of the only rank, which is asked to stop while it waits for data.
+
+        Raises:
+            StoppedError: There is nothing to save.
+        """
+        step, dataset = self.run.progress.step, self.run.loader.dataset
+        if step == 0 or isinstance(dataset, StreamSamples):
+            # a stream was interrupted, so its state is not the one after the last step
+            raise StoppedError(
+                f"stopped after step {step} by a signal while waiting for data; run the same "
+                f"command to resume from the last checkpoint"
+            )
+        self._sync.stop_alone()
+        if self._saved_step != step:
+            self._save(last=False)
+
     def _is_validation_due(self, *, last: bool) -> bool:
         validator = self.run.validator
         if validator is None or self._sync.stopped:  # stop as soon as possible
@@ -215,7 +239,8 @@ class Trainer:
         self._sync.check_pending_norm()  # never save a step whose update was left out
         with self.run.meter.paused(), self._status("saving"):
             path = self.run.checkpoints.save(last=last, validation_loss=self._validation_loss())
-        self.run.hooks.checkpoint(self.run.progress.step, path)
+        self._saved_step = self.run.progress.step
+        self.run.hooks.checkpoint(self._saved_step, path)
         return True
 
     def _validation_loss(self) -> float | None:
@@ -290,8 +315,11 @@ class Trainer:
         )
         if validates and run.validator is not None:
             with run.meter.paused(), self._status("validating"):
-                self.last_row |= run.validator.measure(step)
-                self.last_row |= run.hooks.validation(step, self.last_row)
+                try:
+                    self.last_row |= run.validator.measure(step)
+                    self.last_row |= run.hooks.validation(step, self.last_row)
+                except WaitInterrupted:
+                    self._sync.stop_alone()
         for sink in run.sinks:
             sink.write(dict(self.last_row))
 

@@ -188,6 +188,7 @@ class Validator:
         """Return the figures after `step`, the same on all ranks. Collective.
 
         Raises:
+            WaitInterrupted: The only rank was asked to stop while it waited for data.
             DataError: The data cannot be read or have no labels.
             NonFiniteError: The loss is not finite.
         """

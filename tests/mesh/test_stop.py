@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from tests.naming import naming
 from torchtitan.base.errors import StalledError
+from torchtitan.mesh import stop
 from torchtitan.mesh.stop import (
     SIGNALS,
     StopRequest,
+    WaitInterrupted,
     interrupt,
     stop_reason,
     watch_signals,
@@ -135,6 +137,19 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_signal_ends_the_wait_of_the_only_rank(
+    handlers: None, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "SECONDS_FOR_DATA", 0.1)
+    with watch_signals() as request:
+        request.defer()
+        with pytest.raises(WaitInterrupted), request.waiting_for_data():
+            time.sleep(60 if signal.raise_signal(signal.SIGTERM) is None else 0)
+        with pytest.raises(WaitInterrupted), request.waiting_for_data():
+            time.sleep(60)  # it was asked before the wait began
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 @pytest.mark.promise("hangs")

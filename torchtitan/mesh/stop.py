@@ -7,7 +7,7 @@ exchange these records in every step (`sync.py`): all of them learn of it in the
 together and end. Before the first step there is nothing to save, and a signal ends a rank at once.
 
 A rank that waits for data takes part in no step. An alarm ends the wait before the other ranks'
-collectives time out.
+collectives time out; if this is the only rank, soon after a signal.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ SECONDS_OF_ONE_REQUEST = 1.0
 """A scheduler signals the launcher and the ranks, and the launcher passes it on: one request."""
 
 
+SECONDS_FOR_DATA = 5.0
+"""How long data may still take on the only rank once it is asked to stop."""
+
+
+class WaitInterrupted(Exception):  # noqa: N818 - no error
+    """A signal came while the only rank waited for data."""
+
+
 class _WaitEnded(BaseException):
     """Raised in the code that produces data, which must not catch it."""
 
@@ -60,7 +68,7 @@ class StopRequest:
         self._clock, self._leave, self._takes_signals = clock, leave, takes_signals
         self._deadline: float | None = None
         self._first_signal: float | None = None
-        self._defers = False
+        self._defers = self._waits_alone = False
         self._replaced: dict[signal.Signals, Any] | None = None
 
     def end_after(self, seconds: int | None, *, started: float | None = None) -> None:
@@ -97,16 +105,23 @@ class StopRequest:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Limit the wait for data inside to most of `data_timeout_seconds`.
+        """Limit the wait for data inside to most of `data_timeout_seconds`; after a signal to the
+        only rank to `SECONDS_FOR_DATA`.
 
         Raises:
             StalledError: No data came in time.
+            WaitInterrupted: This rank, the only one, was asked to stop.
         """
         limit = PART_FOR_DATA * self.data_timeout_seconds
-        signal.setitimer(signal.ITIMER_REAL, 0 if self._replaced is None else limit)
+        if self._replaced is not None:
+            self._waits_alone = dist.get_world_size() == 1
+            is_asked = self._waits_alone and self.is_signalled
+            signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_DATA if is_asked else limit)
         try:
             yield
         except _WaitEnded as ended:
+            if self._waits_alone and self.is_signalled:
+                raise WaitInterrupted from None
             raise StalledError(
                 f"rank {dist.get_rank()} waited {limit:g} s for data, most of "
                 f"comm.train_timeout_seconds (comm.init_timeout_seconds until the first step is "
@@ -114,6 +129,7 @@ class StopRequest:
             ) from None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            self._waits_alone = False
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: note the first one, leave on a second one and before `defer`."""
@@ -122,6 +138,8 @@ class StopRequest:
             self._first_signal = now
             if self._defers:
                 logger.warning("%s: stopping after this step, or the next; again to quit", name)
+                if self._waits_alone:
+                    signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_DATA)
             else:
                 logger.warning("%s before the first step: nothing to save", name)
                 self._leave(StoppedError.exit_code)

@@ -73,6 +73,10 @@ class StepSync:
             dist.all_reduce(votes)
             self.stopped = stop_reason(votes.tolist())
 
+    def stop_alone(self) -> None:
+        """Stop the only rank, which was asked to."""
+        self.stopped = stop_reason(self._votes())
+
     def _votes(self) -> list[int]:
         return [*self._stop.votes(), int(self._callback_stops())]
 
