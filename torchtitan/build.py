@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from torchtitan.config.settings import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
 from torchtitan.data.sampler import SkippedSamples
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.job import CONFIG_FILE, Config, JobConfig, write_config
 from torchtitan.layout import find_layout
@@ -104,17 +105,16 @@ def build_run(
         device_type=device_type(),
         environ=os.environ,
     )
-    # lazy: read after choose_start, or inside it if a checkpoint's steps depend on the data
-    samples = cache(partial(build_training_samples, config, layout=layout, once=OncePerMachine()))
     lock_folder(folder, cleanup=cleanup)
-    start = choose_start(config, layout=layout, samples=samples, io=io)
+    start = choose_start(config, layout=layout, io=io)
 
     device = local_device(launch.local_rank)
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     progress = Progress()
-    loader = build_loader(config, samples=samples(), layout=layout, mesh=mesh)
+    samples = build_training_samples(config, layout=layout, once=OncePerMachine())
+    loader = build_loader(config, samples=samples, layout=layout, mesh=mesh)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     events = EventLog(folder) if launch.rank == 0 else None
@@ -161,7 +161,7 @@ def build_run(
             settings=config.optimizer,
             dtype=getattr(torch, config.training.mixed_precision_param),
         ),
-        lr_settings=describe_lr(config),
+        lr_settings={},  # of the planned steps, below
         loader=loader,
         progress=progress,
         more={n: t for part in (balance, spikes) if part for n, t in part.state().items()},
@@ -171,12 +171,23 @@ def build_run(
 
         assert io is not None, "a run without checkpoints starts from none"
         restore(state, start=start, group=io.group)
-    config = plan_end(config, layout=layout, loader=loader, step=progress.step)
-    state = replace(state, lr_settings=describe_lr(config))
+    training = plan_training(config, layout=layout, loader=loader, step=progress.step)
+    lr_settings = {
+        "peak_lr": config.optimizer.lr,
+        "training_steps": training.steps,
+        **asdict(config.lr_scheduler),
+    }
+    state = replace(state, lr_settings=lr_settings)
     execution.after_update()  # a checkpoint may have changed the weights
     on_first_rank(partial(write_config, config), group=dist.group.WORLD)
     checkpoints = build_checkpoints(
-        config, layout=layout, state=state, io=io, validator=validator, events=events
+        config,
+        layout=layout,
+        state=state,
+        last_step=training.steps,
+        io=io,
+        validator=validator,
+        events=events,
     )
     sinks = build_sinks(
         config.metrics,
@@ -191,6 +202,7 @@ def build_run(
         events.write(
             "start",
             step=progress.step,
+            last_step=training.steps,
             config=to_toml(config),
             layout=str(layout.dims),
             loaded=None if start is None else str(start.source.path),
@@ -204,7 +216,7 @@ def build_run(
                 )
             ),
         )
-    training, recorders, profiling = config.training, list["Recorder"](), config.profiling
+    recorders, profiling = list["Recorder"](), config.profiling
     if profiling.enable_profiling or profiling.enable_memory_snapshot:
         from torchtitan.metrics.trace import build_recorders
 
@@ -266,9 +278,7 @@ def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str
 # -- which checkpoint --------------------------------------------------------------------------
 
 
-def choose_start(
-    config: Config, *, layout: Layout, samples: Callable[[], MapSamples], io: CheckpointIO | None
-) -> Start | None:
+def choose_start(config: Config, *, layout: Layout, io: CheckpointIO | None) -> Start | None:
     """Return what the run starts from, or None for the initial weights. Collective."""
     start, folder = None, Path(config.job.dump_folder)
     # without checkpoints, the job is only compared with the one whose results the folder has
@@ -276,21 +286,15 @@ def choose_start(
         from torchtitan.checkpoint.start import find_start
         from torchtitan.finetune.lora import is_adapter
         from torchtitan.hf.source import open_initial
-        from torchtitan.resume_rules import JobComparison
+        from torchtitan.resume_rules import Job, compare_with_checkpoint, compare_with_results
 
-        comparison = JobComparison(
-            config=config,
-            dp=layout.dims.dp,
-            global_batch=layout.samples_per_step(config.training),
-            samples=samples,
-            group=None if io is None else io.group,
-        )
+        now = Job(config=config, dp=layout.dims.dp)
         start = find_start(
             config.checkpoint,
             run_folder=folder,
             io=io,
-            compare=comparison.with_checkpoint,
-            compare_results=comparison.with_results,
+            compare=partial(compare_with_checkpoint, now=now),
+            compare_results=partial(compare_with_results, now),
             open_initial=partial(
                 open_initial,
                 settings=config.checkpoint,
@@ -348,32 +352,29 @@ def build_loader(config: Config, *, samples: MapSamples, layout: Layout, mesh: M
     )
 
 
-def plan_end(config: Config, *, layout: Layout, loader: Loader, step: int) -> Config:
-    """Return the settings with the step that the run ends with; check the schedule over its steps.
+def plan_training(config: Config, *, layout: Layout, loader: Loader, step: int) -> TrainingConfig:
+    """Return the section [training] with the last step; check the schedule over its steps.
 
     Raises:
         ConfigError: The schedule ends before a run that ends with its data.
     """
-    samples, global_batch = loader.dataset, layout.samples_per_step(config.training)
+    global_batch, samples = layout.samples_per_step(config.training), loader.dataset
     training = plan_steps(
         config.training, samples, global_batch=global_batch, step=step, position=loader.position
     )
-    config = replace(config, training=training)
     if training.num_epochs is None:
-        return config
+        return training
     assert samples.num_samples is not None, "the data end with their epochs"
+    num_samples = SkippedSamples(training.skip_samples).offset_of(samples.num_samples)
     logger.info(
-        "%s, %d samples in all, %d per step: the run ends with step %d",
-        plural(training.num_epochs, "epoch"),
-        SkippedSamples(training.skip_samples).offset_of(samples.num_samples),
-        global_batch,
-        training.steps,
+        f"{plural(training.num_epochs, 'epoch')}, {num_samples} samples in all, {global_batch} per "
+        f"step: the run ends with step {training.steps}"
     )
-    for wrong in config.schedule_violations():
+    for wrong in replace(config, training=training).schedule_violations():
         if not wrong.is_notice:
             raise ConfigError(wrong)
         logger.warning("%s", wrong)
-    return config
+    return training
 
 
 # -- model and optimizer -----------------------------------------------------------------------
@@ -417,12 +418,6 @@ def build_model(
     )
 
 
-def describe_lr(config: Config) -> dict[str, object]:
-    """Return all that the learning rate is computed from."""
-    schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
-    return schedule | asdict(config.lr_scheduler)
-
-
 # -- what is saved and recorded ----------------------------------------------------------------
 
 
@@ -431,6 +426,7 @@ def build_checkpoints(
     *,
     layout: Layout,
     state: RunState,
+    last_step: int,
     io: CheckpointIO | None,
     validator: Validator | None,
     events: EventLog | None,
@@ -454,6 +450,7 @@ def build_checkpoints(
         manifest={
             "layout": asdict(layout.dims),
             "config": to_toml(config),
+            "last_step": last_step,
         },
         export=export,
         validation_data=None if validator is None else validator.data,

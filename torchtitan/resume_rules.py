@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from torchtitan.config.settings import (
     parse,
     values_of,
 )
-from torchtitan.data.loader import MapSamples, plan_steps
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.models.settings import HF
 
@@ -158,12 +157,27 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
     ]
 
 
-def is_longer(then: Job, now: Job, *, step: int) -> bool:
-    """Return whether `now` only has more steps than `then`, which had reached its last, `step`."""
-    last, steps = then.config.training.steps, now.config.training.steps
-    training = replace(then.config.training, steps=steps)
-    then = replace(then, config=replace(then.config, training=training))
-    return last == step < steps and not trajectory_differences(then, now, data_is_checked=True)
+def compare_with_checkpoint(manifest: StoredJSON, now: Job) -> Comparison:
+    """Compare a job with the one that saved a checkpoint, whose data are compared elsewhere."""
+    then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
+    differences = trajectory_differences(then, now, data_is_checked=True)
+    before, after = then.config.training, now.config.training
+    has_more = (after.num_epochs or 0) > (before.num_epochs or 0) or after.steps > before.steps
+    lengths = {"steps": after.steps, "num_epochs": after.num_epochs}
+    longer = replace(then.config, training=replace(before, **lengths))  # type: ignore[arg-type]
+    return Comparison(
+        differences=tuple(differences),
+        then=then.config.checkpoint,
+        is_longer=manifest["step"] == manifest["last_step"]
+        and has_more
+        and not trajectory_differences(replace(then, config=longer), now, data_is_checked=True),
+    )
+
+
+def compare_with_results(now: Job) -> tuple[str, ...]:
+    """Return how a job differs from the one that wrote the run's folder."""
+    stored = pathlib.Path(now.config.job.dump_folder) / CONFIG_FILE
+    return tuple(trajectory_differences(Job.stored_in(stored), now)) if stored.is_file() else ()
 
 
 def _origins(job: Job) -> dict[Path, str]:
@@ -187,13 +201,14 @@ def _is_ignored(path: Path) -> bool:
 def _resolve(job: Job) -> dict[Path, object]:
     """Return the values of all settings, with those filled in that follow from others."""
     config, values = job.config, values_of(job.config)
-    schedule = config.lr_scheduler
-    total = schedule.total_steps or config.training.steps
-    return values | {
-        TOTAL_STEPS: total,
-        WARMUP_STEPS: schedule.num_warmup_steps(total),
-        WARMUP_RATIO: None,
-    }
+    schedule, training = config.lr_scheduler, config.training
+    total = schedule.total_steps
+    if total is None and training.num_epochs is not None:  # the data tell how many steps these are
+        limit = "" if training.steps == -1 else f", at most {training.steps} steps"
+        return values | {TOTAL_STEPS: f"{training.num_epochs} epochs{limit}"}
+    total = total or training.steps
+    warmup = schedule.num_warmup_steps(total)
+    return values | {TOTAL_STEPS: total, WARMUP_STEPS: warmup, WARMUP_RATIO: None}
 
 
 def resolve_model(config: Config) -> Config:
@@ -223,61 +238,6 @@ def resolve_model(config: Config) -> Config:
     else:
         model = read_model(folder, config.model)
     return replace(config, model=with_model_of(model, config.model))
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobComparison:
-    """Compares this job with the one whose results a folder holds."""
-
-    config: Config
-    dp: int
-    """Number of data-parallel ranks."""
-    global_batch: int
-    """Samples per step."""
-    samples: Callable[[], MapSamples]
-    """Builds the samples of the training, on all ranks together."""
-    group: dist.ProcessGroup | None
-    """All ranks. None if nothing is saved or loaded."""
-
-    def with_checkpoint(self, manifest: StoredJSON) -> Comparison:
-        """Compare with the job that saved a checkpoint."""
-        then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
-        now = self._planned(Checkpoint(path=manifest.path.parent, group=self.group), then=then)
-        differences = trajectory_differences(then, now, data_is_checked=True)
-        return Comparison(
-            differences=tuple(differences),
-            then=then.config.checkpoint,
-            is_longer=is_longer(then, now, step=manifest["step"]),
-        )
-
-    def with_results(self) -> tuple[str, ...]:
-        """Return how this job differs from the one that wrote the run's folder."""
-        stored = pathlib.Path(self.config.job.dump_folder) / CONFIG_FILE
-        if not stored.is_file():
-            return ()
-        then = Job.stored_in(stored)
-        return tuple(trajectory_differences(then, self._planned(None, then=then)))
-
-    def _planned(self, at: Checkpoint | None, *, then: Job) -> Job:
-        """Return this job with the steps it takes from a checkpoint of the job `then`, or from 0.
-
-        Other data are refused elsewhere; with them, the steps are the stored ones.
-        """
-        config, dp, global_batch = self.config, self.dp, self.global_batch
-        training = config.training
-        if training.num_epochs is None:
-            return Job(config=config, dp=dp)
-        samples, step, position = self.samples(), 0, 0
-        if at is not None and "dataloader" in at.manifest["components"]:
-            state = at.state("dataloader", types={"position": int, "fingerprint": dict})
-            step, position = at.manifest["step"], state["position"]
-            if state["fingerprint"] != samples.fingerprint:
-                training = replace(training, steps=then.config.training.steps)
-                return Job(config=replace(config, training=training), dp=dp)
-        training = plan_steps(
-            training, samples, global_batch=global_batch, step=step, position=position
-        )
-        return Job(config=replace(config, training=training), dp=dp)
 
 
 def find_run_step(

@@ -46,7 +46,6 @@ def test_equal_jobs_do_not_differ(jobs: Jobs) -> None:
         ["--activation_checkpoint.mode=full"],
         ["--training.dataloader.num_workers=2"],
         ["--training.dataset_cache=x", "--training.gc_freq=2", "--training.enable_cpu_offload"],
-        ["--training.num_epochs=2"],
         ["--training.loss_chunks=3"],
         ["--training.local_batch_size=4"],  # the global batch is pinned
         ["--optimizer.implementation=for-loop", "--debug.deterministic"],

@@ -387,7 +387,8 @@ def test_null_arguments_and_a_missing_end_are_warned_of(
 ) -> None:
     template = tmp_path / "a.jinja"
     template.write_text(
-        "{% for m in messages %}{% generation %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls is defined }}"
+        "{% for m in messages %}{% generation %}{{ m.content }}"
+        "{{ m.tool_calls | tojson if m.tool_calls is defined }}"
         "{% endgeneration %}<|end_of_text|>{% endfor %}"
     )
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}

@@ -26,7 +26,7 @@ from torchtitan.data.settings import DEFAULT_CACHE
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.mesh.settings import CommConfig
-from torchtitan.metrics.events import read_hardware
+from torchtitan.metrics.events import read_events, read_hardware
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.resume_rules import Job
 
@@ -112,8 +112,14 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
         if saved > step:  # step 0 has the initial weights
             stretches.append(stretch)
         step, position = saved, end
-    if step < config.training.steps:
-        stretches.append(_after(run, config, step, position, world_size=world_size))
+    last_step = config.training.steps
+    if config.training.num_epochs is not None:
+        starts = [row for row in read_events(run) if row["event"] == "start"]
+        last_step = starts[-1]["last_step"] if starts else step
+    if step < last_step:
+        stretches.append(
+            _after(run, config, step, position, last_step=last_step, world_size=world_size)
+        )
     return [replace(part, config=without_places(part.config)) for part in stretches]
 
 
@@ -170,7 +176,7 @@ def _until(checkpoint: Path, *, after: int, position: int) -> tuple[Stretch, int
 
 
 def _after(
-    run: Path, config: Config, step: int, position: int, *, world_size: int | None
+    run: Path, config: Config, step: int, position: int, *, last_step: int, world_size: int | None
 ) -> Stretch:
     if world_size is not None and world_size < 1:
         raise ConfigError(f"--world_size must be at least 1, got {world_size}")
@@ -188,7 +194,7 @@ def _after(
             )
     return Stretch(
         first_step=step + 1,
-        last_step=config.training.steps,
+        last_step=last_step,
         start=SkippedSamples(config.training.skip_samples).offset_of(position),
         dims=resolve_dims(config.parallelism, world_size=world_size),
         config=config,
