@@ -6,12 +6,13 @@ batch. They are cut into blocks of local_batch_size; rank r's a-th microbatch is
 and the position is the state: a run resumes at the next sample in any layout. Only streams add a
 state of their own. Skipped samples (`SkippedSamples`) are passed over; the order stays the same.
 
-torch's DataLoader runs the workers and reads ahead. It needs no state: a resumed run starts it at
-the position.
+torchdata's StatefulDataLoader runs the workers and reads ahead. Its own state is not used: it is
+valid only for one rank and one number of workers. A resumed run starts it at the position.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.sampler import SkippedSamples
@@ -245,26 +247,30 @@ class Loader:
         # the last reference: the iterator joins its workers when it is deleted
         self._batches = None
 
-    def _start(self) -> DataLoader[Samples | DataError]:
+    def _start(self) -> StatefulDataLoader[Samples | DataError]:
         settings = self._settings
         context = None
         if settings.num_workers:
             from torchtitan.data.workers import worker_context
 
             context = worker_context(preload=__name__)
-        return DataLoader(
-            _Batches(self.dataset),
-            batch_size=None,
-            sampler=self._blocks,
-            collate_fn=_as_is,
-            num_workers=settings.num_workers,
-            prefetch_factor=settings.prefetch_factor,
-            multiprocessing_context=context,
-            worker_init_fn=_init_worker,
-            pin_memory=settings.pin_memory and torch.cuda.is_available(),
-            # not the global generator: its draws would differ after a resume
-            generator=torch.Generator().manual_seed(0),
-        )
+        with warnings.catch_warnings():
+            # torchdata calls a function that torch 2.13 deprecates
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            return StatefulDataLoader(
+                _Batches(self.dataset),
+                batch_size=None,
+                sampler=self._blocks,
+                collate_fn=_as_is,
+                num_workers=settings.num_workers,
+                persistent_workers=settings.persistent_workers,
+                prefetch_factor=settings.prefetch_factor,
+                multiprocessing_context=context,
+                worker_init_fn=_init_worker,
+                pin_memory=settings.pin_memory and torch.cuda.is_available(),
+                # not the global generator: its draws would differ after a resume
+                generator=torch.Generator().manual_seed(0),
+            )
 
 
 def _as_is(batch: Samples | DataError) -> Samples | DataError:

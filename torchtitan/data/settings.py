@@ -81,7 +81,7 @@ class DataLoaderConfig:
     num_workers: NonNegativeInt = 0
     """Processes that read ahead on each rank. 0 reads in the trainer."""
     persistent_workers: Annotated[bool, WORKERS] = False
-    """Accepted for torchtitan's files. Workers always live as long as the run."""
+    """Keep the workers at the end of the data, until the loader is closed."""
     pin_memory: bool = False
     """Read into page-locked memory for faster copies to the GPU (CUDA only)."""
     prefetch_factor: Annotated[PositiveInt | None, WORKERS] = None
