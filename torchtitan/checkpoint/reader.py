@@ -173,6 +173,15 @@ class Region:
     head_dim: int | None = None
     """Rows per head if the tensor is stored in half-split order (`rows.py`)."""
 
+    def may_overlap(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        """Return the pieces that have rows of the same heads: few of those of 1,000 ranks."""
+        if not self.start:  # a scalar
+            return pieces
+        unit = self.head_dim or 1
+        first = self.start[0] // unit * unit
+        last = -(-(self.start[0] + len(self.into)) // unit) * unit
+        return [p for p in pieces if p.offsets[0] < last and p.offsets[0] + p.sizes[0] > first]
+
 
 class PieceReader:
     """Reader of the tensors in `entries`. Subclasses open the pieces."""
@@ -198,7 +207,7 @@ class PieceReader:
         for region in regions:
             entry, num_stored = self.entries[region.name], 0
             assert entry is not None, f"{region.name} is raw bytes"
-            for piece in entry.pieces if region.into.numel() else ():
+            for piece in region.may_overlap(entry.pieces) if region.into.numel() else ():
                 areas = list(
                     overlap(
                         region.start,
