@@ -35,7 +35,8 @@ class SampleLog:
             # this rank's file, and a share of the files of ranks that no longer exist
             if int(file.stem.removeprefix("rank_")) % dist.get_world_size() == rank:
                 remove_rows(file, after=run.progress.step)
-        if run.mesh.is_first_of_dp_rank:
+        # the first of the ranks that read the same samples
+        if all(run.mesh.data.get_local_rank(axis) == 0 for axis in ("pp", "cp", "tp")):
             file = folder / f"rank_{rank}.jsonl"
             # samples are drawn for the next step
             run.loader.on_sample = lambda number, tokens: append(
