@@ -63,7 +63,7 @@ def docstring_of(key: Key) -> str:
 
 @functools.cache
 def docstrings(cls: type) -> Mapping[str, str]:
-    """Return the string under each field of a dataclass, those of its bases included."""
+    """Return the string under each field of a dataclass, including its bases."""
     texts: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
         module = ast.parse(inspect.getsource(sys.modules[base.__module__]))

@@ -2,7 +2,7 @@
 
 A setting that is silently ignored is the worst mistake a trainer can make. Refusing a file that
 only spells out a default is the second worst. So a key that is not built is dropped at a value that
-requests nothing (`OFF`). Others are refused with what to write instead (`REFUSED`), or, if they
+requests nothing (`OFF`). Others are refused with a remedy (`REFUSED`), or, if they
 change no result or belong to a feature whose switch is refused, get a notice (`UNUSED`).
 """
 
@@ -178,7 +178,7 @@ OTHER_DEFAULTS = {
     "training.mixed_precision_param": "layers compute in bfloat16; here only if the device "
     'multiplies it natively; to be sure write [training] mixed_precision_param = "bfloat16"',
     "debug.seed": "each start draws another seed; here it is 0; see [debug] seed",
-    "checkpoint.last_save_model_only": "the last checkpoint has weights alone; for that write "
+    "checkpoint.last_save_model_only": "the last checkpoint has only weights; for that write "
     "[checkpoint] last_save_model_only = true",
     "validation.dataset": "validation reads c4_validation; here the dataset of [training]",
     "validation.local_batch_size": "validation reads batches of 8",

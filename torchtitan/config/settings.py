@@ -191,7 +191,7 @@ CustomObject = Annotated[
     Parse(lambda value: {"path": value} if isinstance(value, str) else value),
     is_custom_object,
 ]
-"""A table with the import path of a class and its keyword arguments, or the path alone."""
+"""A table with the import path of a class and its keyword arguments, or only the path."""
 Text = Annotated[str, _check_text]
 LocalPath = Annotated[Text, Rule("a path, not a URL", lambda value: not is_url(value))]
 PathOrURL = Annotated[Text, path_or_url]
@@ -471,7 +471,7 @@ def read_files(file: Setting, *, tree: Any = None, seen: tuple[FilePath, ...] = 
 def parse_command_line(argv: Sequence[str], *, tree: type) -> tuple[Layer, list[str]]:
     """Return the settings of `--section.key VALUE ...`, and a mistake for each stray word.
 
-    Names and types are checked later, together with those of files.
+    Names and types are checked later, together with the files.
     """
     layer: Layer = {}
     mistakes, words = list[str](), list(argv)
@@ -685,7 +685,7 @@ def _build_section(cls: Any, values: Mapping[Path, object], prefix: Path = ()) -
 
 
 def _merge(layer: Layer, *, into: Layer, tree: type) -> None:
-    """Add a layer to those below it. In a file, a table of any keys is replaced as a whole; options
+    """Add a layer to those below it. In a file, a table of any keys is replaced completely; options
     of the command line set one item of it."""
     for path, key in keys(tree).items():
         for partner in [need.path(path) for need in key.requirements if need.wanted is UNSET]:
