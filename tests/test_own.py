@@ -183,11 +183,6 @@ def test_options_reach_functions_and_count_on_resume(folder: Path) -> None:
     ("options", "key", "said"),
     [
         (["--training.loss=m:f", "--parallelism.tensor_parallel_degree=2"], "loss", "of the"),
-        (
-            ["--training.dataset=m:D", "--validation.holdout_fraction=0.1"],
-            "holdout_fraction",
-            "validation.dataset",
-        ),
         (["--metrics.sinks=console"], "sinks", "console"),
         (["--training.dataset=m:D", "--training.dataset_path=x"], "dataset_path", "dataset"),
         (["--optimizer.name=m:O", "--optimizer.beta1=0.5"], "beta1", "name"),

@@ -17,6 +17,7 @@ from tests.data.helpers import SEQ_LEN, check_resume, loader_of, rows, training
 from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.custom import CustomStream, build_custom
+from torchtitan.data.dataset import build_samples
 from torchtitan.data.loader import Loader, MapSamples
 from torchtitan.data.settings import DataLoaderConfig
 from torchtitan.data.tokenizer import ByteTokenizer
@@ -148,6 +149,14 @@ def test_a_dataset_gets_its_options(tmp_path: Path) -> None:
         build("Indexed", tmp_path, dataset_options=options) for options in ({}, {"first": 1})
     )
     assert plain.sources[0][1]["tokens"].tolist() == shifted.sources[0][0]["tokens"].tolist()  # type: ignore[attr-defined]
+
+
+def test_no_documents_are_held_out_of_custom_data(tmp_path: Path) -> None:
+    job = training(tmp_path / "cache", dataset="my_data:Indexed")
+    with pytest.raises(DataError, match=r"validation\] holdout_fraction: .*my_data:Indexed"):
+        build_samples(
+            job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, holdout_fraction=0.1
+        )
 
 
 def test_workers_read_it_too(tmp_path: Path) -> None:

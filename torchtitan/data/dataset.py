@@ -181,6 +181,9 @@ def build_samples(
     path, kwargs = TEXT, dict[str, Any](tokenizer=tokenizer, seed=seed)
     if is_import_path(training.dataset):
         path = CUSTOM
+        if holdout_fraction is not None:
+            rule = f"holds out text, and '{training.dataset}' is custom; set validation.dataset"
+            raise DataError.at("validation.holdout_fraction", rule)
         kwargs["held_out"] = held_out
     else:
         kwargs |= {"holdout": Holdout(holdout_fraction, held_out=held_out), "once": once}
