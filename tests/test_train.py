@@ -171,7 +171,7 @@ def test_own_code_does_not_end_a_run_as_if_it_were_done(
 def test_a_mistake_that_every_rank_meets_is_said_once(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     for arguments, message in (
-        (["--training.stepz=3"], "has no key 'stepz'"),
+        (["--training.stepz=3"], "--training.stepz 3"),
         (["--training.global_batch_size=6"], "must be a multiple of local_batch_size"),
     ):
         done = train(*job, *arguments, ranks=2)

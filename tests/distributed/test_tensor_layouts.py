@@ -173,6 +173,6 @@ def test_sizes_that_do_not_divide_are_refused_before_any_data_is_read(
     for message in ranks.run(refusal, job, world=2):
         assert naming("vocab_size 263", 2, 1).match(message)
     for message in ranks.run(refusal, [*job, "--training.seq_len=31"], world=2):
-        assert naming(30, "parallelism.enable_sequence_parallel = false").match(message)
+        assert naming(30, "tensor_parallel_degree 2").match(message)
     assert not (tmp_path / "cache").exists()
     assert not (tmp_path / "run").exists()

@@ -445,4 +445,4 @@ def test_another_split_does_not_resume(ranks: RankPool, tmp_path: Path, cache: P
     assert naming("data", "job.dump_folder").match(message)
     tiny = split_job(tmp_path, "tiny", cache, "--validation.holdout_fraction=1e-9")
     [message] = ranks.run(jobs.refusal, tiny, world=1)
-    assert message.startswith("[validation] holdout_fraction: must hold out at least one document")
+    assert message.startswith("[validation] holdout_fraction: 1e-09")

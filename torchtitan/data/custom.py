@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from torchtitan.base.custom import describe_error, instantiate
 from torchtitan.base.errors import ConfigError, DataError
@@ -104,7 +105,10 @@ class SampleReader:
         """Raise an error of custom code as a DataError. SystemExit too: it would end the run."""
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # a signal of the session reaches this process, not its workers
+            if isinstance(error, KeyboardInterrupt) and get_worker_info() is None:
+                raise
             where = f"'{self._path}' at sample {number}"
             raise DataError(f"{where} raised an error:\n{describe_error(error)}") from error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from torchtitan.base.custom import trusting_stored
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.job import CONFIG_FILE
 from torchtitan.metrics.events import Hardware, read_hardware
 from torchtitan.metrics.rows import Row, figure_of, read_rows
@@ -108,7 +108,7 @@ def read_columns(rows: Iterable[Row]) -> dict[str, array[float]]:
             if value is not None:
                 column.append(value)
             elif name in NEEDED:
-                row[name]  # names the line if it is missing
+                raise DataError(f"step {row['step']} lacks {name!r}")
     return columns
 
 
