@@ -37,6 +37,7 @@ from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.models.settings import HF, ModelSection
 from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig, RouterConfig, SpikesConfig
 from torchtitan.parallel.settings import (
+    MULTIPLE,
     ActivationCheckpointConfig,
     CompileConfig,
     QuantizeConfig,
@@ -115,6 +116,7 @@ class Config:
         if self.training.num_epochs is None:  # else build.py checks it, once the data are read
             yield from self.schedule_violations()
         yield from self._size_violations()
+        yield from self._float8_violations()
         yield from self._custom_code_violations()
         if self.validation.enable and self.validation.holdout_fraction is None:
             yield from self._validation_data_violations()
@@ -161,6 +163,18 @@ class Config:
                 f"must be a multiple of a pipeline's microbatch of {microbatch} samples, got "
                 f"{size}; try {max(size // microbatch, 1) * microbatch}",
             )
+
+    def _float8_violations(self) -> Iterator[Violation]:
+        """Check the number of tokens per product, over which the gradient of a weight sums."""
+        seq_len, cp = self.training.seq_len, self.parallelism.context_parallel_degree
+        num_samples = self.training.local_batch_size
+        if self.parallelism.pipeline_parallel_degree > 1:
+            num_samples = self.parallelism.pipeline_parallel_microbatch_size
+        num_tokens = num_samples * seq_len // cp
+        multiplies = self.model.converters and not self.quantize.linear.float8.emulate
+        if multiplies and num_tokens % MULTIPLE:
+            rule = f"needs a multiple of {MULTIPLE} tokens per product, got {num_tokens}"
+            yield Violation(("model.converters", "training.seq_len"), rule)
 
     def _custom_code_violations(self) -> Iterator[Violation]:
         """Check what a custom loss cannot be combined with."""

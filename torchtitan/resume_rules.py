@@ -12,6 +12,8 @@ import logging
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
 
 import torch.distributed as dist
 
@@ -162,13 +164,18 @@ def compare_with_checkpoint(manifest: StoredJSON, now: Job) -> Comparison:
     then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
     differences = trajectory_differences(then, now, data_is_checked=True)
     before, after = then.config.training, now.config.training
-    has_more = (after.num_epochs or 0) > (before.num_epochs or 0) or after.steps > before.steps
-    lengths = {"steps": after.steps, "num_epochs": after.num_epochs}
-    longer = replace(then.config, training=replace(before, **lengths))  # type: ignore[arg-type]
+    limits = [
+        (inf if steps == -1 else steps, inf if num_epochs is None else num_epochs)
+        for steps, num_epochs in ((t.steps, t.num_epochs) for t in (before, after))
+    ]
+    (old_steps, old_epochs), (steps, num_epochs) = limits
+    has_more = steps > manifest["step"] and (steps > old_steps or num_epochs > old_epochs)
+    lengths: dict[str, Any] = {"steps": after.steps, "num_epochs": after.num_epochs}
+    longer = replace(then.config, training=replace(before, **lengths))
     return Comparison(
         differences=tuple(differences),
         then=then.config.checkpoint,
-        is_longer=manifest["step"] == manifest["last_step"]
+        is_longer=manifest["step"] == manifest.get("last_step")
         and has_more
         and not trajectory_differences(replace(then, config=longer), now, data_is_checked=True),
     )

@@ -55,7 +55,7 @@ def mark_stored(value: object, *, file: str) -> Any:
 @contextmanager
 def trusting_stored(does: bool) -> Iterator[None]:
     """Trust the import paths of stored settings that are read inside, if `does`."""
-    token = _trusts_stored.set(does or _trusts_stored.get())
+    token = _trusts_stored.set(does)
     try:
         yield
     finally:

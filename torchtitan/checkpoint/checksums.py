@@ -178,7 +178,10 @@ def list_files(manifest: StoredJSON) -> dict[str, FileRecord]:
         for name, entry in manifest["files"].items():
             if {"", ".", ".."} & {*name.split("/")} or not name.isprintable() or name == MANIFEST:
                 raise ValueError(f"{name!r:.80} is not a file inside the folder")
-            records[name] = FileRecord(int(entry["size"]), str(entry["xxh3_128"]))
+            size, digest = entry["size"], entry["xxh3_128"]
+            if type(size) is not int or size < 0 or not isinstance(digest, str):
+                raise ValueError(f"{name!r:.80} must have a size and a digest")
+            records[name] = FileRecord(size, digest)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{manifest.path} is damaged: files: {error}") from error
     return records

@@ -211,6 +211,8 @@ class RemoteCheckpoints:
         self._verifies = settings.verify_on_load
         process = f"process {os.getpid()} on host {platform.node()}"
         self._owner = f"{secrets.token_hex(8)} {process}".encode()
+        self._damaged: set[str] = set()
+        """Names of stored steps that are to be set aside."""
 
     def pull_newest(self) -> None:
         """Make the newest valid step, of the store and the disks, the newest one in both.
@@ -245,8 +247,7 @@ class RemoteCheckpoints:
                     f"{', '.join(damaged[:8])}; restore one from a copy, or choose other folders"
                 )
             return
-        for name in damaged:
-            on_first_rank(partial(self._mark_damaged, name), group=self._group)
+        self._damaged = {*damaged}  # `prune` sets them aside, once this run has saved
         later = partial(set_aside_after, self._folder, step, except_step=step)
         on_each_disk(later, group=self._group, disk=self.disk)
 
@@ -377,6 +378,7 @@ class RemoteCheckpoints:
             group=self._group,
         )
         on_first_rank(lambda: self._commit(name, manifest), group=self._group)
+        self._damaged.discard(name)
         logger.info("Saved %s/%s", self.url, name)
 
     def _commit(self, name: str, manifest: StoredJSON) -> None:
@@ -411,6 +413,10 @@ class RemoteCheckpoints:
             return parse_stored(content or b"", name=f"step-{step}")
 
         try:
+            self._check_owner()
+            for name in sorted(self._damaged):
+                self._mark_damaged(name)
+            self._damaged.clear()
             objects = self._store.list()
             steps = find_steps(objects)
             committed = [step for step, is_committed in steps.items() if is_committed]

@@ -128,6 +128,12 @@ class CheckpointConfig:
         if changes and not self.enable and path is None:
             rule = "have no effect without enable = true or initial_load_path"
             yield Violation(("exclude_from_loading", "mode", "enable"), rule)
+        if path is not None and is_url(path) and self.initial_load_in_hf:
+            rule = "must be a folder on a disk, not a URL, with initial_load_in_hf"
+            yield Violation(("initial_load_path", "initial_load_in_hf"), rule)
+        if "model" in self.exclude_from_loading and path and self.initial_load_model_only:
+            rule = 'leaves nothing to load with "model" in it; remove it, or initial_load_path'
+            yield Violation(("exclude_from_loading", "initial_load_model_only"), rule)
         loads_all = path is not None and not self.initial_load_model_only
         if self.exclude_from_loading and self.mode == "recover" and loads_all:
             yield Violation(

@@ -234,7 +234,7 @@ def convert(value: object, annotation: Any) -> Any:
     if origin is dict or is_dataclass(annotation):
         return _convert_table(value, annotation)
     if annotation is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < 1e300 else math.inf
     is_text = annotation is str and isinstance(value, str)  # a StoredPath is one
     if annotation is not Any and type(value) is not annotation and not is_text:
         raise ValueError(f"must be {SCALARS[annotation]}")
@@ -695,7 +695,8 @@ def _merge(layer: Layer, *, into: Layer, tree: type) -> None:
     for path, setting in layer.items():
         table = path[:-1]
         if table in keys(tree) and keys(tree)[table].is_table:
-            items = {**(into[table].value or {})} if table in into else {}
+            below = into[table].value if table in into else {}
+            items = {**below} if isinstance(below, dict) else {}
             items[path[-1]] = setting.value
             items = {name: value for name, value in items.items() if value is not None}
             into[table] = Setting(items, setting.origin, table)

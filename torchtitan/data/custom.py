@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class SampleReader:
     """Checks custom samples and converts them to tensors."""
 
     def __init__(self, path: str, training: TrainingConfig, *, vocab_size: int) -> None:
-        self._path, self._vocab_size = path, vocab_size
+        self.path, self._vocab_size = path, vocab_size
         self._seq_len, self._has_lengths = training.seq_len, has_document_lengths(training)
 
     @contextmanager
@@ -109,7 +110,7 @@ class SampleReader:
             # a signal of the session reaches this process, not its workers
             if isinstance(error, KeyboardInterrupt) and get_worker_info() is None:
                 raise
-            where = f"'{self._path}' at sample {number}"
+            where = f"'{self.path}' at sample {number}"
             raise DataError(f"{where} raised an error:\n{describe_error(error)}") from error
 
     def read(self, raw: Any, *, number: int) -> Samples:
@@ -165,6 +166,8 @@ class CustomStream:
         self._data, self._reader, self.fingerprint = data, reader, fingerprint
         self._iterator: Iterator[Any] | None = None
         self._next = 0
+        self._loaded: dict[str, Any] | None = None
+        """The loaded state, until a sample is read."""
 
     def __getitem__(self, k: int) -> Samples:
         self._skip_to(k)
@@ -178,7 +181,7 @@ class CustomStream:
 
     def load_state(self, state: dict[str, Any], *, position: int) -> None:
         """Continue at sample `position`, given the state before it."""
-        self._iterator, self._next = None, position
+        self._iterator, self._next, self._loaded = None, position, deepcopy(state)
         with self._reader.as_data_error(position):
             self._data.load_state_dict(state)
 
@@ -193,7 +196,14 @@ class CustomStream:
                 self._iterator = iter(self._data)
             raw = next(self._iterator, None)
             if raw is None:  # at the end of a pass, also right after `load_state`
-                self._iterator = iter(self._data)
+                self._iterator, self._loaded = iter(self._data), None
                 raw = next(self._iterator)
+            is_unchanged = self._loaded is not None and self._data.state_dict() == self._loaded
+            self._loaded = None
+        if is_unchanged:
+            raise DataError(
+                f"'{self._reader.path}' at sample {self._next}: its state must change when samples "
+                f"are drawn"
+            )
         self._next += 1
         return raw

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from bisect import bisect
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -193,6 +194,10 @@ def find_corpora(
     groups = find_all(training.dataset_path, cache=training.dataset_cache, once=once)
     if not training.dataset_weights:
         groups = [[file for files in groups for file in files]]
+    counts = Counter(file for files in groups for file in files)
+    if repeated := [file for file, count in counts.items() if count > 1]:
+        warning = "dataset_path names %s more than once, as %s: their documents are repeated"
+        logger.warning(warning, plural(len(repeated), "file"), repeated[0])
     sources: list[list[Corpus | TokenStore]] = []
     for texts, stores in map(divide, groups):
         text = file_corpus(texts, training.dataset_text_key, training.dataset_text_template)

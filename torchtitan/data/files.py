@@ -30,6 +30,7 @@ from torchtitan.base.files import Once, alone, user_path
 from torchtitan.base.log import plural
 from torchtitan.base.urls import READ_ONLY, is_url, missing_package, url_problem, without_secrets
 from torchtitan.data.holdout import HELD_OUT
+from torchtitan.data.readers import READERS, suffix_of
 from torchtitan.data.settings import DEFAULT_CACHE, FETCHED, SAVED
 from torchtitan.data.store import STORE_SUFFIXES
 
@@ -76,6 +77,10 @@ def find_files(
         if num_empty := len(all_files) - len(files):
             total = plural(len(all_files), "file")
             logger.warning("skipping %d of %s in %s: empty", num_empty, total, pattern)
+    for file in sorted(files):  # such as a.jsonl.bak
+        if suffix_of(file) not in READERS and {*file.suffixes[:-1]} & {*READERS}:
+            rule = f"{file} has the suffix of a table before its last one; move it away"
+            raise DataError.at(key, rule)
     if not files:
         rule = f"no file matches {pattern!r:.200}; relative paths start at {Path.cwd()}"
         raise DataError.at(key, rule)

@@ -120,6 +120,7 @@ def prepare_files(
 
     Raises:
         DataError: A file cannot be read. Earlier stores are kept.
+        OSError: The disk is full. Earlier stores may be gone, never mixed with new ones.
     """
     if mistakes := find_mistakes(corpus.files, corpus.read):
         raise join_errors(mistakes)
@@ -153,8 +154,9 @@ def prepare_files(
             if time.monotonic() - logged_at >= LOG_EVERY_SECONDS:
                 logged_at = time.monotonic()
                 logger.info("%s: %.1f MB of text", corpus.name, counts["text_bytes"] / 1e6)
-        # the new store must never meet the documents that were held out of an earlier one
+        # no index of an earlier store may meet new tokens, or documents that are held out now
         target = Path(prefix)
+        target.with_name(f"{target.name}.idx").unlink(missing_ok=True)
         for file in target.parent.glob(f"{glob.escape(target.name)}{HELD_OUT}[0-9]*.idx"):
             file.unlink()
             file.with_suffix(".bin").unlink(missing_ok=True)
@@ -197,7 +199,7 @@ def _build(folder: Path, build: Callable[[Path], Mapping[str, object]]) -> None:
         (unfinished / ABOUT).write_text(json.dumps(notes, indent=1) + "\n")
         unfinished.rename(folder)
     except BaseException:
-        shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 

@@ -12,6 +12,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -194,6 +195,9 @@ def read_csv(data: io.BufferedReader, file: Path, columns: Collection[str]) -> N
     """Yield the rows of a table, whose first row names the columns. Each value is text."""
     csv.field_size_limit(2**31 - 1)
     rows = csv.DictReader(io.TextIOWrapper(data, "utf-8-sig", newline=""), strict=True)
+    names = rows.fieldnames or []
+    if len({*names}) < len(names):
+        raise ValueError(f"the first row must name each column once, got {names}")
     for row in rows:
         if None in row or None in row.values():
             raise ValueError(f"a row must have a value for each of {rows.fieldnames}")
@@ -238,6 +242,10 @@ def _read_batches(
     else:
         batches = opened = ipc.open_stream(data)
     yield from (batch.select(select(opened.schema.names)) for batch in batches)
+    if batches is opened:  # a stream, which ends with a length of 0
+        data.seek(-4, os.SEEK_END)
+        if any(data.read()):
+            raise EOFError("the stream has no end")
 
 
 def _without_nulls(value: object, *, is_row: bool = True) -> object:

@@ -93,7 +93,7 @@ class TrainingConfig:
     """Data, batch sizes, length and precision of the training."""
 
     steps: Annotated[int, Range(ge=-1)] = -1
-    """Optimizer steps. 0: save and export the start without training. -1: the steps of num_epochs,
+    """Optimizer steps. 0: check the job and train nothing. -1: the steps of num_epochs,
     or 10000 without it. With both, the run ends at the earlier one."""
     seq_len: PositiveInt = 2048
     """Tokens per sample."""

@@ -39,6 +39,8 @@ from torchtitan.base.files import check_is_file
 from torchtitan.data.text import check_fetched
 
 STORE_SUFFIXES = (".idx", ".bin")
+TEMPORARY = ".tmp-"
+"""Begins the last suffix of a file that is being written."""
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -250,7 +252,8 @@ def open_writer(prefix: str | Path, *, vocab_size: int) -> Iterator[StoreWriter]
     no store afterwards.
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    tokens, index = (Path(f"{prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx"))
+    writer_id = f"{os.uname().nodename}-{os.getpid()}"
+    index, tokens = (Path(f"{prefix}{suffix}{TEMPORARY}{writer_id}") for suffix in STORE_SUFFIXES)
     try:
         with tokens.open("wb") as file:
             writer = StoreWriter(file, vocab_size=vocab_size)

@@ -271,7 +271,7 @@ class HuggingFaceTokenizer(Tokenizer):
             tokenizer.no_padding()
             tokenizer.encode_special_tokens = not reads_special
             # older folders state tokens beside tokenizer.json, as transformers reads them
-            stated, self._beside = self._config.get("added_tokens_decoder", {}), ""
+            stated, self._beside = self._config.get("added_tokens_decoder") or {}, ""
             for number, token in sorted(stated.items(), key=lambda item: int(item[0])):
                 if tokenizer.token_to_id(token["content"]) is None:
                     flags = {flag: token[flag] for flag in TOKEN_FLAGS if flag in token}

@@ -112,6 +112,8 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
     theta = Size("rope_theta", float, default=DEFAULT_THETA)
     values["rope_theta"] = _read(rope if "rope_theta" in rope else content, "rope_theta", theta)
     values |= {**spec.hf.implied, "rope_scaling": read_scaling(rope)}
+    if values.get("head_dim", 0) is None:
+        values["head_dim"] = values["dim"] // values["num_heads"]
     architecture = spec.sizes(**values, **spec.of_family)
     if wrong := next(architecture.violations(), None):
         raise CheckpointError(f"{config.path} has impossible sizes: {wrong}")
@@ -270,7 +272,8 @@ def find_quantization(config: StoredJSON) -> tuple[int, int] | None:
         case None:
             return None
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(cols)], **more} if (
-            more.get("fmt", "e4m3") == "e4m3" and rows > 0 and cols > 0
+            more.get("fmt", "e4m3") == "e4m3"
+            and all(type(n) is int and n > 0 for n in (rows, cols))
         ):
             return rows, cols
     raise CheckpointError(
@@ -287,14 +290,17 @@ def rope_table(config: StoredJSON) -> StoredJSON:
     """
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = StoredJSON(config.path, {"rope_type": "default"})
+    has_new_name = table.get("rope_type") is not None
     for key, value in table.items():
+        if value is None or (key == "type" and has_new_name):
+            continue
         name = {ORIGINAL: "original_max_position", "type": "rope_type"}.get(key, key)
-        is_supported = name == "rope_type" or (name in ROPE_NUMBERS and _is_positive(value))
+        is_number = name in ROPE_NUMBERS and key != "original_max_position"
+        is_supported = name == "rope_type" or (is_number and _is_positive(value))
         # yarn's ramp starts and ends at full pairs only
-        if value is not None and not is_supported and (key, value) != ("truncate", True):
+        if not is_supported and not (key == "truncate" and value is True):
             raise CheckpointError(f"{config.path}: unsupported rope setting {key} = {value!r:.60}")
-        if value is not None:
-            rope[name] = value
+        rope[name] = value
     return rope
 
 

@@ -49,7 +49,7 @@ from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 from torchtitan.models.spec import EACH
 
 logger = logging.getLogger(__name__)
-MAX_FILE_BYTES = 5_000_000_000
+MAX_FILE_BYTES = 2_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,8 @@ class StopRequest:
                 f"done): {ended}; run the same command to resume"
             ) from None
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            if self._replaced is not None:  # else the timer is not ours
+                signal.setitimer(signal.ITIMER_REAL, 0)
             self._waits_alone = False
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:

@@ -103,8 +103,12 @@ def newest_hardware(rows: Sequence[Row]) -> Hardware | None:
     Figures after its `resumed_from` were measured on this hardware.
     """
     names = [field.name for field in fields(Hardware)]
-    starts = [row for row in rows if row["event"] == "start" and row.keys() >= {*names}]
-    return Hardware(**{name: starts[-1][name] for name in names}) if starts else None
+    starts = [row for row in rows if row["event"] == "start"]
+    if not starts:
+        return None
+    if missing := {*names} - starts[-1].keys():
+        raise DataError(f"{EVENTS}: the last start lacks {', '.join(sorted(missing))}")
+    return Hardware(**{name: starts[-1][name] for name in names})
 
 
 def read_hardware(run: Path) -> Hardware:

@@ -17,7 +17,7 @@ RECORD = "metrics"
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file. An incomplete last line, left by a crash, is skipped.
+    """Yield the rows of a file. A damaged last line, left by a crash, is skipped.
 
     Raises:
         DataError: The file cannot be read, or another line is not a row.
@@ -25,15 +25,15 @@ def read_rows(path: Path) -> Iterator[Row]:
     try:
         check_is_file(path)
         with path.open("rb") as lines:
+            damaged = ""
             for number, line in enumerate(lines, start=1):
-                row = _parse(line)
-                if row is None and not line.endswith(b"\n"):
-                    return
-                if row is None:
-                    position, text = f"{path} line {number}", line.decode(errors="replace").strip()
-                    rule = f"must be a JSON object with a step, got {text[:60]!r}"
-                    raise DataError(f"{position} {rule}; fix the file or move it away")
-                yield row
+                if damaged:
+                    raise DataError(f"{path} {damaged}; fix the file or move it away")
+                if (row := _parse(line)) is not None:
+                    yield row
+                else:
+                    text = line.decode(errors="replace").strip()
+                    damaged = f"line {number} must be a JSON object with a step, got {text[:60]!r}"
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 

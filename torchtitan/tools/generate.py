@@ -112,6 +112,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> list[str]:
         chats=args.chat,
         chat_template=args.chat_template,
         dtype=args.dtype,
+        trust_code=args.trust_code,
     )
     sampling = Sampling(
         max_new_tokens=args.max_new_tokens,

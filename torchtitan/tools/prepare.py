@@ -12,6 +12,7 @@ large corpus in several stores, and name them all in `dataset_path`.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import sys
@@ -22,10 +23,10 @@ from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
 from torchtitan.base.urls import is_url
 from torchtitan.data.corpus import Corpus, file_corpus
-from torchtitan.data.files import divide, find_files
+from torchtitan.data.files import divide, find_files, locked
 from torchtitan.data.prepare import num_cores, prepare_files
 from torchtitan.data.settings import template_parts
-from torchtitan.data.store import STORE_SUFFIXES
+from torchtitan.data.store import STORE_SUFFIXES, TEMPORARY
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools.verbs import build_parser, report_errors
 
@@ -85,13 +86,18 @@ def main(argv: Sequence[str]) -> int:
     try:
         corpus = find_corpus(args.files, text_key=args.text_key, template=args.text_template)
         is_large = sum(file.stat().st_size for file in corpus.files) >= LARGE_BYTES
-        done = prepare_files(
-            corpus,
-            prefix=prefix,
-            tokenizer=build_tokenizer(args.tokenizer, key="--tokenizer"),
-            holdout_fraction=args.holdout_fraction,
-            num_processes=args.workers or (num_cores() if is_large else 1),
-        )
+        tokenizer, target = build_tokenizer(args.tokenizer, key="--tokenizer"), Path(prefix)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(target.with_name(f".{target.name}.lock")):
+            for file in target.parent.glob(f"{glob.escape(target.name)}.*{TEMPORARY}*"):
+                file.unlink()  # of a process that was killed
+            done = prepare_files(
+                corpus,
+                prefix=prefix,
+                tokenizer=tokenizer,
+                holdout_fraction=args.holdout_fraction,
+                num_processes=args.workers or (num_cores() if is_large else 1),
+            )
     except KeyboardInterrupt:
         parser.exit(130, "stopped\n")
     documents, tokens = (

@@ -128,6 +128,7 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
         chats=args.apply_chat_template,
         chat_template=args.chat_template,
         dtype=args.dtype,
+        trust_code=args.trust_code,
     )
     model, tokenizer = subject.generator.model, subject.generator.tokenizer
     cut, max_length = _cut(args, subject), args.seq_len or subject.positions
