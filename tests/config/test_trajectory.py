@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.config.jobs import Jobs, loaded
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.files import StoredJSON
 from torchtitan.config.settings import keys, sections, to_toml
 from torchtitan.job import Config
-from torchtitan.resume_rules import COUNTS, IGNORED, Job, trajectory_differences
+from torchtitan.resume_rules import (
+    COUNTS,
+    IGNORED,
+    Job,
+    compare_with_checkpoint,
+    trajectory_differences,
+)
 
 BEFORE = """
 [training]
@@ -165,3 +174,25 @@ def test_where_the_data_lie_counts_unless_their_fingerprint_is_compared(
     [difference] = trajectory_differences(Job.stored(to_toml(then)), now)
     assert difference.startswith(option[2:].split("=")[0])
     assert trajectory_differences(Job.stored(to_toml(then)), now, data_is_checked=True) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step", "expected"),
+    [
+        ("num_epochs = 1\nsteps = 10", "num_epochs = 1", 10, True),
+        ("num_epochs = 1", "num_epochs = 2", 38, True),
+        ("num_epochs = 1", "num_epochs = 1\nsteps = 20", 38, False),
+        ("steps = 5", "steps = 9", 5, True),
+        ("steps = 5", "steps = 9", 4, False),
+    ],
+)
+def test_a_run_that_only_has_more_steps_is_longer(
+    jobs: Jobs, before: str, after: str, step: int, expected: bool
+) -> None:
+    files = {"steps = 5": 5, "num_epochs = 1\nsteps = 10": 10}
+    then, now = (jobs.load(f"[training]\n{text}") for text in (before, after))
+    manifest = StoredJSON(
+        Path("manifest.json"),
+        {"config": to_toml(then), "step": step, "last_step": files.get(before, 38), "layout": {}},
+    )
+    assert compare_with_checkpoint(manifest, Job(config=now, dp=1)).is_longer == expected

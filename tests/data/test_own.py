@@ -315,3 +315,21 @@ def test_a_stream_resumes_anywhere_also_at_the_end_of_a_pass(position: int) -> N
     before = [saved[k] for k in range(position)]
     resumed.load_state(saved.state_at(position), position=position)
     assert [*before, *(resumed[k] for k in range(position, 12))] == samples
+
+
+def test_a_state_that_lags_behind_its_samples_is_refused(tmp_path: Path, module: Path) -> None:
+    """Its next sample after a resume would be the last one once more."""
+    module.write_text(
+        "class Lags:\n"
+        "    def __init__(self, seq_len, **_):\n        self.length, self.n = seq_len + 1, 0\n"
+        "    def __iter__(self):\n        while True:\n"
+        "            yield [self.n % 9] * self.length\n            self.n += 1\n"
+        "    def state_dict(self):\n        return {'n': self.n}\n"
+        "    def load_state_dict(self, state):\n        self.n = state['n']\n"
+    )
+    first = loader_of(build("Lags", tmp_path), batch=2)
+    steps(first, 2)
+    then = loader_of(build("Lags", tmp_path), batch=2)
+    then.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match="state must change"):
+        steps(then, 1)

@@ -666,3 +666,28 @@ def test_a_checkpoint_of_a_part_of_a_tensor_writes_no_folder(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=naming("norm.weight", 3, 32)):
         export(step, tmp_path / "out", settings=settings, group=None)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_width_of_heads_that_a_folder_leaves_out_is_the_one_it_states(tmp_path: Path) -> None:
+    """Else a run from the folder would not resume after the folder was saved again."""
+    folder = theirs(tmp_path, VARIANTS["grouped"])
+    sizes = []
+    for width in (None, 8):
+        rewrite(folder / "config.json", lambda content, n=width: content.update(head_dim=n))
+        sizes.append(architecture_of(read_config(folder), spec=LLAMA))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({**YARN, "type": "default"}, "yarn"),
+        ({"type": "linear", "factor": 2.0, "rope_type": None}, "linear"),
+        ({"rope_type": "default", "type": "mrope"}, None),
+    ],
+)
+def test_rope_type_comes_before_type(table: dict, expected: str | None, tmp_path: Path) -> None:
+    folder = theirs(tmp_path, VARIANTS["grouped"])
+    rewrite(folder / "config.json", lambda content: content.update(rope_parameters=table))
+    scaling = architecture_of(read_config(folder), spec=LLAMA).rope_scaling
+    assert (None if scaling is None else scaling.type) == expected
