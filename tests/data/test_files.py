@@ -39,6 +39,14 @@ def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             find_files(pattern)
 
 
+def test_a_copy_of_a_table_is_no_text(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.bak"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl\.bak"):
+        find_files(str(tmp_path))
+    assert find_files(str(tmp_path / "a.jsonl")) == [tmp_path / "a.jsonl"]
+
+
 def test_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").symlink_to("a.txt")

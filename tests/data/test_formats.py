@@ -214,6 +214,7 @@ FAULTS: dict[str, list[tuple[bytes, str]]] = {
         (b"text;id\na;1\n", "line 2 .*'text;id'"),
         (b'text,id\n"a\nb",1\nc\n', "line 3.*'text', 'id'"),
         (b"text,id\na,b,1\n", "'text', 'id'"),
+        (b"text,id,text\na,1,b\n", "'text', 'id', 'text'"),
         (b'text\na\n"b" c\n', "line 2"),
         (b"text\na\xe9\n", "0xe9"),
     ],
@@ -228,6 +229,7 @@ FAULTS: dict[str, list[tuple[bytes, str]]] = {
     "a.arrow": [
         (as_parquet(columns(text=["a"])), ""),
         (arrow(ROWS, pa.ipc.new_stream)[:-300], ""),
+        (arrow(ROWS, pa.ipc.new_stream)[:-8], ""),  # whole batches, without the end
         (arrow(ROWS, pa.ipc.new_file)[:-300], ""),
     ],
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -133,3 +135,23 @@ def test_no_documents_are_held_out_of_an_earlier_store(tmp_path: Path) -> None:
         prepare_files(corpus, prefix=str(prefix), tokenizer=tokenizer, holdout_fraction=fraction)
         assert len(held_out(prefix)) == num_files
         assert all(str(fraction) in file.name for file in held_out(prefix))
+
+
+def test_a_full_disk_leaves_no_held_out_store_beside_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its documents are part of the earlier store, which would be trained on."""
+    corpus, tokenizer = corpus_of(tmp_path / "texts"), build_tokenizer(NAME)
+    prefix = tmp_path / "out"
+    prepare_files(corpus, prefix=str(prefix), tokenizer=tokenizer)
+    sync, calls = os.fsync, iter(range(9))
+
+    def fail_third(handle: int) -> None:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "no space")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail_third)
+    with pytest.raises(OSError, match="no space"):
+        prepare_files(corpus, prefix=str(prefix), tokenizer=tokenizer, holdout_fraction=0.5)
+    assert not Path(f"{prefix}.idx").exists()
