@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
 import tomli_w
 
@@ -39,9 +39,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
-
-if TYPE_CHECKING:
-    from torchtitan.config.old_names import OldNames
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -537,6 +534,25 @@ def to_toml(config: object, *, only_changed: bool = False) -> str:
 
 
 # --- load --------------------------------------------------------------------------------------
+
+
+class OldNames(Protocol):
+    """Names of another version; see `old_names.py`."""
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Keys that are not built."""
+
+    def rename(self, layer: Layer, mistakes: list[str], notices: list[str]) -> Layer:
+        """Return a layer by today's names."""
+
+    def refuse(
+        self, layer: Layer, mistakes: list[str], notices: list[str], *, tree: type
+    ) -> tuple[Layer, set[Path]]:
+        """Return the settings that are built here, and the keys that are refused."""
+
+    def differences(self, layers: Sequence[Layer], values: Mapping[Path, Any]) -> Iterator[str]:
+        """Yield other defaults of a file with old names."""
 
 
 @typing.runtime_checkable
