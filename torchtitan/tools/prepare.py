@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from torchtitan.base.errors import DataError
@@ -88,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
         is_large = sum(file.stat().st_size for file in corpus.files) >= LARGE_BYTES
         tokenizer, target = build_tokenizer(args.tokenizer, key="--tokenizer"), Path(prefix)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target.with_name(f".{target.name}.lock")):
+        lock = target.with_name(f".{target.name}.lock")
+        with locked(lock), ExitStack() as stack:
+            stack.callback(lock.unlink)
             for file in target.parent.glob(f"{glob.escape(target.name)}.*{TEMPORARY}*"):
                 file.unlink()  # of a process that was killed
             done = prepare_files(
