@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from torchtitan.checkpoint.start import Start
     from torchtitan.hf.export import HFExport
     from torchtitan.metrics.trace import Recorder
+    from torchtitan.optim.balance import Balance
     from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
@@ -118,18 +119,8 @@ def build_run(
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     events = EventLog(folder) if launch.rank == 0 else None
-    balance = spikes = validator = None
-    if layout.counts.num_experts:
-        from torchtitan.optim.balance import build_balance
-
-        balance = build_balance(
-            config.router,
-            parts=model,
-            counts=layout.counts,
-            trained=layout.trained,
-            mesh=mesh,
-            device=device,
-        )
+    balance = balance_experts(config, layout=layout, model=model, mesh=mesh, device=device)
+    spikes = validator = None
     if config.spikes.action != "none":
         from torchtitan.optim.spikes import SpikeDetector
 
@@ -419,6 +410,24 @@ def build_model(
 
 
 # -- what is saved and recorded ----------------------------------------------------------------
+
+
+def balance_experts(
+    config: Config, *, layout: Layout, model: ModelParts, mesh: Mesh, device: torch.device
+) -> Balance | None:
+    """Build what balances this rank's experts. None for a model without experts."""
+    if not layout.counts.num_experts:
+        return None
+    from torchtitan.optim.balance import build_balance
+
+    return build_balance(
+        config.router,
+        parts=model,
+        counts=layout.counts,
+        trained=layout.trained,
+        mesh=mesh,
+        device=device,
+    )
 
 
 def build_checkpoints(

@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from torchtitan.base.errors import NonFiniteError, StoppedError, UserError, printable
+from torchtitan.mesh.faults import GLOO, NCCL
 from torchtitan.mesh.ranks import RUN_FILE, STORE
 from torchtitan.mesh.stop import STARTED
 
@@ -122,7 +123,7 @@ class RunFiles:
 
     def has_records(self, rank: int | str = "[0-9]*") -> bool:
         """Return whether a rank, by default any, wrote its collectives."""
-        names = (f"{self.prefix.name}{rank}", f"gloo_{rank}", f"nccl_{rank}")
+        names = (f"{prefix}{rank}" for prefix in (self.prefix.name, GLOO, NCCL))
         return any(self.is_new(file) for name in names for file in self.prefix.parent.glob(name))
 
     def was_aborted_by_nccl(self, rank: int, failure: ProcessFailure) -> bool:

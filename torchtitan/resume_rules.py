@@ -160,7 +160,7 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
 
 
 def compare_with_checkpoint(manifest: StoredJSON, now: Job) -> Comparison:
-    """Compare a job with the one that saved a checkpoint, whose data are compared elsewhere."""
+    """Compare a job with the job of a checkpoint. Fingerprints of data are compared elsewhere."""
     then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
     differences = trajectory_differences(then, now, data_is_checked=True)
     before, after = then.config.training, now.config.training
@@ -182,7 +182,7 @@ def compare_with_checkpoint(manifest: StoredJSON, now: Job) -> Comparison:
 
 
 def compare_with_results(now: Job) -> tuple[str, ...]:
-    """Return how a job differs from the one that wrote the run's folder."""
+    """Return the settings that differ from those in the run's folder."""
     stored = pathlib.Path(now.config.job.dump_folder) / CONFIG_FILE
     return tuple(trajectory_differences(Job.stored_in(stored), now)) if stored.is_file() else ()
 
@@ -210,7 +210,7 @@ def _resolve(job: Job) -> dict[Path, object]:
     config, values = job.config, values_of(job.config)
     schedule, training = config.lr_scheduler, config.training
     total = schedule.total_steps
-    if total is None and training.num_epochs is not None:  # the data tell how many steps these are
+    if total is None and training.num_epochs is not None:  # the number of steps depends on the data
         limit = "" if training.steps == -1 else f", at most {training.steps} steps"
         return values | {TOTAL_STEPS: f"{training.num_epochs} epochs{limit}"}
     total = total or training.steps

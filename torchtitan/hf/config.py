@@ -130,19 +130,15 @@ def _read(content: StoredJSON, key: str, size: Size) -> Any:
         return None
     least = 0 if size.none_as == 0 else 1
     most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
-    is_valid = {
-        int: lambda: type(value) is int and least <= value <= most,
-        float: lambda: _is_positive(value),
-        bool: lambda: type(value) is bool,
-        list: lambda: isinstance(value, list) and value == [*range(len(value))],
+    is_first = isinstance(value, list) and value == [*range(len(value))]
+    rules = {
+        int: (f"an integer from {least} to {most}", type(value) is int and least <= value <= most),
+        float: ("a number above 0", _is_positive(value)),
+        bool: ("true or false", type(value) is bool),
+        list: ("the first layers, [0, 1, ...]", is_first),
     }
-    if not is_valid[size.type]():
-        rule = {
-            int: f"an integer from {least} to {most}",
-            float: "a number above 0",
-            bool: "true or false",
-            list: "the first layers, [0, 1, ...]",
-        }[size.type]
+    rule, is_valid = rules[size.type]
+    if not is_valid:
         raise CheckpointError(f"{content.path}: {key} must be {rule}, got {value!r:.60}")
     if size.type is list:
         return len(value) or None

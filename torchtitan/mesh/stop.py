@@ -128,7 +128,7 @@ class StopRequest:
                 f"done): {ended}; run the same command to resume"
             ) from None
         finally:
-            if self._replaced is not None:  # else the timer is not ours
+            if self._replaced is not None:  # without handlers, a timer is the caller's
                 signal.setitimer(signal.ITIMER_REAL, 0)
             self._waits_alone = False
 

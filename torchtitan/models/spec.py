@@ -95,7 +95,7 @@ class HFFormat:
     each_layer: Mapping[str, object] = field(default_factory=dict)
     """Like `fixed`, for keys with a list of one value per layer."""
     sizes: Mapping[str, Size] = field(default_factory=dict)
-    """Sizes by their keys in config.json, without those of the rotary embedding."""
+    """Sizes by their keys in config.json, except the sizes of the rotary embedding."""
     implied: Mapping[str, object] = field(default_factory=dict)
     """Sizes that all models of the family share and config.json does not state."""
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -101,7 +101,7 @@ def check_job(config: Config, *, world_size: int | None) -> tuple[Config, Layout
     config = resolve_model(config)
     layout = find_layout(config, world_size=world_size or fewest_ranks(config.parallelism))
     path = config.model.tokenizer_path
-    # other files may be on the machines of the run alone
+    # other files may exist only on the machines of the run
     if path == "byte" or BUILT_IN.get(path, Path(path).expanduser()).exists():
         tokenizer = build_tokenizer(path)
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)

@@ -6,8 +6,8 @@ writes `data/corpus.bin` and `data/corpus.idx` in Megatron-LM's format. Train wi
 `training.dataset = "files"` and `training.dataset_path = ["data/corpus"]`. The trainer also
 tokenizes text itself; prepare it if that takes so long that expensive machines would wait for it.
 
-One process reads and writes, several tokenize. To be able to go on after an interruption, prepare a
-large corpus in several stores, and name them all in `dataset_path`.
+One process reads and writes, several tokenize. To resume after an interruption, prepare a large
+corpus in several stores, and name them all in `dataset_path`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["uniform", "ema"]
 BLOCK = 1 << 22
 """Elements per block, but at least one row of a tensor."""
-_KEPT = ("step", "layout", "config", "code")
+_KEPT = ("step", "layout", "config")
 """Entries that the result's manifest copies from the last checkpoint."""
 
 

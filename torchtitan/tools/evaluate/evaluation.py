@@ -62,7 +62,7 @@ def open_subject(
     tokenizer: str | None = None,
     **options: Any,
 ) -> Subject:
-    """Open the model of a folder. The arguments are those of `load_generator`.
+    """Open the model of a folder. Arguments as in `load_generator`.
 
     Raises:
         UserError: As `load_generator`.

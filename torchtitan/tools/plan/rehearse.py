@@ -21,14 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensors
 
-from torchtitan.build import build_model
+from torchtitan.build import balance_experts, build_model
 from torchtitan.data.loader import Samples
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.models.init import local_part
 from torchtitan.models.interface import LanguageModel, ModelParts
-from torchtitan.optim.balance import build_balance
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import build_optimizer, create_state, optimizer_step
@@ -112,16 +111,7 @@ def record_step(
         dtype = getattr(torch, config.training.mixed_precision_param)
         optimizer = build_optimizer(model, settings=config.optimizer, dtype=dtype)
         create_state(optimizer)
-        balance = None
-        if layout.counts.num_experts:
-            balance = build_balance(
-                config.router,
-                parts=model,
-                counts=layout.counts,
-                trained=layout.trained,
-                mesh=mesh,
-                device=CPU,
-            )
+        balance = balance_experts(config, layout=layout, model=model, mesh=mesh, device=CPU)
         offloads = config.training.enable_cpu_offload
         _hold_state(tape, model, optimizer, pool="host" if offloads else "compute")
         if validates:
