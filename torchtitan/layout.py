@@ -6,6 +6,7 @@ rank does the same, so that a mistake ends the job in its first second.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchtitan.base.custom import convert_errors
@@ -16,7 +17,13 @@ from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.families import find_model
-from torchtitan.models.interface import Counts, LanguageModel, TrainableParams, count
+from torchtitan.models.interface import (
+    Counts,
+    LanguageModel,
+    TrainableParams,
+    count,
+    count_multiplied,
+)
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec, check_contract
 from torchtitan.optim.loss import find_loss
@@ -52,7 +59,9 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         with mistakes:
             check_model(config, spec=spec, model=model)
         with mistakes:
+            weights = count_multiplied(model)
             trained, adapt = _find_trained(config, model=model)
+            num_frozen = sum(n for name, n in weights.items() if not trained.includes(name))
         if dims is not None:
             with mistakes:
                 reshard = find_reshard(config.parallelism, dims=dims)
@@ -72,7 +81,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     return Layout(
         spec=spec,
         architecture=architecture,
-        counts=counts,
+        counts=replace(counts, num_frozen=num_frozen),
         dims=dims,
         reshard=reshard,
         pipeline=pipeline,

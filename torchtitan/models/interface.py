@@ -413,6 +413,8 @@ class Counts:
     """All parameters. A tied matrix counts once."""
     num_multiplied: int
     """Weights that multiply each token, including the experts that it is sent to."""
+    num_frozen: int = 0
+    """Weights of `num_multiplied` that are not trained."""
     num_head: int
     """Weights of the output head, which are part of `num_multiplied`."""
     attention_width: int
@@ -432,21 +434,23 @@ class Counts:
         return self.num_parameters - self.num_idle
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Return the FLOPs of training on one token, forward and backward: 6 N + 12 W S.
+        """Return the FLOPs of training on one token, forward and backward: 6 N - 2 F + 12 W S.
 
-        N is the number of weights in matrix products, W = L H D for L layers of H heads of width D,
-        S = seq_len, or the window if that is shorter. A multiply and an add are two FLOPs.
+        N is the number of weights in matrix products, F of them are frozen and have no gradient,
+        W = L H D for L layers of H heads of width D, S = seq_len, or the window if that is shorter.
+        A multiply and an add are two FLOPs.
 
         MFU figures follow this convention of PaLM's appendix B (arXiv:2204.02311): attention counts
         in full although half of it is masked, and recomputation, norms, softmax and other
         elementwise work do not count.
         """
         windows = sum(w * min(window, seq_len) for window, w in self.window_widths.items())
-        return 6 * self.num_multiplied + 12 * (self.attention_width * seq_len + windows)
+        products = 6 * self.num_multiplied - 2 * self.num_frozen
+        return products + 12 * (self.attention_width * seq_len + windows)
 
 
-def count(model: LanguageModel) -> Counts:
-    """Count the parameters and FLOPs of a full model, which may be on the meta device.
+def count_multiplied(model: LanguageModel) -> dict[str, int]:
+    """Return how many weights of each parameter multiply a token, by name.
 
     Every parameter of two or more dimensions multiplies each token, except those of an
     `nn.Embedding`, which are looked up. A tied head multiplies by the embedding all the same. Of
@@ -457,36 +461,43 @@ def count(model: LanguageModel) -> Counts:
     looked_up = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
-    matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in looked_up]
-    untied = sum(p.numel() for p in model.output.parameters() if p.ndim > 1)
-    head = untied or model.tok_embeddings.weight.numel()
+    if not any(p.ndim > 1 for p in model.output.parameters()):
+        looked_up.remove(id(model.tok_embeddings.weight))
+    chosen = {
+        id(p): p.numel() // len(p) * module.num_chosen
+        for module in model.modules()
+        if isinstance(module, GroupedExperts)
+        for p in module.parameters()
+    }
+    return {
+        name: chosen.get(id(p), p.numel())
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and id(p) not in looked_up
+    }
+
+
+def count(model: LanguageModel) -> Counts:
+    """Count the parameters and FLOPs of a full model, which may be on the meta device."""
+    multiplied = count_multiplied(model)
+    parameters = dict(model.named_parameters())
     widths: Counter[int | None] = Counter()
     for module in model.modules():
         if isinstance(module, AttentionModule):
             widths[module.window] += module.width
-    blocks = model.layers.values()
-    in_blocks = [sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in blocks]
-    idle = [_count_idle(block) for block in blocks]
+    in_head = [n for name, n in multiplied.items() if name.startswith("output.")]
     return Counts(
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        num_multiplied=sum(p.numel() for p in matrices) - untied + head - sum(idle),
-        num_head=head,
+        num_parameters=sum(p.numel() for p in parameters.values()),
+        num_multiplied=sum(multiplied.values()),
+        num_head=sum(in_head) or multiplied["tok_embeddings.weight"],
         attention_width=widths.pop(None, 0),
         window_widths={window: width for window, width in widths.items() if window is not None},
-        num_idle=sum(idle),
-        multiplied_by_layer=tuple(n - unused for n, unused in zip(in_blocks, idle, strict=True)),
+        num_idle=sum(parameters[name].numel() - n for name, n in multiplied.items()),
+        multiplied_by_layer=tuple(
+            sum(n for name, n in multiplied.items() if name.startswith(f"layers.{layer}."))
+            for layer in model.layers
+        ),
         num_experts={
             name: len(next(layer.experts.parameters()))
             for name, layer in find_moe_layers(model).items()
         },
-    )
-
-
-def _count_idle(block: nn.Module) -> int:
-    """Return the number of parameters of the experts that a token is not sent to."""
-    return sum(
-        p.numel() // len(p) * (len(p) - module.num_chosen)
-        for module in block.modules()
-        if isinstance(module, GroupedExperts)
-        for p in module.parameters()
     )
