@@ -138,17 +138,6 @@ def test_blocks_may_be_compiled_and_recomputed_where_backward_is_whole(schedule:
         plan(schedule=schedule, compiles=True, recomputation=mode)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_notice_that_selective_recomputes_nothing(
-    schedule: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    layout = plan(schedule=schedule, recomputation="selective")
-    notices = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(notices) == layout.splits_backward
-    assert all("[activation_checkpoint] mode" in notice.getMessage() for notice in notices)
-    assert all(schedule in notice.getMessage() for notice in notices)
-
-
 def test_every_schedule_can_be_named() -> None:
     assert {*SCHEDULES} == {*get_args(WholeBackward), *get_args(SplitBackward)}
     for facts in SCHEDULES.values():

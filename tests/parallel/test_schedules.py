@@ -15,7 +15,6 @@ from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.pipeline.schedules import (
     SCHEDULES,
-    _as_torch,
     check_schedule,
     compute_table,
     forward_table,
@@ -116,7 +115,10 @@ def test_a_stage_is_gathered_once_and_reduced_once(name: str, stages_per_rank: i
 def test_what_a_rank_of_two_stages_does_is_what_torch_has_it_do(name: str) -> None:
     table = compute_table(name, pp=2, stages_per_rank=2, num_microbatches=8)
     runtime = torchs_own(name, pp=2, stages_per_rank=2, num_microbatches=8)
-    rows = {rank: [*map(_as_torch, row)] for rank, row in enumerate(table)}
+    rows = {
+        rank: [torch_schedules._Action.from_str(str(action)) for action in row]
+        for rank, row in enumerate(table)
+    }
     runtime._prepare_schedule_with_comms(rows)
     assert lower(table) == runtime.pipeline_order_with_comms
 

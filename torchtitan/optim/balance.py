@@ -56,11 +56,7 @@ FIGURES = ("tokens", "entropy", *LOSSES)
 
 
 def check_balance(settings: RouterConfig, *, model: nn.Module) -> None:
-    """Check that the model has the experts, and their bias, that the settings need.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Raise ConfigError unless the model has the experts, and their bias, that are needed."""
     routes = find_moe_layers(model).values()
     default = RouterConfig()
     changed = [key for key, value in vars(default).items() if getattr(settings, key) != value]
@@ -85,13 +81,7 @@ def build_balance(
 ) -> Balance:
     """Build the load balancing of this rank's parts of a model with experts.
 
-    Args:
-        settings: The section [router].
-        parts: This rank's parts of the model.
-        counts: Counts of the full model.
-        trained: Parameters to train. Other biases are not updated.
-        mesh: The device mesh.
-        device: Device of the counts.
+    Biases that are not trained are not updated.
     """
     routes = {name: route for part in parts for name, route in find_moe_layers(part).items()}
     axes = {"cp": mesh.dims.cp, "tp": mesh.dims.tp}

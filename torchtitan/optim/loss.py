@@ -95,17 +95,10 @@ def build_loss(
 def chunk_size(
     num_tokens: int, vocab_size: int, device_type: str = "cpu", *, width: int, num_chunks: int = 0
 ) -> int:
-    """Return the number of tokens per chunk.
+    """Return the number of tokens per chunk, of this rank's part of the vocabulary.
 
     By default it is a 16th of the tokens, but at most `width`, so that the logits of a chunk are no
     larger than the weight, and at least `FEWEST_TOKENS`. Few logits are one chunk.
-
-    Args:
-        num_tokens: Number of tokens.
-        vocab_size: Size of this rank's part of the vocabulary.
-        device_type: "cuda" or "cpu".
-        width: Width of the head's input.
-        num_chunks: Number of chunks, if it is given.
     """
     if num_chunks:
         return ceil(num_tokens / num_chunks)

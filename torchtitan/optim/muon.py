@@ -147,15 +147,21 @@ def plan_work(
         for index in ([None] if len(shape) == 2 else range(shape[0]))
     ]
     for name, index, shape in sorted(matrices, key=lambda matrix: -cost(matrix[2])):
-        parts = {}
-        for rank, held in enumerate(boxes):
-            part = _part(held.get(name), index)
-            if part is not None:
-                parts[rank] = part
+        parts = {
+            rank: part
+            for rank, boxes_of_rank in enumerate(boxes)
+            if (part := _part(boxes_of_rank.get(name), index)) is not None
+        }
         whole = [rank for rank, part in parts.items() if part.sizes == shape]
         owner = min(whole or parts, key=lambda rank: (work[rank], rank))
         work[owner] += cost(shape)
-        senders = _choose_senders(parts, owner=owner)
+        # of ranks with equal parts, the one at the owner's index among its equals sends: it is in
+        # the owner's copy of the model, or is the owner
+        holders: dict[Box, list[int]] = {}
+        for rank in sorted(parts):
+            holders.setdefault(parts[rank], []).append(rank)
+        number = holders[parts[owner]].index(owner)
+        senders = frozenset(ranks[number % len(ranks)] for ranks in holders.values())
         planned.append(Matrix(name, index, shape, parts, owner, senders))
     return planned
 
@@ -170,18 +176,6 @@ def _part(box: Box | None, index: int | None) -> Box | None:
     return Box(box.starts[1:], box.sizes[1:]) if is_here else None
 
 
-def _choose_senders(parts: Mapping[int, Box], *, owner: int) -> frozenset[int]:
-    """Choose among ranks with equal parts the one at the owner's index among its equals.
-
-    This rank is in the owner's copy of the model, or is the owner.
-    """
-    holders: dict[Box, list[int]] = {}
-    for rank in sorted(parts):
-        holders.setdefault(parts[rank], []).append(rank)
-    index = holders[parts[owner]].index(owner)
-    return frozenset(ranks[index % len(ranks)] for ranks in holders.values())
-
-
 def _replace(old: Tensor, new: Tensor, *, skip: Tensor | None) -> None:
     """Copy `new` to `old` unless `skip` is true."""
     if skip is None:
@@ -193,16 +187,8 @@ def _replace(old: Tensor, new: Tensor, *, skip: Tensor | None) -> None:
 class Muon(SkippingOptimizer):
     """Muon over all ranks of the job, with AdamW for all parameters but matrices.
 
-    All ranks must build it and step together.
-
-    Args:
-        groups: Parameter groups of matrices, or of matrices stacked along one dimension.
-        names: Name of each of their parameters.
-        adamw: Optimizer of all other parameters.
-        lr: Learning rate.
-        momentum: Momentum.
-        dtype: Dtype of the iteration and of communication.
-        device: Device of the parameters.
+    All ranks must build it and step together. `groups` are those of matrices, or of matrices
+    stacked along one dimension, `dtype` is that of the iteration and of communication.
     """
 
     def __init__(

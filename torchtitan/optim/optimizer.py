@@ -131,10 +131,7 @@ def find_trainable(
 ) -> TrainableParams:
     """Return which parameters of the full model are trained; check and log how.
 
-    Args:
-        model: The full model, on the meta device.
-        settings: The section [optimizer].
-        only: Shell patterns of the parameters that can be trained at all.
+    `only` has shell patterns of the parameters that can be trained at all.
 
     Raises:
         ConfigError: A pattern matches nothing, nothing is left to train, or as `check_optimizer`.
@@ -218,12 +215,6 @@ def build_groups(
     return [group for group in groups if group["params"]] or groups[:1]
 
 
-def _class(settings: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    name = "AdamW" if settings.name == "Muon" else settings.name
-    cls: type[torch.optim.Optimizer] = getattr(torch.optim, name)
-    return cls
-
-
 def build_torch(
     groups: list[dict[str, Any]], *, settings: OptimizerConfig
 ) -> torch.optim.Optimizer:
@@ -232,25 +223,21 @@ def build_torch(
     Raises:
         ConfigError: It refuses an option.
     """
-    cls, arguments = _class(settings), _arguments(settings)
+    name = "AdamW" if settings.name == "Muon" else settings.name
+    cls: type[torch.optim.Optimizer] = getattr(torch.optim, name)
+    implementation = settings.implementation
+    if implementation == "fused" and cls not in FUSED:
+        implementation = "foreach"  # torch's other fused kernels do not support sharded parameters
+    arguments: dict[str, Any] = {"foreach": implementation == "foreach"}
+    if "fused" in inspect.signature(cls).parameters:
+        arguments["fused"] = implementation == "fused"
+    if settings.name == "SGD":
+        arguments["momentum"] = settings.momentum
+    if settings.name in WITH_BETAS:
+        arguments |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     try:
         return cls(groups, lr=settings.lr, **arguments, **settings.options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError.at(
             OPTIONS, f"torch.optim.{cls.__name__} refuses them: {error}"
         ) from error
-
-
-def _arguments(settings: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments of torch's class besides rates, decay and options."""
-    implementation = settings.implementation
-    if implementation == "fused" and _class(settings) not in FUSED:
-        implementation = "foreach"  # torch's other fused kernels do not support sharded parameters
-    arguments: dict[str, Any] = {"foreach": implementation == "foreach"}
-    if "fused" in inspect.signature(_class(settings)).parameters:
-        arguments["fused"] = implementation == "fused"
-    if settings.name == "SGD":
-        arguments["momentum"] = settings.momentum
-    if settings.name in WITH_BETAS:
-        arguments |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
-    return arguments

@@ -116,14 +116,8 @@ class SpikeDetector:
             FIGURES, values[:n], values[n : 2 * n], values[2 * n :], strict=True
         ):
             if is_spike:
-                logger.warning(
-                    "Step %d is %s: its %s of %.6g is above the bound of %.6g",
-                    step,
-                    done,
-                    name,
-                    value,
-                    bound,
-                )
+                figure = f"its {name} of {value:.6g} is above the bound of {bound:.6g}"
+                logger.warning("Step %d is %s: %s", step, done, figure)
                 if self._on_spike is not None:
                     self._on_spike(step, name, value, bound, self._settings.action)
 

@@ -39,11 +39,7 @@ from torchtitan.parallel.settings import BY_OPERATOR, ActivationCheckpointConfig
 
 
 def check_compile(settings: CompileConfig) -> None:
-    """Check that this machine has the backend.
-
-    Raises:
-        ConfigError: It has not.
-    """
+    """Raise ConfigError unless this machine has the backend."""
     backends = torch.compiler.list_backends(exclude_tags=None)
     if settings.backend not in backends:
         guess = did_you_mean(settings.backend, backends)
@@ -59,11 +55,7 @@ def has_opaque_attention(model: nn.Module, *, cp: int, attn_mask_type: str) -> b
 def check_recomputation(
     model: nn.Module, settings: ActivationCheckpointConfig, *, cp: int, attn_mask_type: str
 ) -> None:
-    """Check that blocks that are recomputed by operator are compiled completely.
-
-    Raises:
-        ConfigError: A part of them is not compiled.
-    """
+    """Raise ConfigError unless blocks that are recomputed by operator are compiled completely."""
     if (settings.mode, settings.selective_ac_option) != ("selective", BY_OPERATOR):
         return
     parts = {
@@ -121,7 +113,8 @@ def apply_compile(
             )
     if sequence_comes_async and model.tok_embeddings is not None:
         # a compiled block would wait for such an input, but drop its autograd history
-        model.tok_embeddings.register_forward_hook(_wait_for_output)
+        # its copy is a plain tensor that keeps it
+        model.tok_embeddings.register_forward_hook(lambda _, inputs, output: output.clone())
 
 
 def _recompute_by_operator(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -160,8 +153,3 @@ def _with_budget(memory_budget: float, compiled: Callable[..., Tensor]) -> Calla
             return compiled(*args, **kwargs)
 
     return forward
-
-
-def _wait_for_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Wait for a tensor. Its copy is a plain tensor that keeps the autograd history."""
-    return output.clone()

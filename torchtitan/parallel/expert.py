@@ -46,23 +46,17 @@ logger = logging.getLogger(__name__)
 
 
 def check_expert_parallel(model: LanguageModel, *, parallelism: ParallelismConfig) -> None:
-    """Check that the degree divides the experts of every layer.
-
-    Raises:
-        ConfigError: It does not, or the model has no experts.
-    """
+    """Raise ConfigError unless the degree divides the experts of every layer."""
     ep, key = parallelism.expert_parallel_degree, "parallelism.expert_parallel_degree"
-    if ep > 1 and not _all_experts(model):
+    if not _all_experts(model):
         raise ConfigError.at(key, f"must be 1, got {ep}: the model has no experts")
     if uneven := find_uneven_experts(model, ep=ep):
         raise ConfigError.at(key, f"must divide the experts of a layer, got {uneven}")
 
 
 def find_uneven_experts(model: nn.Module, *, ep: int) -> str:
-    """Describe the numbers of experts that `ep` does not divide, and the degrees that fit.
-
-    Empty if it fits.
-    """
+    """Describe the numbers of experts that `ep` does not divide, and the degrees that fit. Empty if
+    it fits."""
     sizes = {len(p) for experts in _all_experts(model) for p in experts.parameters()}
     if not any(size % ep for size in sizes):
         return ""

@@ -45,20 +45,14 @@ def load_torchao() -> Any:
 
 
 def check_float8(settings: Float8Config, *, device_type: str) -> None:
-    """Check that this machine can compute in float8.
-
-    Raises:
-        ConfigError: torchao is missing, or the device cannot multiply float8.
-    """
+    """Raise ConfigError unless this machine has torchao and can multiply float8."""
     load_torchao()
-    if settings.emulate:
-        return
-    if device_type == "cuda" and torch.cuda.get_device_capability() >= FIRST_CAPABILITY:
-        return
-    raise ConfigError.at(
-        (f"{SECTION}.emulate", "model.converters"),
-        "must be true on a machine without GPUs of compute capability 8.9",
-    )
+    has_units = device_type == "cuda" and torch.cuda.get_device_capability() >= FIRST_CAPABILITY
+    if not settings.emulate and not has_units:
+        raise ConfigError.at(
+            (f"{SECTION}.emulate", "model.converters"),
+            "must be true on a machine without GPUs of compute capability 8.9",
+        )
 
 
 def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
@@ -92,11 +86,8 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
 
 
 def check_layers(model: nn.Module, *, settings: Float8Config, spec: ModelSpec, tp: int) -> None:
-    """Check the layers to convert, and that the shards of tensor parallelism can be multiplied.
-
-    Raises:
-        ConfigError: A filter matches no layer, no layer is left, or `tp` is too large.
-    """
+    """Raise ConfigError unless layers are left to convert, and `tp` leaves shards that can be
+    multiplied."""
     names = find_converted(model, settings=settings)
     if tp == 1 or settings.emulate:
         return

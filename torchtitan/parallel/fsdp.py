@@ -46,14 +46,9 @@ def apply_fsdp(
     reshard: Reshard,
     experts_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard the blocks of `model`, then its remaining parameters, in place.
+    """Shard the blocks of a model or a pipeline stage, then its remaining parameters, in place.
 
-    Args:
-        model: A model or a pipeline stage.
-        mesh: The data-parallel axes.
-        training: Dtypes, and whether parameters are offloaded to the CPU.
-        reshard: Handling of gathered weights.
-        experts_mesh: The ranks that hold the same experts. None: `mesh`.
+    `mesh` has the data-parallel axes, `experts_mesh` the ranks that hold the same experts.
     """
     arguments = _arguments(training, mesh=mesh, model=model)
     order: list[Any] = []  # groups in the order of forward

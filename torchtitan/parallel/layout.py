@@ -68,19 +68,9 @@ def check_parallel(
     float8: Float8Config | None,
     attn_mask_type: str,
 ) -> None:
-    """Check that a model can be compiled, converted and divided as the settings ask.
+    """Raise ConfigError unless a model can be compiled, converted and divided as the settings ask.
 
-    Args:
-        model: The full model, on the meta device.
-        spec: Its family.
-        parallelism: The section [parallelism].
-        recomputation: The section [activation_checkpoint].
-        compilation: The section [compile].
-        float8: Settings of float8 linear layers. None: no layer uses float8.
-        attn_mask_type: training.attn_mask_type.
-
-    Raises:
-        ConfigError: Lists what it cannot.
+    The model is the full one, on the meta device.
     """
     mistakes = Mistakes()
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -144,11 +134,7 @@ class Layout:
 def check_device(
     compilation: CompileConfig, *, float8: Float8Config | None, device_type: str
 ) -> None:
-    """Check that a machine with such devices has what the job computes with.
-
-    Raises:
-        ConfigError: Lists what it lacks.
-    """
+    """Raise ConfigError unless a machine with such devices has what the job computes with."""
     mistakes = Mistakes()
     if compilation.enable:
         from torchtitan.parallel.compile import check_compile

@@ -36,6 +36,8 @@ from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.precision import can_compute_in, compute_in
 from torchtitan.parallel.settings import BY_OPERATOR, ActivationCheckpointConfig, CompileConfig
 
+Mode = Literal["none", "full", "selective"]
+
 
 def parallelize(
     model: nn.Module,
@@ -71,7 +73,9 @@ def parallelize(
         apply_grouped_products(model, device_type=mesh.params.device_type, dtype=dtype)
     layout.trained.freeze_rest(model)  # after tensor and expert parallel, which replace parameters
     mode, option = recomputation.mode, recomputation.selective_ac_option
-    recomputed = _recomputed(mode, layout=layout)
+    is_split = layout.pipeline is not None and layout.pipeline.splits_backward
+    # the compiler follows a memory budget by itself
+    recomputed: Mode = "none" if is_split or mode == "memory_budget" else mode
     keeps = recomputed == "selective" and option == BY_OPERATOR
     if mesh.dims.cp > 1:
         from torchtitan.parallel.context.attention import apply_context_parallel
@@ -96,14 +100,6 @@ def parallelize(
 
         apply_activation_checkpointing(model, mode=recomputed, option=option)
     _shard(model, mesh=mesh, layout=layout, training=training)
-
-
-def _recomputed(
-    mode: Literal["none", "full", "selective", "memory_budget"], *, layout: Layout
-) -> Literal["none", "full", "selective"]:
-    """Return what is recomputed here. The compiler follows a memory budget by itself."""
-    is_split = layout.pipeline is not None and layout.pipeline.splits_backward
-    return "none" if is_split or mode == "memory_budget" else mode
 
 
 def _shard(model: nn.Module, *, mesh: Mesh, layout: Layout, training: TrainingConfig) -> None:

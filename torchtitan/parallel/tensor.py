@@ -85,11 +85,7 @@ def check_tensor_parallel(
     plan: Mapping[str, TensorRole],
     parallelism: ParallelismConfig,
 ) -> None:
-    """Check that the plan covers a full model, and that the degree divides its sizes.
-
-    Raises:
-        ConfigError: A module has no role, or a size is not a multiple of the degree.
-    """
+    """Raise ConfigError unless the plan covers a full model and the degree divides its sizes."""
     tp, architecture = parallelism.tensor_parallel_degree, model.config
     rules = []
     if unplanned := find_unplanned(model, plan=plan):
@@ -317,19 +313,15 @@ class ReplicatedLinear(StreamStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate_parameters(module, device_mesh)
-        module.forward = partial(
-            _on_flat_tokens, forward=module.forward, mesh=device_mesh, placement=self.tokens
-        )
+        multiply: Callable[[Tensor], DTensor] = module.forward
+
+        def on_flat_tokens(x_BSC: Tensor) -> Tensor:
+            # flat: DTensor would gather a sharded sequence before the product
+            out_TD = multiply(to_dtensor(x_BSC.flatten(0, 1), device_mesh, self.tokens))
+            return out_TD.to_local().unflatten(0, x_BSC.shape[:2])
+
+        module.forward = on_flat_tokens
         return module
-
-
-def _on_flat_tokens(
-    x_BSC: Tensor, *, forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, placement: Placement
-) -> Tensor:
-    # flat: DTensor would gather a sharded sequence before the product
-    out_TD = forward(to_dtensor(x_BSC.flatten(0, 1), mesh, placement))
-    assert isinstance(out_TD, DTensor)
-    return out_TD.to_local().unflatten(0, x_BSC.shape[:2])
 
 
 class ReplicatedGate(ParallelStyle):
@@ -357,26 +349,20 @@ class LocalRoute(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, MoELayer)
-        route = type(module).route
+        route: Callable[..., Tensor] = type(module).route
+
+        def route_part(module: nn.Module, x_BSC: Tensor) -> Tensor:
+            replicated = to_dtensor(x_BSC, device_mesh, Replicate())
+            out = route(module, replicated.redistribute(placements=[Shard(1)]).to_local())
+            stride = torch.empty(x_BSC.shape, device="meta").stride()
+            gathered = DTensor.from_local(
+                out, device_mesh, [Shard(1)], run_check=False, shape=x_BSC.shape, stride=stride
+            )  # shape and stride, because the parts may differ in length
+            return gathered.redistribute(placements=[Replicate()]).to_local()
+
         # one function for all layers, so that their blocks share one compiled graph
-        local_route = self._routes.setdefault(route, _route_own_part(route, device_mesh))
-        module.route = MethodType(local_route, module)
+        module.route = MethodType(self._routes.setdefault(route, route_part), module)
         return module
-
-
-def _route_own_part(route: Callable[..., Tensor], mesh: DeviceMesh) -> Callable[..., Tensor]:
-    """Shard a replicated sequence, call `route` on this rank's part, and gather the results."""
-
-    def route_part(module: nn.Module, x_BSC: Tensor) -> Tensor:
-        part = to_dtensor(x_BSC, mesh, Replicate()).redistribute(placements=[Shard(1)])
-        out = route(module, part.to_local())
-        stride = torch.empty(x_BSC.shape, device="meta").stride()
-        gathered = DTensor.from_local(
-            out, mesh, [Shard(1)], run_check=False, shape=x_BSC.shape, stride=stride
-        )  # shape and stride, because the parts may differ in length
-        return gathered.redistribute(placements=[Replicate()]).to_local()
-
-    return route_part
 
 
 class VocabParallelHead(GatherInput):
@@ -390,26 +376,22 @@ class VocabParallelHead(GatherInput):
         own = module.named_parameters(recurse=False)
         shard_parameters(module, device_mesh, {name: Shard(0) for name, _ in own})
         super()._apply(module, device_mesh)
-        module.register_forward_hook(lambda _, inputs, output: _gather_logits(output))
-        module.loss = partial(_local_loss, loss=module.loss, gathers=not self.loss_parallel)
+        loss: HeadLoss = module.loss
+
+        def local_loss(x_BSC: DTensor, weight_VC: DTensor, labels_BS: Tensor) -> Tensor:
+            if not self.loss_parallel:  # every rank computes the same loss, and complete gradients
+                return loss(x_BSC.to_local(), weight_VC.full_tensor(), labels_BS)
+            # the vocabulary of each rank contributes to the gradient of x
+            x = x_BSC.to_local(grad_placements=[Partial()])
+            return loss(x, weight_VC.to_local(), labels_BS)
+
+        def gather_logits(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
+            # a loss is a plain tensor already
+            return output.full_tensor() if isinstance(output, DTensor) else output
+
+        module.register_forward_hook(gather_logits)
+        module.loss = local_loss
         return module
-
-
-def _local_loss(
-    x_BSC: DTensor, weight_VC: DTensor, labels_BS: Tensor, *, loss: HeadLoss, gathers: bool
-) -> Tensor:
-    """Compute the loss on local tensors, from all logits or from this rank's vocabulary."""
-    if gathers:
-        # every rank computes the same loss, and complete gradients
-        return loss(x_BSC.to_local(), weight_VC.full_tensor(), labels_BS)
-    # the vocabulary of each rank contributes to the gradient of x
-    x = x_BSC.to_local(grad_placements=[Partial()])
-    return loss(x, weight_VC.to_local(), labels_BS)
-
-
-def _gather_logits(output: Tensor) -> Tensor:
-    """Gather logits. A loss is a plain tensor already."""
-    return output.full_tensor() if isinstance(output, DTensor) else output
 
 
 class VocabParallelEmbedding(StreamStyle):

@@ -64,11 +64,9 @@ DEGREE, METHOD = (f"parallelism.context_parallel_{name}" for name in ("degree", 
 
 
 def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> None:
-    """Check that the model's attention can be sharded over ranks.
+    """Raise ConfigError unless the model's attention can be sharded over ranks.
 
-    Raises:
-        ConfigError: A block has no `AttentionModule`, or a window, which only Ulysses supports, or
-            the heads are not a multiple of the Ulysses degree times the tensor parallel degree.
+    A window needs Ulysses, and Ulysses a multiple of its degree times tp as the number of heads.
     """
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     for name, block in model.layers.items():
@@ -81,11 +79,8 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
     method = parallelism.context_parallel_rotate_method
     if method != "ulysses":
         if has_window(model):
-            raise ConfigError.at(
-                METHOD,
-                f'must be "ulysses" for a model with sliding-window attention, got "{method}"; or '
-                f"set {DEGREE} = 1",
-            )
+            rule = 'must be "ulysses" for a model with sliding-window attention'
+            raise ConfigError.at(METHOD, f'{rule}, got "{method}"; or set {DEGREE} = 1')
         return
     heads = {"query": model.config.num_heads, "key/value": model.config.num_kv_heads}
     for name, count in heads.items():
@@ -101,10 +96,7 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
 def apply_context_parallel(
     model: nn.Module, *, mesh: Mesh, parallelism: ParallelismConfig, keep_output: bool = False
 ) -> None:
-    """Make the attention of `model` reach the keys and values of other ranks, in place.
-
-    `keep_output` is explained at `build_attention`.
-    """
+    """Make the attention of `model` reach the keys and values of other ranks, in place."""
     layout = SequenceLayout.from_config(parallelism)
     ranks = Ranks(group=mesh.data.get_group("cp"), layout=layout)
     for module in model.modules():
@@ -350,12 +342,9 @@ def build_attention(
 ) -> Attend:
     """Return causal attention of this rank's queries to the keys and values of all ranks.
 
-    Args:
-        method: The form of attention. "alltoall" is torchtitan 0.2's name of the ring.
-        ranks: The ranks of the cp axis.
-        keep_output: Keep the output of a ring or an all-gather if the block is recomputed, so that
-            its messages are not repeated.
-        local_attend: Attention of Ulysses, over all tokens with the heads that a rank then has.
+    With `keep_output` a block that is recomputed repeats no messages of a ring or an all-gather.
+    `local_attend` is what Ulysses calls, over all tokens with the heads that a rank then has.
+    "alltoall" is torchtitan 0.2's name of the ring.
     """
     transport: Callable[[Ranks], KVTransport] = Gather if method == "allgather" else Ring
 

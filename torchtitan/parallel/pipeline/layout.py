@@ -95,8 +95,8 @@ def plan_pipeline(
     frees_weights: bool,
     recomputation: str,
     compiles: bool,
-) -> PipelineLayout | None:
-    """Plan the layout of the pipeline. None if its degree is 1.
+) -> PipelineLayout:
+    """Plan the layout of a pipeline of two ranks or more.
 
     Args:
         settings: Degree, schedule and stages.
@@ -110,11 +110,14 @@ def plan_pipeline(
     Raises:
         ConfigError: Layers, stages, microbatches and schedule do not fit together.
     """
-    if settings.pipeline_parallel_degree == 1:
-        return None
+    schedule, pp = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
     size = settings.pipeline_parallel_microbatch_size
     num_microbatches = training.local_batch_size // size
-    table = make_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
+    usual = pp * SCHEDULES[schedule].usual_stages
+    num_stages = count_stages(settings, num_layers=num_layers, default=usual)
+    table = compute_table(
+        schedule, pp=pp, stages_per_rank=num_stages // pp, num_microbatches=num_microbatches
+    )
     ranks = ranks_of(table)
     if settings.module_fqns_per_model_part:
         modules = check_modules(settings.module_fqns_per_model_part, num_layers=num_layers)
@@ -130,16 +133,6 @@ def plan_pipeline(
     return layout
 
 
-def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:
-    """Compute the table of the schedule in the settings."""
-    name, pp = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
-    default = pp * SCHEDULES[name].usual_stages
-    wanted = count_stages(settings, num_layers=num_layers, default=default)
-    return compute_table(
-        name, pp=pp, stages_per_rank=wanted // pp, num_microbatches=num_microbatches
-    )
-
-
 def check_split_backward(
     settings: ParallelismConfig, *, frees_weights: bool, recomputation: str, compiles: bool
 ) -> None:
@@ -148,8 +141,8 @@ def check_split_backward(
     torch computes the gradients of weights for the parameters that exist at that time, so the
     gradients of freed weights would be lost silently. It requests them group by group, and each
     time recomputes a checkpointed block: eleven forwards instead of two. So `selective`, which is
-    the default, recomputes nothing here, and a warning is logged. The backward of a compiled
-    block is one operator and cannot be split.
+    the default, recomputes nothing here. The backward of a compiled block is one operator and
+    cannot be split.
 
     Raises:
         ConfigError: Weights are freed, or all blocks are recomputed, or compiled.
@@ -170,12 +163,6 @@ def check_split_backward(
     ]
     if broken:
         raise ConfigError(broken)
-    if recomputation == "selective":
-        logger.warning(
-            '[activation_checkpoint] mode = "selective" recomputes nothing under %s, and all '
-            'activations are kept; mode = "none" says the same',
-            schedule,
-        )
 
 
 FIRST = ("tok_embeddings",)
@@ -218,19 +205,15 @@ def find_costs(
                 f"parallelism.pipeline_parallel_{name}_stage_less_layers",
                 f"must be fewer than the model's {num_layers} layers, got {value}",
             )
+    multiplied, by_layer = counts.multiplied_by_layer, tuple[float, ...]()
+    if len(set(multiplied)) > 1:
+        mean = sum(multiplied) / len(multiplied)
+        by_layer = tuple(1 + 6 * (n - mean) / layer for n in multiplied)
     return Costs(
         embedding=0.0 if first is None else float(first),
         head=head / layer if last is None else float(last),
-        by_layer=_layer_costs(counts.multiplied_by_layer, layer=layer),
+        by_layer=by_layer,
     )
-
-
-def _layer_costs(multiplied: Sequence[int], *, layer: float) -> tuple[float, ...]:
-    """Return the cost of each layer in units of `layer` FLOPs. Empty if all are equal."""
-    if len(set(multiplied)) <= 1:
-        return ()
-    mean = sum(multiplied) / len(multiplied)
-    return tuple(1 + 6 * (n - mean) / layer for n in multiplied)
 
 
 def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int) -> int:

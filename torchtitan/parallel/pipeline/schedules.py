@@ -9,8 +9,9 @@ agree. Only this file imports `torch.distributed.pipelining`, whose internals ch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -175,27 +176,25 @@ def _torch_table(schedule: Schedule, *, pp: int, stages_per_rank: int, num: int)
     )
     stages = [stage] * stages_per_rank if schedule.multi_stage else stage
     order = get_schedule_class(schedule.name)(stages, num).pipeline_order
-    rows = [_unwrap(order[rank]) for rank in range(pp)]
-    return rows if schedule.multi_stage else [_number_forwards(row) for row in rows]
-
-
-def _unwrap(actions: Sequence[Any]) -> list[Action]:
-    """Keep the computing actions of a row of torch: no gaps, no reductions, pairs unpacked."""
-    parts = [part for action in actions if action for part in action.sub_actions or (action,)]
-    return [
-        Action(part.stage_index, KINDS[part.computation_type.value], part.microbatch_index)
-        for part in parts
-        if part.computation_type.value in KINDS
-    ]
-
-
-def _number_forwards(row: list[Action]) -> list[Action]:
-    """Number a single stage's forwards from 0. torch's 1F1B table starts the last rank at 1."""
-    numbers = iter(range(len(row)))
-    return [
-        Action(action.stage, "forward", next(numbers)) if action.kind == "forward" else action
-        for action in row
-    ]
+    table: Table = []
+    for rank in range(pp):
+        # no gaps, no reductions, pairs unpacked
+        parts = [
+            part for action in order[rank] if action for part in action.sub_actions or [action]
+        ]
+        row = [
+            Action(part.stage_index, KINDS[part.computation_type.value], part.microbatch_index)
+            for part in parts
+            if part.computation_type.value in KINDS
+        ]
+        if not schedule.multi_stage:  # torch's 1F1B numbers the last rank's forwards from 1
+            numbers = count()
+            row = [
+                replace(action, microbatch=next(numbers)) if action.kind == "forward" else action
+                for action in row
+            ]
+        table.append(row)
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +341,8 @@ def lower(table: Table) -> dict[int, list[_Action]]:
     actions = {}
     for rank, row in enumerate(table):
         num_stages = len({action.stage for action in row})
-        gathering = _add_unshard_reshard([*map(_as_torch, row)], max_active_stages=num_stages)
+        torch_row = [_Action.from_str(str(action)) for action in row]
+        gathering = _add_unshard_reshard(torch_row, max_active_stages=num_stages)
         actions[rank] = _add_reduce_grad(gathering, num_microbatches)
     lowered: dict[int, list[_Action]] = _add_send_recv(
         actions, stage_to_rank=lambda stage: ranks[stage], num_stages=len(ranks)
@@ -350,7 +350,3 @@ def lower(table: Table) -> dict[int, list[_Action]]:
     # torch 2.15 waits for a send where the table has an action for it, earlier ones at the end
     add_wait_send = getattr(torch_schedules, "_add_wait_send", None)
     return add_wait_send(lowered) if add_wait_send else lowered
-
-
-def _as_torch(action: Action) -> _Action:
-    return _Action.from_str(str(action))
