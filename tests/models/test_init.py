@@ -169,7 +169,7 @@ def test_each_parameter_starts_by_its_rule(tied):
     initialize(model, seed=7)
     std_of_truncated = scipy.stats.truncnorm(-CUTOFF, CUTOFF).std()
     # torchtitan's: depth-scaled where the residual stream is written, 1 and 1/sqrt(dim) at the ends
-    expected = {"tok_embeddings": 1 / 16 if tied else 1.0, "output": 1 / 16}
+    expected = {"tok_embeddings": 0.02 if tied else 1.0, "output": 1 / 16}
     for i in range(3):
         for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
             expected[f"layers.{i}.{name}"] = 0.02

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
 from torchtitan.models import attention
 from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
 from torchtitan.models.interface import TrainableParams, count, count_multiplied, router_biases
-from torchtitan.models.sizes import DecoderConfig, MLAConfig, RopeScaling
+from torchtitan.models.sizes import DecoderConfig, MLAConfig, MoEConfig, RopeScaling
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints
@@ -138,3 +141,22 @@ def test_attention_of_unequal_heads_counts_the_mean_of_their_widths() -> None:
     products = 2 * 61 * 128 * (128 + 64) + 2 * 61 * 128 * 128  # per token and key, forward
     per_key = found.flops_per_token(2) - found.flops_per_token(1)
     assert per_key == 3 * products == 12 * found.attention_width
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dim", [64, 256, 1024])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_loss_is_that_of_equal_probabilities(name: str, dim: int, tied: bool) -> None:
+    flavor, vocab_size = MODELS[name].flavors["tiny"], 2048
+    sizes = {"dim": dim, "hidden_dim": 3 * dim, "vocab_size": vocab_size, "tie_embeddings": tied}
+    if isinstance(flavor, MoEConfig):
+        sizes["expert_hidden_dim"] = dim
+    if not isinstance(flavor, MLAConfig):
+        sizes |= {"num_heads": dim // 32, "num_kv_heads": dim // 64, "head_dim": 32}
+    model = MODELS[name].build(dataclasses.replace(flavor, **sizes))
+    initialize(model, seed=0)
+    tokens = torch.randint(vocab_size, (2, 65), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss < math.log(vocab_size) + 1

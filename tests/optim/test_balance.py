@@ -311,3 +311,18 @@ def test_settings_that_a_model_has_nothing_for(
     with pytest.raises(ConfigError) as caught:
         check_balance(RouterConfig(**settings), model=model)
     assert all(part in str(caught.value) for part in parts)
+
+
+def figures_of_a_step(norm: float) -> dict[str, float]:
+    routes, [[x, _]] = layers(EXPERTS), batches(1)
+    balance = follow(routes)
+    balance.begin(torch.tensor(1.0))
+    routes["layers.0.moe"](x)
+    balance.update(norm=torch.tensor(norm))
+    return {name: float(figure) for name, figure in balance.figures().items()}
+
+
+def test_a_skipped_step_reports_its_own_figures(ranks: RankPool) -> None:
+    [taken], [skipped] = (ranks.run(figures_of_a_step, norm, world=1) for norm in (1.0, math.inf))
+    assert taken == skipped
+    assert taken["router/load_max_over_mean"] >= 1

@@ -73,7 +73,10 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
             raise ConfigError.at(("model.flavor", "checkpoint.initial_load_in_hf"), rule)
         architecture = spec.sizes(**sizes, **spec.of_family)
     elif settings.flavor in spec.flavors:
-        architecture = replace(spec.flavors[settings.flavor], **sizes)
+        flavor = spec.flavors[settings.flavor]
+        architecture = replace(flavor, **sizes)
+        if architecture.dim != flavor.dim:  # a model of one's own, not stretched like the flavor
+            architecture = replace(architecture, rope_scaling=None)
     else:
         flavors = (*spec.flavors, HF)
         rule = (

@@ -154,13 +154,15 @@ class Llama3(Decoder):
     def initial(self, name: str) -> Init:
         """Return torchtitan's standard deviations, truncated at 3.
 
+        A tied embedding has 0.02, as in published models: wider rows would make a token predict
+        itself.
         Matrices that write into the residual stream (wo, w2, and w3, which scales w2's input) are
         smaller in deeper layers, so that the variance of the stream does not grow with depth.
         """
         tied, width = self.config.tie_embeddings, self.config.dim
         match name.split("."):
             case ["tok_embeddings", "weight"]:
-                return Normal(std=width**-0.5 if tied else 1.0)
+                return Normal(std=0.02 if tied else 1.0)
             case ["layers", _, "attention", "wq" | "wk" | "wv", "weight"]:
                 return Normal(std=0.02)
             case ["layers", _, "feed_forward", "w1", "weight"]:

@@ -53,9 +53,10 @@ class RopeScaling:
         Requires("factor", SET, "set it", of=WITH_FACTOR),
         Requires("original_max_position", SET, "set it", of=WITH_ORIGINAL),
     ] = "flavor"
-    """flavor: as in model.flavor; none: no scaling; linear: all wavelengths grow (position
-    interpolation, arXiv:2306.15595); llama3: only long wavelengths grow, as in Llama 3.1; yarn: the
-    same by YaRN's rule, and attention is sharpened (arXiv:2309.00071)."""
+    """flavor: as in model.flavor, but none with another dim; none: no scaling; linear: all
+    wavelengths grow (position interpolation, arXiv:2306.15595); llama3: only long wavelengths grow,
+    as in Llama 3.1; yarn: the same by YaRN's rule, and attention is sharpened
+    (arXiv:2309.00071)."""
     factor: Annotated[float | None, finite, Range(ge=1), Requires("type", WITH_FACTOR)] = None
     """Long wavelengths grow by this factor: the new context length over the original one."""
     original_max_position: Annotated[PositiveInt | None, Requires("type", WITH_ORIGINAL)] = None

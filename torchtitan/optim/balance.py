@@ -131,7 +131,7 @@ class Balance:
         self._sums_LF = torch.zeros(
             len(self._sizes), len(FIGURES), dtype=torch.float64, device=device
         )
-        self._figures_LF = self._sums_LF.clone()
+        self._reported_LE, self._figures_LF = self._counts_LE.clone(), self._sums_LF.clone()
         self._divisor = torch.ones((), device=device)
         self._is_new = False
         self._tp, self._is_text = tp, None
@@ -226,7 +226,7 @@ class Balance:
         whole = torch.cat([self._counts_LE.double(), self._sums_LF], 1)
         dist.all_reduce(whole)
         counts_LE = whole[:, : self._counts_LE.shape[1]].long()
-        self._figures_LF = whole[:, self._counts_LE.shape[1] :]
+        self._reported_LE, self._figures_LF = counts_LE, whole[:, self._counts_LE.shape[1] :]
         was_taken = norm.isfinite()  # on the device: the host does not know it yet
         above_LE = counts_LE * self._num_experts_L1 - counts_LE.sum(1, keepdim=True)
         moves_LE = -self._settings.bias_update_rate * above_LE.sign().float() * was_taken
@@ -239,8 +239,8 @@ class Balance:
         return {"router.last_counts": self._last_LE} if self._settings.global_loss_weight else {}
 
     def figures(self) -> dict[str, Tensor]:
-        """Return the metrics of the last step, equal on all ranks, on the device."""
-        counts_LE, sums_LF = self._last_LE, self._figures_LF
+        """Return the metrics of the last step, skipped or not, equal on all ranks."""
+        counts_LE, sums_LF = self._reported_LE, self._figures_LF
         load_L = (counts_LE * self._num_experts_L1).amax(1) / counts_LE.sum(1)
         dead = self._is_expert_LE & (counts_LE == 0)
         entropy_L = sums_LF[:, 1] / sums_LF[:, 0]
