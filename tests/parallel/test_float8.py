@@ -100,10 +100,25 @@ def test_the_head_and_what_is_named_stay() -> None:
     }
     head = Float8Config(emulate=True, filter_fqns=("output",))
     assert converted(head, tied=True) == every - {"output"}
-    with pytest.raises(ConfigError, match=r'filter_fqns.*"wg"'):
-        built(Float8Config(filter_fqns=("wk", "wg")))
-    with pytest.raises(ConfigError, match="filter_fqns"):
-        built(Float8Config(filter_fqns=("layers",)))
+
+
+def test_filters_are_checked_against_the_full_model() -> None:
+    """A stage may lack the layers that a filter names, and all layers that are converted."""
+    pytest.importorskip("torchao")
+    spec = MODELS["llama3"]
+    model = spec.build_meta(TINY)
+    for filters in (("wk", "wg"), ("layers",)):
+        settings = Float8Config(emulate=True, filter_fqns=filters)
+        with pytest.raises(ConfigError, match="filter_fqns"):
+            check_layers(model, settings=settings, spec=spec, tp=1)
+    settings = Float8Config(emulate=True, filter_fqns=("layers.0",))
+    check_layers(model, settings=settings, spec=spec, tp=1)
+    for part in (["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "output"]):
+        stage = spec.build_meta(TINY)
+        stage.prune_to_stage(part)
+        apply_float8(stage, settings=settings)
+        kinds = {type(module).__name__ for module in stage.modules()}
+        assert ("Float8Linear" in kinds) == (part == ["layers.1"])
 
 
 def test_sizes_that_shards_cannot_multiply_are_refused() -> None:

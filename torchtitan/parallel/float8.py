@@ -56,39 +56,34 @@ def check_float8(settings: Float8Config, *, device_type: str) -> None:
 
 
 def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
-    """Return the names of the linear layers of `model` to convert.
-
-    Raises:
-        ConfigError: A filter matches no layer, or no layer is left.
-    """
-    key = f"{SECTION}.filter_fqns"
-    linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
-    names = {*linear, "output"}  # a tied head is not a linear layer, but may be filtered too
-    for part in settings.filter_fqns:
-        if not any(part in name for name in names):
-            raise ConfigError.at(key, f'must be parts of linear layers\' names, got "{part}"')
-
-    converted = {
+    """Return the names of the linear layers to convert, of a model or a pipeline stage."""
+    return {
         name
-        for name, module in linear.items()
-        if not isinstance(module, CastsWeights)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, CastsWeights)
         and not any(part in name for part in settings.filter_fqns)
         and not any(size % MULTIPLE for size in module.weight.shape)
     }
-    if not converted:
+
+
+def check_layers(model: nn.Module, *, settings: Float8Config, spec: ModelSpec, tp: int) -> None:
+    """Check the layers of the full model, and that shards can be multiplied.
+
+    Raises:
+        ConfigError: A filter matches no layer, no layer is left, or `tp` is too large.
+    """
+    key, names = f"{SECTION}.filter_fqns", find_converted(model, settings=settings)
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear.add("output")  # a tied head is not a linear layer, but may be filtered too
+    for part in settings.filter_fqns:
+        if not any(part in name for name in linear):
+            raise ConfigError.at(key, f'must be parts of linear layers\' names, got "{part}"')
+    if not names:
         raise ConfigError.at(
             (key, "model.converters"),
             f"must leave a linear layer whose sizes are multiples of {MULTIPLE}",
         )
-    return converted
-
-
-def check_layers(model: nn.Module, *, settings: Float8Config, spec: ModelSpec, tp: int) -> None:
-    """Raise ConfigError unless layers are left to convert, and `tp` leaves shards that can be
-    multiplied."""
-    names = find_converted(model, settings=settings)
     if tp == 1 or settings.emulate:
         return
     from torchtitan.parallel.tensor import find_uneven_matrices
