@@ -46,8 +46,7 @@ from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import answer, complete
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
-from torchtitan.hf.names import CONFIG
-from torchtitan.hf.tokenizer_files import eos_ids, read_stop_ids, tokenizer_file
+from torchtitan.hf.names import CONFIG, eos_ids, read_stop_ids, tokenizer_file
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.ranks import on_first_rank, read_rank_info
 from torchtitan.mesh.stop import interrupt, watch_signals

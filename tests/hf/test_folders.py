@@ -29,6 +29,7 @@ from tests.models.reference import (
     reference_of,
 )
 from tests.naming import naming
+from torchtitan.api import load_model
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.rows import runs, to_their_rows
 from torchtitan.checkpoint.source import ParameterFilter
@@ -43,7 +44,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS, find_model, to_settings
 from torchtitan.models.settings import ModelConfig, RopeScaling
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import NO_HF_FILES, ModelSpec
+from torchtitan.models.spec import ModelSpec
 from torchtitan.tools.dcp_folder import to_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -396,10 +397,22 @@ def test_what_some_writers_leave_in_a_folder_is_not_read(tmp_path: Path) -> None
     config = VARIANTS["tied"]
     folder = theirs(tmp_path, config)
     state = load_file(folder / "model.safetensors")
-    state["lm_head.weight"] = torch.randn(263, 32)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(state, folder / "model.safetensors")
     assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
+    """Reading it as tied gives other logits, and so does any guess."""
+    folder = theirs(tmp_path, VARIANTS["tied"])
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][262, 31] += 1
+    save_file(state, folder / "model.safetensors")
+    for read in (lambda: imported(folder, VARIANTS["tied"]), lambda: load_model(folder)):
+        with pytest.raises(CheckpointError, match=naming("tie_word_embeddings", "lm_head.weight")):
+            read()
 
 
 def change_config(**changes: Any) -> Callable[[Path], None]:
@@ -634,15 +647,6 @@ def test_a_checkpoint_of_other_parameters_writes_no_folder(
     with pytest.raises(CheckpointError, match=part):
         exported(model, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-
-
-def test_a_family_without_a_format_is_told_so_before_its_sizes(tmp_path: Path) -> None:
-    config = replace(VARIANTS["grouped"], window=32)
-    settings = HFExport(names=Names(NO_HF_FILES, config))
-    with pytest.raises(CheckpointError) as error:
-        hf_export.check_names(tmp_path, [], settings=settings)
-    assert "no Hugging Face format (hf)" in str(error.value)
-    assert "window" not in str(error.value)
 
 
 def test_a_name_of_experts_that_is_missing_is_found() -> None:

@@ -23,9 +23,16 @@ from torchtitan.finetune.chat import find_template
 from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.hf.config import TOKEN_IDS, find_carried
 from torchtitan.hf.export import HFExport
-from torchtitan.hf.names import CARD, CONFIG, GENERATION_CONFIG, Names
+from torchtitan.hf.names import (
+    CARD,
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    Names,
+    eos_ids,
+    tokenizer_file,
+)
 from torchtitan.hf.peft import AdapterExport
-from torchtitan.hf.tokenizer_files import TOKENIZER, eos_ids, tokenizer_file
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
@@ -47,18 +54,7 @@ def describe_export(
     lora: LoRAConfig,
     checkpoint: CheckpointConfig,
 ) -> HFExport:
-    """Describe the Hugging Face folder of a run's weights.
-
-    Args:
-        spec: Family of the model.
-        architecture: Sizes of the model.
-        dtype: Dtype of the weights. None keeps the stored one.
-        name: Name of the run.
-        description: Description of the run, "" for none.
-        tokenizer_path: The run's model.tokenizer_path.
-        training: The run's [training].
-        lora: The run's [lora].
-        checkpoint: The run's [checkpoint].
+    """Describe the Hugging Face folder of a run's weights, in `dtype`; None as they are stored.
 
     Raises:
         UserError: The tokenizer, or the folder that the run started from, is damaged or missing.
@@ -133,21 +129,12 @@ def describe_generation(
 
 
 def write_card(
-    checkpoint: Path,
-    *,
-    name: str,
-    description: str,
-    base: Path | None,
-    library: str,
+    checkpoint: Path, *, name: str, description: str, base: Path | None, library: str
 ) -> str:
     """Return the model card of a checkpoint's export. It names no absolute path.
 
-    Args:
-        checkpoint: The `step-N` folder.
-        name: Name of the run.
-        description: Description of the run, "" for none.
-        base: Weights that the run started from. Their license is copied, never guessed.
-        library: What loads the export: transformers or peft.
+    `library` loads the export: transformers or peft. The license of `base`, the weights that the
+    run started from, is copied, never guessed.
     """
     state = read_json(checkpoint / "train_state" / STATE)
     base_id = None if base is None else find_hub_id(base)
@@ -161,13 +148,11 @@ def write_card(
     )
     origin = "random weights" if base is None else base_id or base.name
     missing = "a purpose" if license else "a license and a purpose"
-    return str(
-        ModelCard(
-            f"---\n{head.to_yaml()}\n---\n\n# {name}, step {state['step']}\n\n"
-            + (f"{description}\n\n" if description else "")
-            + f"Trained from {origin} on {state['tokens_seen']:,} tokens.\n\n"
-            f"Add {missing} before you publish this model.\n"
-        )
+    return (
+        f"---\n{head.to_yaml()}\n---\n\n# {name}, step {state['step']}\n\n"
+        + (f"{description}\n\n" if description else "")
+        + f"Trained from {origin} on {state['tokens_seen']:,} tokens.\n\n"
+        f"Add {missing} before you publish this model.\n"
     )
 
 

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -115,11 +115,7 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint as the folder `target`, which is replaced if it exists.
 
-    Args:
-        checkpoint: The `step-N` folder.
-        target: The new folder.
-        settings: Its contents.
-        group: Ranks that share the work. None: this process only.
+    The ranks of `group` share the work. None: this process only.
 
     Raises:
         CheckpointError: The checkpoint cannot be read or the folder not be written. Nothing at
@@ -131,8 +127,12 @@ def export(
     draft = draft_of(target)
 
     def check_and_plan() -> Plan:
-        reader = TensorReader(checkpoint / "model")
-        check_names(checkpoint, reader.entries, settings=settings)
+        reader, names = TensorReader(checkpoint / "model"), settings.names
+        has_adapter = settings.adapter is not None
+        weights = [name for name in reader.entries if not (has_adapter and is_adapter(name))]
+        unnamed = names.find_mismatch(weights)
+        if problem := unnamed or find_inexpressible(names.architecture, names.format):
+            raise CheckpointError(f"{checkpoint} cannot be exported to Hugging Face: {problem}")
         return plan_files(reader, settings=settings)
 
     def prepare() -> None:
@@ -167,21 +167,16 @@ def export(
         ) from error
 
 
-def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
-    """Raise CheckpointError if Hugging Face's format cannot describe the checkpoint's model."""
-    has_adapter = settings.adapter is not None
-    names, weights = settings.names, [n for n in stored if not (has_adapter and is_adapter(n))]
-    problem = names.find_mismatch(weights) or find_inexpressible(names.architecture, names.format)
-    if problem is not None:
-        raise CheckpointError(f"{checkpoint} cannot be exported to Hugging Face: {problem}")
-
-
 def plan_files(reader: TensorReader, *, settings: HFExport) -> Plan:
-    """Distribute the tensors over files, in the order of the model."""
+    """Distribute the tensors over files, in the order of the model: layer 10 after layer 9."""
+
+    def order(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
     files: Plan = [[]]
     size = 0
     limit = math.inf if settings.adapter_only else settings.max_file_bytes  # PEFT reads one file
-    for parameter in sorted(reader.entries, key=_layer_order):
+    for parameter in sorted(reader.entries, key=order):
         if settings.is_adapter(parameter) != settings.adapter_only:
             continue
         for tensor in _plan_tensors(parameter, reader.entries[parameter], settings=settings):
@@ -191,11 +186,6 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> Plan:
             files[-1].append(tensor)
             size += tensor.num_bytes
     return files
-
-
-def _layer_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts layer 10 after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _plan_tensors(

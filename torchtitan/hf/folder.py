@@ -13,6 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
@@ -35,13 +36,17 @@ from torchtitan.hf.weights import (
     add_once,
     attach_scales,
     check_match,
+    open_slice,
     stack_parts,
 )
 from torchtitan.mesh.ranks import on_first_rank, reason
+from torchtitan.models.interface import TIED
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
+ROWS = 4096
+"""Rows of a matrix that are compared at a time."""
 ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers in files of old versions of transformers. They follow from the sizes and are not read."""
 
@@ -91,13 +96,28 @@ def open_folder(
             block=find_quantization(config),
             num_layers=in_file.num_layers,
         )
-        if in_file.tie_embeddings:
-            stored_tensors.pop(OUTPUT, None)  # some writers save the tied head again
+        if in_file.tie_embeddings and OUTPUT in stored_tensors:
+            # some writers save the tied head again
+            head, embedding = stored_tensors.pop(OUTPUT), stored_tensors.get(TIED)
+            if embedding is not None and not _are_equal(path, head, embedding):
+                raise CheckpointError(
+                    f"{path} has tie_word_embeddings = true, and {head.name} differs from the "
+                    f"embedding: write false into {CONFIG} to use it, or remove it from the files"
+                )
         check_match(path, stored_tensors, spec=spec, architecture=architecture, filter=filter)
         return stored_tensors
 
     tensors = on_first_rank(survey, group=group)
     return HFWeights(path=path, tensors=tensors, filter=filter, group=group)
+
+
+def _are_equal(path: Path, one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two stored matrices hold the same numbers."""
+    if one.shape != other.shape:
+        return False
+    with open_slice(path, one) as a, open_slice(path, other) as b:
+        parts = [slice(row, row + ROWS) for row in range(0, one.shape[0], ROWS)]
+        return all(torch.equal(a[rows].float(), b[rows].float()) for rows in parts)
 
 
 def _read_headers(

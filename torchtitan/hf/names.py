@@ -1,4 +1,4 @@
-"""Names of files and tensors in Hugging Face folders.
+"""Names of files and tensors in Hugging Face folders, and the folder's end tokens.
 
 Hugging Face's tensors differ from our parameters in three ways, which `HFFormat` of a family
 describes: names, the row order of some parameters (`checkpoint/rows.py`), and experts, which are
@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from torchtitan.base.errors import CheckpointError
+from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.finetune.lora import adapted_weight
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import EACH, HFFormat
@@ -22,6 +25,7 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CARD = "README.md"
+TOKENIZER = "tokenizer.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """File names of PEFT."""
 Slot = tuple[str, int | None]
@@ -103,3 +107,32 @@ def _translate(name: str, table: Mapping[str, str]) -> str | None:
 
 def _any_layer(name: str) -> str:
     return _LAYER.sub("layers.*.", name)
+
+
+def tokenizer_file(tokenizer_path: str) -> Path | None:
+    """Return the tokenizer.json at a path, None if the tokenizer has another format."""
+    path = Path(tokenizer_path).expanduser()
+    file = path / TOKENIZER if path.is_dir() else path
+    return file if file.suffix == ".json" and file.is_file() else None
+
+
+def read_stop_ids(folder: Path) -> frozenset[int]:
+    """Return the end tokens in a folder's generation_config.json; none if it has no such file."""
+    file = folder / GENERATION_CONFIG
+    return eos_ids(read_json(file)) if file.is_file() else frozenset()
+
+
+def eos_ids(content: StoredJSON) -> frozenset[int]:
+    """Return the ids under eos_token_id: an id, a list, or null.
+
+    Raises:
+        CheckpointError: The value is something else.
+    """
+    value = content.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in ids):
+        raise CheckpointError(
+            f"{content.path} is damaged: eos_token_id must be an id or a list of ids, got "
+            f"{str(value)[:60]!r}"
+        )
+    return frozenset(ids)

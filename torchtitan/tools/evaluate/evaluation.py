@@ -24,8 +24,7 @@ from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import read_tokenizer_config, special_token
 from torchtitan.generate.generator import Generator
 from torchtitan.hf.config import read_config
-from torchtitan.hf.names import CONFIG
-from torchtitan.hf.tokenizer_files import tokenizer_file
+from torchtitan.hf.names import CONFIG, tokenizer_file
 from torchtitan.resume_rules import find_run_step, read_settings
 from torchtitan.tools.evaluate.perplexity import measure, open_domain
 from torchtitan.tools.generate import join_tensor_parallel
