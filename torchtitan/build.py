@@ -81,15 +81,8 @@ def build_run(
 ) -> Run:
     """Build a run, resumed where there is a checkpoint. The process group must exist.
 
-    Args:
-        config: The settings.
-        launch: Rank and world size.
-        color: Whether the console shows colors.
-        cleanup: Receives a callback that unlocks the run's folder.
-        callbacks: Callbacks beside those of the settings.
-
-    Raises:
-        UserError: Degrees, sizes, files or a checkpoint do not fit this job.
+    `cleanup` receives a callback that unlocks the run's folder; `callbacks` are those beside the
+    settings'. Raises UserError if degrees, sizes, files or a checkpoint do not fit this job.
     """
     config, layout, precision = resolve_job(config, world_size=launch.world_size)
     folder = Path(config.job.dump_folder)
@@ -305,11 +298,8 @@ def choose_start(config: Config, *, layout: Layout, io: CheckpointIO | None) -> 
 
 
 def build_training_samples(config: Config, *, layout: Layout, once: Once) -> MapSamples:
-    """Build the samples that the run trains on, tokenized first if necessary. Collective.
-
-    Raises:
-        DataError: Data or tokenizer are missing or damaged, or differ between ranks.
-    """
+    """Build the samples that the run trains on, tokenized first if necessary. Collective. Raises
+    DataError if data or tokenizer are missing or damaged, or differ between ranks."""
     training, tokenizer_path = config.training, config.model.tokenizer_path
     tokenizer = build_tokenizer(tokenizer_path)
     check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
@@ -344,11 +334,8 @@ def build_loader(config: Config, *, samples: MapSamples, layout: Layout, mesh: M
 
 
 def plan_training(config: Config, *, layout: Layout, loader: Loader, step: int) -> TrainingConfig:
-    """Return the section [training] with the last step; check the schedule over its steps.
-
-    Raises:
-        ConfigError: The schedule ends before a run that ends with its data.
-    """
+    """Return the section [training] with the last step; check the schedule over its steps; raise
+    ConfigError if the schedule ends before a run that ends with its data."""
     global_batch, samples = layout.samples_per_step(config.training), loader.dataset
     training = plan_steps(
         config.training, samples, global_batch=global_batch, step=step, position=loader.position
@@ -468,11 +455,9 @@ def build_checkpoints(
 
 
 def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
-    """Describe the Hugging Face folder of a job's weights, in `dtype`; None as they are stored.
-
-    Raises:
-        UserError: The job's tokenizer, or the folder that it started from, is damaged or missing.
-    """
+    """Describe the Hugging Face folder of a job's weights, in `dtype`; None as they are stored;
+    raise UserError if the job's tokenizer, or the folder that it started from, is damaged or
+    missing."""
     from torchtitan.hf import describe
 
     spec, architecture = find_model(config.model)

@@ -68,11 +68,7 @@ class CallbackRunner:
         return bool(self._error)
 
     def start(self, run: object) -> None:
-        """Call `on_start`. Collective.
-
-        Raises:
-            ConfigError: A callback failed on any rank.
-        """
+        """Call `on_start`. Collective. Raises ConfigError if a callback failed on any rank."""
         self._call("on_start", run)
         self.raise_failure()
 
@@ -103,10 +99,7 @@ class CallbackRunner:
 
     def end(self, reason: str | None) -> str | None:
         """Call `on_end`; return the reason and the texts of callbacks that asked. Collective.
-
-        Raises:
-            ConfigError: A callback failed, now or since the last exchange.
-        """
+        Raises ConfigError if a callback failed, now or since the last exchange."""
         if reason is not None and reason.startswith("a callback"):
             reason = ": ".join([reason, *filter(None, dict.fromkeys(_gather(self.stops)))])
         self._call("on_end", reason)
@@ -114,11 +107,8 @@ class CallbackRunner:
         return reason
 
     def raise_failure(self) -> None:
-        """Raise the first error of any rank. Collective.
-
-        Raises:
-            ConfigError: A callback failed; the same error on every rank.
-        """
+        """Raise the first error of any rank. Collective. Raises ConfigError if a callback failed,
+        on every rank alike."""
         for rank, error in enumerate(_gather(self._error)):
             if error:
                 raise ConfigError.at(KEY, f"{error}\n(on rank {rank})")
@@ -156,11 +146,8 @@ def _is_number(value: object) -> bool:
 
 
 def build_callbacks(settings: Sequence[Mapping[str, Any]]) -> list[object]:
-    """Build the callbacks of `training.callbacks`, tables of an import path and its arguments.
-
-    Raises:
-        ConfigError: A callback does not exist, takes other arguments or has an unknown hook.
-    """
+    """Build the callbacks of `training.callbacks`, tables of an import path and its arguments;
+    raise ConfigError if a callback does not exist, takes other arguments or has an unknown hook."""
     callbacks = []
     for options in settings:
         path, kwargs = options["path"], {k: v for k, v in options.items() if k != "path"}
@@ -170,11 +157,8 @@ def build_callbacks(settings: Sequence[Mapping[str, Any]]) -> list[object]:
 
 
 def check_callback(callback: object, *, path: str) -> None:
-    """Check the names of a callback's hooks; `path` names it in messages.
-
-    Raises:
-        ConfigError: It has no hook, or an unknown one, which would never be called.
-    """
+    """Check the names of a callback's hooks; `path` names it in messages; raise ConfigError if it
+    has no hook, or an unknown one, which would never be called."""
     names = [name for name in dir(callback) if name.startswith("on_")]
     unknown = [name for name in names if name not in HOOKS]
     if unknown or not names:

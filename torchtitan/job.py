@@ -212,9 +212,8 @@ class Config:
 def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
     """Read the file that --job.config_file names, apply the other options, and check everything.
 
-    Raises:
-        ConfigError: Lists every mistake in the file and on the command line.
-        SystemExit: After `--help` was printed.
+    Raises ConfigError that lists every mistake in the file and on the command line. Raises
+    SystemExit if after `--help` was printed.
     """
     if not isinstance(argv, dict) and {"-h", "--help"} & {*argv}:
         from torchtitan.config.help import format_help
@@ -244,11 +243,8 @@ def load_config(argv: Sequence[str]) -> Config:
 
 
 def write_config(config: Config) -> None:
-    """Write the resolved settings into the run's folder.
-
-    Raises:
-        CheckpointError: The file cannot be written.
-    """
+    """Write the resolved settings into the run's folder; raise CheckpointError if the file cannot
+    be written."""
     path = pathlib.Path(config.job.dump_folder) / CONFIG_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,11 +37,8 @@ if TYPE_CHECKING:
 
 
 def find_layout(config: Config, *, world_size: int) -> Layout:
-    """Find model, degrees and stages.
-
-    Raises:
-        ConfigError: Lists everything that does not fit together.
-    """
+    """Find model, degrees and stages; raise ConfigError that lists everything that does not fit
+    together."""
     training, scheduler, mistakes = config.training, config.lr_scheduler, Mistakes()
     dims = reshard = pipeline = None
     with mistakes:
@@ -93,11 +90,8 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
 
 
 def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> None:
-    """Check that a family, at these sizes, can do what the job asks of it.
-
-    Raises:
-        ConfigError: Lists what it cannot.
-    """
+    """Check that a family, at these sizes, can do what the job asks of it; raise ConfigError that
+    lists what it cannot."""
     checkpoint, mistakes = config.checkpoint, Mistakes()
     with mistakes:
         check_parallel(

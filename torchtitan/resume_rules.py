@@ -90,14 +90,7 @@ class Job:
     def stored(
         cls, toml: str, *, file: pathlib.Path | str = "stored settings", dp: int | None = None
     ) -> Job:
-        """Read settings that `to_toml` wrote.
-
-        Args:
-            file: Named in errors.
-
-        Raises:
-            ConfigError: The settings cannot be read.
-        """
+        """Read settings that `to_toml` wrote; raise ConfigError if the settings cannot be read."""
         try:
             table = mark_stored(parse(toml, origin=str(file)), file=str(file))
             layer = flatten(table, origin=str(file), tree=Config)
@@ -132,9 +125,8 @@ class Job:
 def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False) -> list[str]:
     """Return the settings that shape the training and differ, one line each.
 
-    Args:
-        data_is_checked: Whether a fingerprint of the data is compared elsewhere, so that their
-            place does not matter.
+    `data_is_checked` says that a fingerprint of the data is compared elsewhere, so that their place
+    does not matter.
     """
     before, after = _resolve(then), _resolve(now)
     if before[TOTAL_STEPS] == 0:  # nothing was trained yet
@@ -222,9 +214,7 @@ def resolve_model(config: Config) -> Config:
     """Return the settings with family and sizes of the Hugging Face folder that names the model.
 
     The run stores them, so the folder is not needed again: once it is gone, those of the run count.
-
-    Raises:
-        UserError: The folder does not exist, or its model is not built here.
+    Raises UserError if the folder does not exist, or its model is not built here.
     """
     path = config.checkpoint.initial_load_path
     if not config.checkpoint.initial_load_in_hf or path is None:
@@ -250,11 +240,8 @@ def resolve_model(config: Config) -> Config:
 def find_run_step(
     path: pathlib.Path, *, verify: bool, group: dist.ProcessGroup | None = None
 ) -> pathlib.Path:
-    """Return the checkpoint that a run, a folder of checkpoints or a step means.
-
-    Raises:
-        CheckpointError: There is none with stored settings, or the one that was named is damaged.
-    """
+    """Return the checkpoint that a run, a folder of checkpoints or a step means; raise
+    CheckpointError if there is none with stored settings, or the one that was named is damaged."""
     from torchtitan.hf.names import ADAPTER_CONFIG
 
     if (path / ADAPTER_CONFIG).is_file():

@@ -85,13 +85,8 @@ def train_job(
 ) -> tuple[Trainer, str | None]:
     """Train in a prepared process.
 
-    Args:
-        config: The settings.
-        launch: Rank and world size.
-        stop: Requests to stop.
-        cleanup: Receives callbacks that restore the process and release the folder's lock.
-        wording: Context that adds to a mistake where its setting was given.
-        callbacks: Callbacks beside those of the settings.
+    `wording` adds to a mistake where its setting was given; `callbacks` are those beside the
+    settings'.
 
     Returns:
         The trainer, and why and where it was stopped (None if it finished).
@@ -155,11 +150,8 @@ def train_job(
 
 
 def prepare_process(cleanup: ExitStack) -> RankInfo:
-    """Register in `cleanup` the process settings that a run changes, and log to the console.
-
-    Raises:
-        ConfigError: The launcher's environment or LOG_RANK is invalid.
-    """
+    """Register in `cleanup` the process settings that a run changes, and log to the console; raise
+    ConfigError if the launcher's environment or LOG_RANK is invalid."""
     launch = read_rank_info(os.environ)
     cleanup.enter_context(keep_process_settings())
     cleanup.enter_context(keep_logging())

@@ -205,11 +205,8 @@ class Trainer:
         return run.hooks.end(None if finished else sync.stopped)
 
     def _stop_without_data(self) -> None:
-        """Save the last step of the only rank, which is asked to stop while it waits for data.
-
-        Raises:
-            StoppedError: There is nothing to save.
-        """
+        """Save the last step of the only rank, which is asked to stop while it waits for data;
+        raise StoppedError if there is nothing to save."""
         step, dataset = self.run.progress.step, self.run.loader.dataset
         if step == 0 or isinstance(dataset, StreamSamples):
             # a stream was interrupted, so its state is not the one after the last step

@@ -91,20 +91,8 @@ def build_validator(
 ) -> Validator:
     """Build what validates a run, and log how much it reads.
 
-    Args:
-        validation: The section [validation].
-        training: The section [training], whose keys hold where [validation] has none.
-        tokenizer_path: As model.tokenizer_path.
-        comm: Timeouts.
-        before_saves: Validate before each save too.
-        execution: Runs the model.
-        shard: Takes this rank's part of each sequence.
-        model: This rank's parts of the model.
-        mesh: All ranks.
-        device: This rank's device.
-
-    Raises:
-        DataError: Data are missing, empty, damaged, too short, or differ between ranks.
+    Keys of [training] hold where [validation] has none. `before_saves` validates before each save
+    too. Raises DataError if data are missing, empty, damaged, too short, or differ between ranks.
     """
     source, holdout = validation_source(training, validation), validation.holdout_fraction
     samples = build_samples(

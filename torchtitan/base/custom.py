@@ -73,12 +73,8 @@ def add_trust_code(parser: argparse.ArgumentParser) -> None:
 
 def load_object(path: str, *, key: str) -> Any:
     """Import the object that the import path of a setting names. The current folder is searched
-    first.
-
-    Raises:
-        ConfigError: Only a stored file names the path, or the object does not exist, or its module
-            raises an error; names `key`.
-    """
+    first. Raises ConfigError if only a stored file names the path, or the object does not exist, or
+    its module raises an error, naming `key`."""
     if not is_import_path(path):  # such a string in a stored file is not marked as a path
         raise ConfigError.at(key, f"must be an import path, package.module:NAME, got {path!r:.80}")
     if isinstance(path, StoredPath):
@@ -109,11 +105,8 @@ def _import_module(name: str, *, path: str, key: str) -> Any:
 
 
 def instantiate(path: str, *, key: str, kwargs: Mapping[str, object]) -> Any:
-    """Import a class or function and call it with `kwargs`.
-
-    Raises:
-        ConfigError: It does not exist, takes other arguments, or raises an error; names `key`.
-    """
+    """Import a class or function and call it with `kwargs`; raise ConfigError if it does not exist,
+    takes other arguments, or raises an error, naming `key`."""
     factory = load_object(path, key=key)
     with convert_errors(path, key=key):
         return factory(**kwargs)

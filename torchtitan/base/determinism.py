@@ -34,15 +34,8 @@ def set_determinism(
 
     Call this before anything runs on the device, because cuBLAS reads the environment once.
 
-    Args:
-        seed: Seed of torch's generators.
-        deterministic: Restrict operators.
-        warn_only: Warn of other operators instead of raising an error.
-        device_type: "cuda" or "cpu".
-        environ: The environment, which may be changed.
-
-    Raises:
-        ConfigError: A setting of the process contradicts `deterministic`.
+    `warn_only` warns of other operators instead of raising an error; `environ` may be changed.
+    Raises ConfigError if a setting of the process contradicts `deterministic`.
     """
     if deterministic and device_type == "cuda":
         benchmark, cublas = torch.backends.cudnn.benchmark, environ.setdefault(CUBLAS, ":4096:8")

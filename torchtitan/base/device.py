@@ -46,11 +46,8 @@ def device_type() -> Literal["cuda", "cpu"]:
 
 
 def local_device(local_rank: int) -> torch.device:
-    """Return the device of a local rank and make it the current device.
-
-    Raises:
-        ConfigError: The machine has fewer GPUs than processes.
-    """
+    """Return the device of a local rank and make it the current device; raise ConfigError if the
+    machine has fewer GPUs than processes."""
     if device_type() == "cpu":
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()

@@ -80,22 +80,16 @@ class StoredJSON(dict[str, Any]):
         return StoredJSON, (self.path, dict(self))
 
     def check_types(self, types: Mapping[str, type]) -> StoredJSON:
-        """Return self if each present key of `types` has a value of exactly that type.
-
-        Raises:
-            CheckpointError: A value has another type.
-        """
+        """Return self if each present key of `types` has a value of exactly that type; raise
+        CheckpointError if a value has another type."""
         for key, cls in types.items():
             if key in self and type(self[key]) is not cls:  # exact: true is an int to isinstance
                 raise self._damage(key, f"of type {cls.__name__}")
         return self
 
     def check_counts(self, *keys: str) -> StoredJSON:
-        """Return self if the values of `keys` are counts: integers from 0 to 2^63 - 1.
-
-        Raises:
-            CheckpointError: A value is out of range.
-        """
+        """Return self if the values of `keys` are counts: integers from 0 to 2^63 - 1; raise
+        CheckpointError if a value is out of range."""
         for key in keys:
             if not 0 <= self[key] < 2**63:
                 raise self._damage(key, "0 or more and fit into 64 bits")
@@ -109,11 +103,8 @@ class StoredJSON(dict[str, Any]):
 
 
 def read_json(path: Path) -> StoredJSON:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: The file is missing or does not hold a JSON object.
-    """
+    """Read a JSON object; raise CheckpointError if the file is missing or does not hold a JSON
+    object."""
     try:
         check_is_file(path)
         return parse_json(path.read_bytes(), path=path)

@@ -36,15 +36,9 @@ def init_logging(
 ) -> None:
     """Log to the console if this rank is shown, and to this rank's file. Replaces earlier calls.
 
-    Args:
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        log_rank: Ranks to show, see `shown_ranks`. None or "" shows rank 0.
-        folder: Append to `folder/logs/rank_N.log`. None writes no file.
-        color: Use colors on the console.
-
-    Raises:
-        ConfigError: `log_rank` is invalid, or the file cannot be written.
+    `log_rank` is read by `shown_ranks`; without it rank 0 is shown. The file is
+    `folder/logs/rank_N.log`, none without a folder. Raises ConfigError if `log_rank` is invalid, or
+    the file cannot be written.
     """
     console_ranks = shown_ranks(log_rank or "0", world_size=world_size)
     handlers: list[logging.Handler] = []
@@ -99,11 +93,8 @@ def keep_logging() -> Iterator[None]:
 
 
 def shown_ranks(spec: str, *, world_size: int) -> frozenset[int]:
-    """Return the global ranks in `spec`: "all", or a list such as "0" or "0,7".
-
-    Raises:
-        ConfigError: `spec` is malformed or names a rank that the job does not have.
-    """
+    """Return the global ranks in `spec`: "all", or a list such as "0" or "0,7"; raise ConfigError
+    if `spec` is malformed or names a rank that the job does not have."""
     if spec.strip() == "all":
         return frozenset(range(world_size))
     words = [word.strip() for word in spec.split(",")]

@@ -15,11 +15,8 @@ def matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def check_pattern(pattern: str, names: Collection[str], *, key: str, noun: str) -> None:
-    """Check that the pattern of setting `key` matches the name of a `kind`, e.g. a parameter.
-
-    Raises:
-        ConfigError: It matches nothing; names the most similar names.
-    """
+    """Check that the pattern of setting `key` matches the name of a `kind`, e.g. a parameter; raise
+    ConfigError if it matches nothing, with the most similar names."""
     if any(matches(name, [pattern]) for name in names):
         return
     similar = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.0)

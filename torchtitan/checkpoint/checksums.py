@@ -134,11 +134,8 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def parse_manifest(content: bytes, *, path: Path) -> StoredJSON:
-    """Return the manifest of a checkpoint, which was read from `path`.
-
-    Raises:
-        CheckpointError: It is incomplete or damaged.
-    """
+    """Return the manifest of a checkpoint, which was read from `path`; raise CheckpointError if it
+    is incomplete or damaged."""
     match = _SEALED.fullmatch(content)
     if match is None or xxhash.xxh3_128(match[1]).hexdigest() != match[2].decode():
         raise CheckpointError(f"{path} is damaged: its checksum differs")
@@ -146,11 +143,8 @@ def parse_manifest(content: bytes, *, path: Path) -> StoredJSON:
 
 
 def read_manifest(checkpoint: Path) -> StoredJSON:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
+    """Return the manifest of a checkpoint; raise CheckpointError if the file is missing or
+    damaged."""
     path = checkpoint / MANIFEST
     try:
         check_is_file(path)
@@ -168,11 +162,8 @@ def find_manifest(checkpoint: Path) -> StoredJSON | None:
 
 
 def list_files(manifest: StoredJSON) -> dict[str, FileRecord]:
-    """Return the files of a checkpoint by name.
-
-    Raises:
-        CheckpointError: An entry is not the size and digest of a file inside the folder.
-    """
+    """Return the files of a checkpoint by name; raise CheckpointError if an entry is not the size
+    and digest of a file inside the folder."""
     records = {}
     try:
         for name, entry in manifest["files"].items():
@@ -201,12 +192,9 @@ def verify(
 
     The ranks share the files and exchange the results. Other files in the folder are never read.
 
-    Args:
-        checkpoint: Folder of one checkpoint.
-        group: Ranks that share the work. None: this process only.
-        disk: Ranks that share this rank's disk, if a disk may have only the files that its ranks
-            wrote. None: all ranks see all files.
-        hashes: Whether to compare digests too, not only sizes.
+    `group` shares the work; None: this process only. `disk` has the ranks that share this rank's
+    disk, if a disk may have only the files that its ranks wrote. Without `hashes` only sizes are
+    compared.
     """
 
     def read() -> dict[str, FileRecord] | str:
@@ -247,10 +235,7 @@ def share_files(
 def find_damage(folder: Path, files: Mapping[str, FileRecord], *, hashes: bool = True) -> list[str]:
     """Return a mistake for each file that is missing or differs from its record.
 
-    Args:
-        folder: Folder of the files.
-        files: Records by name.
-        hashes: Whether to compare digests too, not only sizes.
+    Without `hashes` only sizes are compared.
     """
     mistakes = []
     for name, record in files.items():

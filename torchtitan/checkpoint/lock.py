@@ -30,11 +30,8 @@ SECONDS_TO_END = 5
 
 
 def lock_folder(folder: Path, *, cleanup: ExitStack) -> None:
-    """Lock `folder` for this job until `cleanup` is closed or rank 0's process ends. Collective.
-
-    Raises:
-        CheckpointError: Another run is writing to the folder, or it is not writable.
-    """
+    """Lock `folder` for this job until `cleanup` is closed or rank 0's process ends. Collective;
+    raise CheckpointError if another run is writing to the folder, or it is not writable."""
     file = on_first_rank(lambda: hold(folder), group=dist.group.WORLD)
     if dist.get_rank() == 0:
         cleanup.callback(os.close, file)  # releases the lock

@@ -69,16 +69,8 @@ class CheckpointIO:
 def open_io(settings: CheckpointConfig, *, run_folder: Path, device_type: str) -> CheckpointIO:
     """Build the process group of checkpoints, and open their folder or store.
 
-    If a run only loads, no store is opened.
-
-    Args:
-        settings: The section [checkpoint].
-        run_folder: The folder of the run, job.dump_folder.
-        device_type: What the job computes on.
-
-    Raises:
-        ConfigError: The store's package is missing, ranks do not share a disk that they need to
-            share, or pinned staging needs a GPU.
+    If a run only loads, no store is opened. Raises ConfigError if the store's package is missing,
+    ranks do not share a disk that they need to share, or pinned staging needs a GPU.
     """
     if settings.enable and settings.async_mode == PINNED and device_type != "cuda":
         raise ConfigError.at(
@@ -119,12 +111,7 @@ def steps_to_delete(
 
     The loss is in the manifest, so the best checkpoints are known after any restart.
 
-    Args:
-        steps: Steps of committed checkpoints.
-        manifest_of: Reads the manifest of a step; None if it is damaged.
-        keep_latest: Number of newest checkpoints to keep; 0: all.
-        keep_best: Number of checkpoints with the lowest validation loss to keep.
-        data: Fingerprint of the data on which losses are compared.
+    `keep_latest` 0 keeps all. Losses are compared on the data of fingerprint `data`.
     """
     ranking: list[tuple[float, int]] = []
     for step in steps if keep_best and data is not None else ():
@@ -144,15 +131,9 @@ def steps_to_delete(
 class CheckpointManager:
     """Save checkpoints of one run.
 
-    Args:
-        state: Objects to save. Read again by each save.
-        settings: The [checkpoint] section.
-        io: Process group, folder and store. Each committed checkpoint is uploaded to the store in
-            the background.
-        manifest: Entries added to every manifest.
-        export: Writes a Hugging Face folder (second path) from the last checkpoint (first path).
-        validation_data: Fingerprint of the validation data.
-        events: Records each committed checkpoint. Rank 0 only.
+    `manifest` has entries of every manifest; `export` writes a Hugging Face folder (second path)
+    from the last checkpoint (first path); `validation_data` is the fingerprint of these data;
+    `events`, on rank 0, records each committed checkpoint.
     """
 
     def __init__(
@@ -193,16 +174,13 @@ class CheckpointManager:
     def save(self, *, last: bool, validation_loss: float | None = None) -> Path:
         """Save the state as `step-N`, in the background if `async_mode` allows it.
 
-        Args:
-            last: Wait for the save, and export it: training.steps are done. False if stopped early.
-            validation_loss: Loss of the current weights, if it was measured.
+        With `last`, training.steps are done: wait for the save, and export it.
 
         Returns:
             The folder of the checkpoint.
 
-        Raises:
-            CheckpointError: This save, or an earlier one in the background, failed on any rank.
-            StalledError: A rank did not take part in time.
+        Raises CheckpointError if this save, or an earlier one in the background, failed on any
+        rank. Raises StalledError if a rank did not take part in time.
         """
         step = self._state.progress.step
         self.wait()
@@ -303,9 +281,8 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait for the save in flight, and raise its error.
 
-        Raises:
-            CheckpointError: The save failed on any rank.
-            StalledError: A rank did not take part in time.
+        Raises CheckpointError if the save failed on any rank. Raises StalledError if a rank did not
+        take part in time.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -330,9 +307,8 @@ class Staging:
     A save continues from the copy while training changes the state. On a CPU, allocating new pages
     takes several times as long as copying, so the memory is kept for later saves.
 
-    Args:
-        pinned: Whether copies of GPU tensors are page-locked, which allows full bus speed. Such
-            memory can never be swapped out, so the user asks for it by name.
+    With `pinned`, copies of GPU tensors are page-locked, which allows full bus speed. Such memory
+    can never be swapped out, so the user asks for it by name.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:

@@ -113,12 +113,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @paused_gc()
 def read_metadata(folder: Path) -> Entries:
-    """Return the contents of a DCP folder, without executing anything in it.
-
-    Raises:
-        CheckpointError: The file is missing or damaged, or names something no checkpoint needs, or
-            a file outside the folder.
-    """
+    """Return the contents of a DCP folder, without executing anything in it; raise CheckpointError
+    if the file is missing or damaged, or names something no checkpoint needs, or a file outside the
+    folder."""
     path = folder / METADATA
     try:
         check_is_file(path)
@@ -198,11 +195,8 @@ class PieceReader:
         into.copy_(opened[region])
 
     def read(self, regions: Iterable[Region]) -> None:
-        """Read regions in the order of the files.
-
-        Raises:
-            CheckpointError: Elements are not stored, or a file is missing, damaged or refused.
-        """
+        """Read regions in the order of the files; raise CheckpointError if elements are not stored,
+        or a file is missing, damaged or refused."""
         copies = []
         for region in regions:
             entry, num_stored = self.entries[region.name], 0
@@ -291,10 +285,8 @@ def find_elements(file: BufferedReader, position: int, num_bytes: int) -> tuple[
     """Return position in `file` and size of the only storage in an archive of torch.save.
 
     None if the archive needs `torch.load`: several storages, another byte order, an old format.
-    Written for the private `PyTorchFileReader` of torch 2.11 to 2.15.
-
-    Raises:
-        CheckpointError: The elements are compressed, which torch.save never does.
+    Written for the private `PyTorchFileReader` of torch 2.11 to 2.15. Raises CheckpointError if the
+    elements are compressed, which torch.save never does.
     """
     file.seek(position)
     if file.read(4) != b"PK\3\4":
@@ -390,15 +382,9 @@ def fill(
 ) -> None:
     """Fill this rank's parts of tensors in place. Collective over `group`.
 
-    Args:
-        into: Tensors by name.
-        reader: Reader of their pieces.
-        group: Ranks that load together. None: this process only.
-        rope_head_dim: Head width of a tensor that is stored in half-split order (`rows.py`), None
-            if it has interleaved order.
-
-    Raises:
-        CheckpointError: A file is missing, damaged or refused.
+    `rope_head_dim` returns the head width of a tensor that is stored in half-split order
+    (`rows.py`), None for interleaved order. Raises CheckpointError if a file is missing, damaged or
+    refused.
     """
 
     def regions() -> Iterator[Region]:
@@ -437,17 +423,9 @@ def read_tensors(
 ) -> None:
     """Fill tensors in place from a component that any layout saved.
 
-    Args:
-        checkpoint: Folder of the checkpoint.
-        component: Name of the component.
-        into: Tensors to fill, by name.
-        group: Ranks that load together. None: this process only.
-        may_skip: Whether a stored tensor that is not in `into` may stay unread.
-        accepts: Types to convert, e.g. torch.bfloat16. Other tensors must have the type of `into`.
-        rope_head_dim: As in `fill`.
-
-    Raises:
-        CheckpointError: Names, shapes or types differ, or a file is missing, damaged or refused.
+    A stored tensor that is not in `into` stays unread if `may_skip` allows it. Types must be those
+    of `into` or one of `accepts`, e.g. torch.bfloat16. `rope_head_dim`: as in `fill`. Raises
+    CheckpointError if names, shapes or types differ, or a file is missing, damaged or refused.
     """
     folder = checkpoint / component
     # names of all ranks: a pipeline stage has only some of the stored tensors
@@ -475,15 +453,10 @@ def check_match(
 ) -> None:
     """Check that stored tensors fit the wanted ones.
 
-    Args:
-        location: Folder of the stored tensors, for messages.
-        stored: Shape (None for raw bytes) and type by name.
-        wanted: Shape and accepted types by name.
-        may_skip: Whether a stored tensor that is not wanted may stay unread.
-        spell: Formats a name in messages.
-
-    Raises:
-        CheckpointError: Tensors are missing or unexpected, or have other shapes or types.
+    `stored` has shape (None for raw bytes) and type by name, `wanted` shape and accepted types. A
+    stored tensor that is not wanted may stay unread if `may_skip` allows it. `spell` formats a name
+    in messages. Raises CheckpointError if tensors are missing or unexpected, or have other shapes
+    or types.
     """
     others = []
     for name in sorted(wanted.keys() & stored.keys()):

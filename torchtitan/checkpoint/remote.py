@@ -79,12 +79,8 @@ _FINAL_BY_NAME = re.compile(r"(No|Partial|Default)Credentials|ProfileNotFound|In
 
 
 class Store:
-    """The objects below a URL, whose requests are repeated.
-
-    Raises:
-        ConfigError: The scheme of `url`, the value of the setting `key`, is not supported, or its
-            package is not installed.
-    """
+    """The objects below a URL, whose requests are repeated. Raises ConfigError if the scheme of
+    `url`, the value of the setting `key`, is not supported, or its package is not installed."""
 
     def __init__(self, url: str, *, key: str, timeout_seconds: float) -> None:
         if problem := url_problem(url):
@@ -105,10 +101,8 @@ class Store:
     def _request(self, verb: str, name: str, action: Callable[[str], T]) -> T | None:
         """Repeat `action` on the path of `name` until it succeeds; return its result.
 
-        Returns None for an object that is missing.
-
-        Raises:
-            CheckpointError: The error is permanent, or the timeout has passed.
+        Returns None for an object that is missing. Raises CheckpointError if the error is
+        permanent, or the timeout has passed.
         """
         began = time.monotonic()
         for number in itertools.count():
@@ -184,15 +178,8 @@ def in_parallel(action: Callable[[str], T], names: Collection[str]) -> list[T]:
 class RemoteCheckpoints:
     """Checkpoints of one run in a store, with copies on local disks. All methods are collective.
 
-    Args:
-        url: URL of the run's folder.
-        key: Setting that holds the URL, for errors.
-        settings: The section [checkpoint].
-        folder: Local parent of the `step-N` folders.
-        group: All ranks.
-
-    Raises:
-        ConfigError: The package for such URLs is not installed.
+    `key` is the setting that holds the URL, `folder` the local parent of the `step-N` folders.
+    Raises ConfigError if the package for such URLs is not installed.
     """
 
     def __init__(
@@ -217,11 +204,9 @@ class RemoteCheckpoints:
     def pull_newest(self) -> None:
         """Make the newest valid step, of the store and the disks, the newest one in both.
 
-        A local step that is not in the store was written by a run that died before the upload. If
-        a stored step is damaged, a local one replaces it.
-
-        Raises:
-            CheckpointError: All steps are damaged, the store fails, or ranks see different stores.
+        A local step that is not in the store was written by a run that died before the upload. If a
+        stored step is damaged, a local one replaces it. Raises CheckpointError if all steps are
+        damaged, the store fails, or ranks see different stores.
         """
         self._take_over()
         on_each_disk(lambda: recover_commits(self._folder), group=self._group, disk=self.disk)
@@ -342,8 +327,7 @@ class RemoteCheckpoints:
         Returns:
             The folder of the local copy.
 
-        Raises:
-            CheckpointError: The store has no valid checkpoint, or the named one is damaged.
+        Raises CheckpointError if the store has no valid checkpoint, or the named one is damaged.
         """
         stored = on_first_rank(lambda: find_steps(self._store.list()), group=self._group)
         steps = [step for step, is_committed in stored.items() if is_committed]
@@ -357,11 +341,8 @@ class RemoteCheckpoints:
         )
 
     def push(self, name: str) -> None:
-        """Upload the local checkpoint `name`, its manifest last.
-
-        Raises:
-            CheckpointError: A file is missing, the store failed, or another run took it over.
-        """
+        """Upload the local checkpoint `name`, its manifest last; raise CheckpointError if a file is
+        missing, the store failed, or another run took it over."""
         folder = self._folder / name
 
         def start() -> StoredJSON:

@@ -44,9 +44,8 @@ OPTIMIZER = "optimizer."
 def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     """Load into the run what `start` asks for. Everything else keeps its initial state.
 
-    Raises:
-        CheckpointError: The checkpoint lacks a component, or does not fit the run.
-        DataError: The data position counts samples of other data.
+    Raises CheckpointError if the checkpoint lacks a component, or does not fit the run. Raises
+    DataError if the data position counts samples of other data.
     """
     source = start.source
     components = ("model",) if start.mode == "finetune" else COMPONENTS
@@ -141,12 +140,7 @@ def skipped_parameters(
     They are excluded, were frozen when the checkpoint was saved, or are frozen now. The last two
     are logged.
 
-    Args:
-        wanted: Names of the optimizer state on this rank.
-        stored: Names in the checkpoint.
-        state: The run.
-        exclude: Patterns of `checkpoint.exclude_from_loading`.
-        group: Ranks that load together.
+    `wanted` has the names of the optimizer state on this rank, `stored` those in the checkpoint.
     """
     parameters = dict(state.model.named_parameters())
     is_trained = union({name: p.requires_grad for name, p in parameters.items()}, group=group)

@@ -50,11 +50,8 @@ class WeightSource(Protocol):
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill the parameters of this rank in place, except those that its `ParameterFilter`
-        excludes. Collective; each rank reads its own shards.
-
-        Raises:
-            CheckpointError: A name, shape or type does not fit, or a file is damaged.
-        """
+        excludes. Collective; each rank reads its own shards. Raises CheckpointError if a name,
+        shape or type does not fit, or a file is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +95,8 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> StoredJSON:
-        """The manifest. Collective at the first use.
-
-        Raises:
-            CheckpointError: It is missing or damaged, or the folder is named for another step.
-        """
+        """The manifest. Collective at the first use. Raises CheckpointError if it is missing or
+        damaged, or the folder is named for another step."""
         manifest = on_first_rank(lambda: read_manifest(self.path), group=self.group)
         if step_of(self.path) not in (None, manifest["step"]):
             raise CheckpointError(
@@ -149,12 +143,9 @@ class DCPFolder:
         return stored_shapes(self.path.parent, self.path.name, group=self.group)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill parameters in place. Entries that are no parameters of a model are not read.
-
-        Raises:
-            CheckpointError: Names, shapes or types differ, or this model ties a head to the
-                embedding that is stored with other values: it would compute with another head.
-        """
+        """Fill parameters in place. Entries that are no parameters of a model are not read. Raises
+        CheckpointError if names, shapes or types differ, or this model ties a head to the embedding
+        that is stored with other values: it would compute with another head."""
         folder, name = self.path.parent, self.path.name
         stored, excludes = self.shapes(), self.filter.excludes
         wanted = self.filter.wanted(into, names=stored.keys)
@@ -194,13 +185,8 @@ def find_row_order(
 ) -> RopeOrder:
     """Return the row order of wq and wk in a DCP folder of weights; log one that is assumed.
 
-    Args:
-        folder: The folder, which states the order if this library wrote it.
-        setting: `checkpoint.initial_load_rope`.
-        spec: Family of the model.
-
-    Raises:
-        CheckpointError: The setting contradicts the folder.
+    `setting` is `checkpoint.initial_load_rope`. Raises CheckpointError if the setting contradicts
+    the folder.
     """
     has_state = (folder / STATE).is_file()
     stated = read_state(folder.parent, folder.name).get("rope") if has_state else None

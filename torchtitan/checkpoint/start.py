@@ -123,17 +123,10 @@ def find_start(
 ) -> Start | None:
     """Return what the run starts from, or None for the initial weights. Collective.
 
-    Args:
-        settings: The [checkpoint] section.
-        run_folder: The folder of the run, which this job has locked.
-        io: What ranks load through. None if nothing is saved or loaded.
-        compare: Compares this job with a checkpoint's manifest.
-        compare_results: Returns how this job differs from the job that wrote `run_folder`.
-        open_initial: Opens `initial_load_path`.
-
-    Raises:
-        CheckpointError: A requested checkpoint does not exist, or settings differ from those
-            of the checkpoint, or of results without one.
+    `compare` compares this job with a checkpoint's manifest, `compare_results` with the job that
+    wrote `run_folder`, which this job has locked; `open_initial` opens `initial_load_path`. `io` is
+    None if nothing is saved or loaded. Raises CheckpointError if a requested checkpoint does not
+    exist, or settings differ from those of the checkpoint, or of results without one.
     """
     own, start, group = None, None, dist.group.WORLD if io is None else io.group
     if io is not None and settings.enable:
@@ -239,10 +232,7 @@ def refuse_differences(
 ) -> None:
     """Raise CheckpointError if settings make this job another training.
 
-    Args:
-        saved_path: Checkpoint or run folder of the other job.
-        differences: Settings that differ, a line each.
-        has_checkpoint: Whether `saved_path` has a checkpoint from which a job could continue.
+    `saved_path` is a checkpoint, or the run folder of the other job.
     """
     if differences:
         way = (
@@ -268,16 +258,10 @@ def resolve_step(
 ) -> tuple[Path, bool]:
     """Return the checkpoint that `path` means, and whether this library wrote it.
 
-    Args:
-        path: Folder of a step, of checkpoints (the newest valid one is used), of a run, or of a
-            DCP checkpoint of another writer.
-        subfolder: Folder of the checkpoints inside a run's folder.
-        load_step: Step to use. -1: the newest.
-        verifies: Whether to compare checksums.
-        group: Ranks that ask together. None: this process only.
-
-    Raises:
-        CheckpointError: No valid checkpoint exists, or the named step is damaged.
+    `path` is the folder of a step, of checkpoints (the newest valid one is used), of a run, whose
+    checkpoints are in `subfolder`, or of a DCP checkpoint of another writer. `load_step` -1: the
+    newest. `group` None: this process only. Raises CheckpointError if no valid checkpoint exists,
+    or the named step is damaged.
     """
     folders = (path, path / subfolder)
     candidates = [path, path.parent] if path.name == "model" else [path]
@@ -318,15 +302,9 @@ def newest_valid_step(
 
     Each newer checkpoint that is damaged or incomplete is logged.
 
-    Args:
-        folder: Parent of the `step-N` folders.
-        verifies: Whether to compare checksums, or only to look for the manifest.
-        group: Ranks that ask together. None: this process only.
-        recovers: Whether to commit complete drafts first. Only for the run that owns the folder:
-            another run may be writing them.
-
-    Raises:
-        CheckpointError: No checkpoint is valid.
+    Without `verifies` only the manifest is looked for. `recovers` commits complete drafts first:
+    only for the run that owns the folder, since another run may be writing them. Raises
+    CheckpointError if no checkpoint is valid.
     """
 
     def look() -> list[tuple[int, bool]]:
@@ -384,17 +362,9 @@ def open_step(
 ) -> WeightSource:
     """Open a checkpoint of this library, or a DCP folder.
 
-    Args:
-        path: The folder, or the run that holds it.
-        settings: The section [checkpoint].
-        spec: Family of the model.
-        rope_head_dim: Returns the head width of a parameter that may be stored in the half-split
-            order, else None.
-        filter: Selects parameters.
-        group: All ranks.
-
-    Raises:
-        CheckpointError: It does not exist, is damaged, or its order of rows is unknown.
+    `rope_head_dim` returns the head width of a parameter that may be stored in the half-split
+    order, else None. Raises CheckpointError if it does not exist, is damaged, or its order of rows
+    is unknown.
     """
     step, is_ours = resolve_step(
         path,

@@ -98,15 +98,9 @@ def write(
 ) -> None:
     """Write and commit the checkpoint `target` from all ranks of `group`.
 
-    Args:
-        target: The checkpoint's folder. A checkpoint of this name is replaced.
-        components: Tensors and state by component.
-        manifest: Entries added to the manifest.
-        group: All ranks.
-        disk: Ranks that share this rank's disk. None: all of `group`.
-
-    Raises:
-        CheckpointError: A rank could not write its part. Nothing at `target` was changed.
+    A checkpoint of this name is replaced. `disk` has the ranks that share this rank's disk; None:
+    all of `group`. Raises CheckpointError if a rank could not write its part. Nothing at `target`
+    was changed.
     """
     draft = draft_of(target)
     try:
@@ -197,11 +191,8 @@ def complete(
 ) -> None:
     """Add state and manifest to a draft, and commit it.
 
-    Args:
-        target: The checkpoint's folder.
-        components: State by component; their tensors are written already.
-        manifest: Entries added to the manifest.
-        files: Records of the files that all ranks wrote.
+    The tensors of `components` are written already; `files` has the records of what all ranks
+    wrote.
     """
     draft, records = draft_of(target), dict(files)
     for name, component in components.items():
@@ -317,13 +308,8 @@ def on_each_disk(
 ) -> None:
     """Run `action` on the first rank of each disk. Collective over `group`.
 
-    Args:
-        action: Function without arguments.
-        group: All ranks.
-        disk: Ranks that share this rank's disk. None: all of `group`.
-
-    Raises:
-        CheckpointError: The action failed on any disk; raised on every rank.
+    `disk` has the ranks that share this rank's disk; None: all of `group`. Raises CheckpointError
+    if the action failed on any disk, on every rank.
     """
     is_first = group.rank() == (0 if disk is None else disk[0])
     on_every_rank(lambda: action() if is_first else None, group=group)

@@ -56,10 +56,8 @@ MAX_SHOWN = 100
 class Rule:
     """A rule about one value, such as `> 0`.
 
-    Args:
-        text: The rule, after "must be" or after the name of a key.
-        holds: Whether a value keeps it.
-        names: Names that keep it.
+    `text` follows "must be" or the name of a key, `holds` returns whether a value keeps the rule,
+    `names` are names that keep it.
     """
 
     text: str
@@ -206,11 +204,8 @@ UNIONS = (typing.Union, types.UnionType)
 
 
 def convert(value: object, annotation: Any) -> Any:
-    """Return a TOML value as the type of an annotation.
-
-    Raises:
-        ValueError: States the rule that the value breaks.
-    """
+    """Return a TOML value as the type of an annotation; raise ValueError that states the rule that
+    the value breaks."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         for item in arguments[1:]:
@@ -441,11 +436,8 @@ def parse(text: str, *, origin: str) -> dict[str, Any]:
 
 
 def read_files(file: Setting, *, tree: Any = None, seen: tuple[FilePath, ...] = ()) -> list[Layer]:
-    """Read a file after its bases: `base = "other.toml"` at its top, relative to its own folder.
-
-    Raises:
-        ConfigError: A file is missing, is not TOML, or inherits from itself.
-    """
+    """Read a file after its bases: `base = "other.toml"` at its top, relative to its own folder;
+    raise ConfigError if a file is missing, is not TOML, or inherits from itself."""
     if not (isinstance(file.value, str) and file.value):
         raise ConfigError(f"{file.where()}: must name one file")
     path = FilePath(file.value).expanduser()
@@ -518,8 +510,7 @@ def _read_word(word: str, *, key: Key | None) -> object:
 def to_toml(config: object, *, only_changed: bool = False) -> str:
     """Write resolved settings. Loading them gives an equal tree, but for the file's name.
 
-    Args:
-        only_changed: Leave out settings that have their default.
+    `only_changed` leaves out settings that have their default.
     """
     tables: dict[str, Any] = {}
     for path, key in keys(type(config)).items():
@@ -588,11 +579,7 @@ class Loaded(Generic[T]):
 
 def load(tree: type[T], argv: Sequence[str] | Layer, *, old_names: OldNames) -> Loaded[T]:
     """Read the file that the command line (or a layer from Python) names, apply the other options,
-    and check everything.
-
-    Raises:
-        ConfigError: Lists every mistake.
-    """
+    and check everything; raise ConfigError that lists every mistake."""
     options, mistakes = argv, list[str]()
     if not isinstance(options, dict):
         options, mistakes = parse_command_line(options, tree=tree)
@@ -654,9 +641,7 @@ def checked(config: T) -> T:
     """Return settings that Python code has built or changed with values of the keys' types.
 
     A dataclass checks and converts nothing: one path would stay a string where a tuple is due.
-
-    Raises:
-        ConfigError: Lists each wrong value or broken rule.
+    Raises ConfigError that lists each wrong value or broken rule.
     """
     layer = {path: Setting(value, PYTHON, path) for path, value in values_of(config).items()}
     loaded, mistakes = build(type(config), [layer])

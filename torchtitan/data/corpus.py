@@ -68,11 +68,8 @@ def name_of(files: Sequence[Path]) -> str:
 
 
 def stdlib_corpus() -> Corpus:
-    """Return the `.py` files of the running Python's standard library, sorted by path.
-
-    Raises:
-        DataError: This Python has no source files, for example because they are zipped.
-    """
+    """Return the `.py` files of the running Python's standard library, sorted by path; raise
+    DataError if this Python has no source files, for example because they are zipped."""
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for folder, folders, names in os.walk(root):

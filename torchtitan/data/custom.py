@@ -37,14 +37,8 @@ def build_custom(
 ) -> MapSamples:
     """Build the data that `training.dataset` names.
 
-    Args:
-        training: Names the data and their options; sequence length and epochs.
-        tokenizer: Passed to the data.
-        seed: Decides the order of samples by number. Passed to the data too.
-        held_out: Whether the data are for validation. Passed to the data too.
-
-    Raises:
-        DataError: The data do not exist, have another form, or are empty.
+    Tokenizer, seed and whether the data are for validation (`held_out`) are passed to them. Raises
+    DataError if the data do not exist, have another form, or are empty.
     """
     path = training.dataset
     kwargs: dict[str, Any] = {"tokenizer": tokenizer, "seq_len": training.seq_len, "seed": seed}

@@ -53,12 +53,9 @@ class Dataset:
     If documents are separated, `document_lengths`, int64, holds the number of tokens of each
     document in the sample, cut at both ends of the sample.
 
-    Args:
-        sources: Samples are drawn from these in proportion to `weights`.
-        weights: Weight of each source.
-        seed: Decides the order, together with the data.
-        fingerprint: Everything that decides samples and order, by name. A resumed run compares it.
-        num_epochs: The data end when a source was read this many times. None never ends.
+    Samples are drawn from `sources` in proportion to `weights`. `fingerprint` names everything that
+    decides samples and order, which a resumed run compares. The data end when a source was read
+    `num_epochs` times; None: never.
     """
 
     def __init__(
@@ -118,10 +115,7 @@ class Dataset:
 class PadToBatch:
     """The first samples of a dataset, padded to full batches with samples without labels.
 
-    Args:
-        dataset: Samples with an end.
-        batch: Samples per batch over all ranks.
-        num_batches: Maximum number of batches. None reads all samples.
+    `batch` is the number of samples per batch over all ranks, `num_batches` None reads all samples.
     """
 
     def __init__(self, dataset: MapSamples, *, batch: int, num_batches: int | None) -> None:
@@ -165,18 +159,10 @@ def build_samples(
 ) -> MapSamples:
     """Build the samples that the settings describe, tokenized first if necessary.
 
-    Args:
-        training: Data and samples.
-        tokenizer: Encodes the text.
-        tokenizer_path: Where the tokenizer is from, and its chat template.
-        seed: Decides the order.
-        holdout_fraction: Fraction of the documents that `held_out` selects by their hash.
-        held_out: Select data that are never trained on; see `Holdout`.
-        keys_of_validation: Settings in [validation]; any other setting is in [training].
-        once: Finds files in one process of this machine.
-
-    Raises:
-        DataError: Data are missing, empty, damaged or too short.
+    `held_out` selects the fraction of the documents that is never trained on, see `Holdout`.
+    Settings in `keys_of_validation` are of [validation], all others of [training]. `once` finds
+    files in one process of this machine. Raises DataError if data are missing, empty, damaged or
+    too short.
     """
     path, kwargs = TEXT, dict[str, Any](tokenizer=tokenizer, seed=seed)
     if is_import_path(training.dataset):

@@ -41,10 +41,7 @@ class TextSource:
 
     With `attn_mask_type = "block_causal"` no label crosses a document's end.
 
-    Args:
-        stores: Rows of tokens.
-        training: Settings of the samples.
-        vocab_size: Upper limit of the ids. A larger id, made by another tokenizer, is a DataError.
+    An id of `vocab_size` or more, made by another tokenizer, is a DataError.
     """
 
     def __init__(
@@ -105,15 +102,8 @@ def build_text(
 ) -> Dataset:
     """Build the samples of text that `[training]` describes, tokenized first if necessary.
 
-    Args:
-        training: Data and samples.
-        tokenizer: Encodes the text.
-        seed: Decides the order.
-        holdout: Documents to select.
-        once: Finds files in one process of this machine.
-
-    Raises:
-        DataError: Data are missing, empty, damaged or too short.
+    `once` finds files in one process of this machine. Raises DataError if data are missing, empty,
+    damaged or too short.
     """
     stores = [
         [

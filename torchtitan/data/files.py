@@ -48,10 +48,7 @@ def find_files(
 
     A token store appears once, as its `.idx` file. Empty files found by a glob or in a folder are
     skipped, and so are stores of held-out documents if there are others. Objects named by a URL are
-    copied into `cache`.
-
-    Raises:
-        DataError: No file is found, or a link is broken.
+    copied into `cache`. Raises DataError if no file is found, or a link is broken.
     """
     if is_url(pattern):
         path = fetch(pattern, cache=user_path(cache, key="dataset_cache"), key=key)
@@ -146,11 +143,8 @@ def locked(file: Path) -> Iterator[None]:
 
 
 def fetch(url: str, *, cache: Path, key: str) -> Path:
-    """Copy the objects that a URL names, and return the folder of the copies.
-
-    Raises:
-        DataError: The URL is wrong, no object exists, or copying failed.
-    """
+    """Copy the objects that a URL names, and return the folder of the copies; raise DataError if
+    the URL is wrong, no object exists, or copying failed."""
     if problem := url_problem(url, also=READ_ONLY):
         raise DataError.at(key, problem)
     if CREDENTIALS.search(url):

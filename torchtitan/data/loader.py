@@ -58,11 +58,8 @@ class StreamSamples(Protocol):
 
 
 def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int) -> int:
-    """Return the number of microbatches per step on each data-parallel rank.
-
-    Raises:
-        ConfigError: The global batch is not a multiple of the samples that all ranks read at once.
-    """
+    """Return the number of microbatches per step on each data-parallel rank; raise ConfigError if
+    the global batch is not a multiple of the samples that all ranks read at once."""
     at_once = local_batch_size * dp
     if global_batch_size == -1:
         return 1
@@ -132,15 +129,6 @@ class Loader:
     """Iterates over steps. Each step is the list of this rank's microbatches, in host memory.
 
     Iteration ends on all ranks when less than a global batch remains.
-
-    Args:
-        dataset: Samples to read.
-        local_batch_size: Samples per microbatch.
-        accumulation: Microbatches per step.
-        dp_rank: Data-parallel rank of this process.
-        dp_degree: Number of data-parallel ranks.
-        settings: Workers and prefetch.
-        skipped: Samples to pass over.
     """
 
     def __init__(
@@ -212,11 +200,8 @@ class Loader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a stored position.
-
-        Raises:
-            DataError: The data differ from the stored fingerprint.
-        """
+        """Continue at a stored position; raise DataError if the data differ from the stored
+        fingerprint."""
         stored, current = state["fingerprint"], self.dataset.fingerprint
         changes = [
             f"{key}: was {_short(stored.get(key))}, is {_short(current.get(key))}"

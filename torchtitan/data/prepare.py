@@ -67,15 +67,9 @@ def cached_store(
 ) -> TokenStore:
     """Return the tokens of a corpus, or of one side of it, from the cache or tokenized now.
 
-    Args:
-        corpus: Text to tokenize.
-        tokenizer: Encodes the text.
-        cache: Folder of finished stores.
-        holdout: Fraction that is held out, and the side to return.
-        once: Reads the identity of the corpus in one process of this machine.
-
-    Raises:
-        DataError: Text cannot be read, the cache cannot be written, or the side has no document.
+    `holdout` has the fraction that is held out, and the side to return. `once` reads the identity
+    of the corpus in one process of this machine. Raises DataError if text cannot be read, the cache
+    cannot be written, or the side has no document.
     """
     fraction = holdout.fraction
     folder, notes = cached(
@@ -108,19 +102,14 @@ def prepare_files(
 ) -> dict[str, Any]:
     """Write the store `prefix`, and with a fraction the store of the documents held out.
 
-    Args:
-        corpus: Text to tokenize.
-        prefix: Path of the store without the suffixes.
-        tokenizer: Encodes the text. An end token follows each document.
-        holdout_fraction: Fraction of the documents to hold out.
-        num_processes: Processes that encode. 1: a thread per core.
+    `prefix` is the path of the store without suffixes. An end token follows each document. One
+    process has a thread per core.
 
     Returns:
         Name and tokenizer; counts of documents, of those held out, of tokens and of bytes of text.
 
-    Raises:
-        DataError: A file cannot be read. Earlier stores are kept.
-        OSError: The disk is full. Earlier stores may be gone, never mixed with new ones.
+    Raises DataError if a file cannot be read. Earlier stores are kept. Raises OSError if the disk
+    is full. Earlier stores may be gone, never mixed with new ones.
     """
     if mistakes := find_mistakes(corpus.files, corpus.read):
         raise join_errors(mistakes)
@@ -168,13 +157,8 @@ def cached(
 ) -> tuple[Path, dict[str, Any]]:
     """Return a folder of the cache and the notes stored in it, from the cache or built now.
 
-    Args:
-        sources: Everything that decides the content, as JSON.
-        cache: Parent of the folder.
-        build: Fills an empty folder and returns the notes.
-
-    Raises:
-        DataError: The cache cannot be written, or is damaged.
+    `sources` is everything that decides the content, as JSON; `build` fills an empty folder and
+    returns the notes. Raises DataError if the cache cannot be written, or is damaged.
     """
     root = user_path(cache, key="dataset_cache")
     folder = root / hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]

@@ -46,11 +46,8 @@ class Row(NamedTuple):
 
 
 def read_documents(file: Path, *, text_of: TextTemplate) -> Iterator[Piece]:
-    """Yield the documents of a file in order. Rows with empty text are skipped.
-
-    Raises:
-        DataError: The file cannot be read, or holds no text.
-    """
+    """Yield the documents of a file in order. Rows with empty text are skipped. Raises DataError if
+    the file cannot be read, or holds no text."""
     is_empty = True
     if suffix_of(file) in READERS:
         for row in read_rows(file, columns=text_of.keys):

@@ -53,12 +53,9 @@ MAX_SEQUENCE = 2**31 - 1
 class TokenStore:
     """The tokens of documents, mapped from `PREFIX.bin` and `PREFIX.idx`.
 
-    Args:
-        prefix: Path of both files without the suffix.
-        is_checked: Skip the check of the index, which another process has done.
-
-    Raises:
-        DataError: A file is missing, cut short, damaged or of another format.
+    `prefix` is the path of both without suffix. `is_checked` skips the check of the index, which
+    another process has done. Raises DataError if a file is missing, cut short, damaged or of
+    another format.
     """
 
     def __init__(self, prefix: str | Path, *, is_checked: bool = False) -> None:

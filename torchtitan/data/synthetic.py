@@ -24,8 +24,7 @@ NUM_CHARS = {False: 1_000_000, True: 50_000}
 def synthetic_corpus(*, held_out: bool = False) -> Corpus:
     """Return a million characters of a made-up language, the same on every machine.
 
-    Args:
-        held_out: Generate other sentences of the language, a twentieth of the length.
+    With `held_out` other sentences of the language, a twentieth of the length.
     """
     name = "synthetic, held out" if held_out else "synthetic"
     version = "synthetic held out 1" if held_out else "synthetic 1"

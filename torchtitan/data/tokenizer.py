@@ -103,10 +103,8 @@ def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenize
     """Build the tokenizer that the setting `key` names.
 
     `byte` and `bpe_2048` are built in. A folder or a `.json` file is read as Hugging Face's, any
-    other file as tiktoken's.
-
-    Raises:
-        DataError: The file is missing or damaged, or has no end token.
+    other file as tiktoken's. Raises DataError if the file is missing or damaged, or has no end
+    token.
     """
     if path == "byte":
         return ByteTokenizer()

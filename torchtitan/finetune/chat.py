@@ -136,15 +136,9 @@ def _tojson(
 class ChatTemplate:
     """A compiled chat template.
 
-    Args:
-        source: The Jinja text.
-        origin: Where it was found, for messages.
-        variables: The special tokens by role: bos_token, eos_token ...
-        special: Names of all special tokens.
-        with_tools: The template of conversations with tools, if it is another one.
-
-    Raises:
-        DataError: The text is not valid Jinja.
+    `origin` is where it was found, `variables` are the special tokens by role (bos_token, eos_token
+    ...), `special` the names of all, `with_tools` is the template of conversations with tools, if
+    it is another one. Raises DataError if the text is not valid Jinja.
     """
 
     def __init__(
@@ -202,11 +196,8 @@ class ChatTemplate:
         )
 
     def end_of_turn(self) -> str | None:
-        """Return the special token that the template writes after an answer, None without one.
-
-        Raises:
-            DataError: The template fails on a question and an answer.
-        """
+        """Return the special token that the template writes after an answer, None without one;
+        raise DataError if the template fails on a question and an answer."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         text = self.render(Conversation(turns, None, "to find the token that ends a turn"))
         match = self._special_at_start.match(text.rpartition(PROBE)[2])
@@ -215,10 +206,8 @@ class ChatTemplate:
     def divide(self, conversation: Conversation) -> Rendered:
         """Return the text and the parts to train on.
 
-        A part ends with the special token that ends the turn, without following white space.
-
-        Raises:
-            DataError: The template fails, or the parts cannot be found.
+        A part ends with the special token that ends the turn, without following white space. Raises
+        DataError if the template fails, or the parts cannot be found.
         """
         messages, where = conversation.messages, conversation.where
         text = self._render(conversation, num_messages=len(messages))
@@ -321,10 +310,8 @@ def find_template(
 
     Hugging Face stores it beside tokenizer.json, in chat_template.jinja or, in older folders, in
     tokenizer_config.json, which also has the values of bos_token and eos_token. The built-in
-    tokenizers have a simple template of their BOS and EOS tokens.
-
-    Raises:
-        DataError: A file cannot be read or is not a template.
+    tokenizers have a simple template of their BOS and EOS tokens. Raises DataError if a file cannot
+    be read or is not a template.
     """
     is_built_in = tokenizer_path in ("byte", *BUILT_IN)
     path = Path(tokenizer_path).expanduser()

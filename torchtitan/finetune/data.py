@@ -62,11 +62,8 @@ class ExampleSource:
 
     Each example is a document in `document_lengths`, and so is the padding.
 
-    Args:
-        examples: Numbers of the `Encoder`, a document per example.
-        samples: Indices of examples, a document per sample.
-        training: Sequence length and attention mask.
-        pad_id: The token that fills the rest of a sample.
+    `examples` has the numbers of the `Encoder`, a document per example; `samples` the indices of
+    examples, a document per sample.
     """
 
     def __init__(
@@ -111,10 +108,8 @@ def build_examples(
 ) -> Dataset:
     """Build the dataset of examples that `[training]` describes, tokenized now or in the cache.
 
-    `holdout` selects examples, `once` looks for files in one process of this machine.
-
-    Raises:
-        DataError: Examples or the template are missing or wrong, or no example has an answer.
+    `holdout` selects examples, `once` looks for files in one process of this machine. Raises
+    DataError if examples or the template are missing or wrong, or no example has an answer.
     """
     encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=tokenizer_path)
     source = find_examples(training, holdout=holdout, once=once)

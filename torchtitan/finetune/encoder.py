@@ -57,14 +57,11 @@ Labelled = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 class Encoder:
     """Encodes an example as one number per token: 2 * id + 1 if it is trained on, else 2 * id.
 
-    So a token store holds ids and labels. `notes` counts the examples by what a user may not
-    expect of them.
+    So a token store holds ids and labels. `notes` counts the examples by what a user may not expect
+    of them.
 
-    Args:
-        tokenizer: Encodes the text.
-        template: Renders conversations.
-        special_tokens: Whether names of special tokens in the text of examples are an error, or
-            mean these tokens.
+    With `special_tokens`, names of special tokens in the text of examples mean these tokens;
+    otherwise they are an error.
     """
 
     def __init__(
@@ -87,10 +84,8 @@ class Encoder:
     def encode(self, examples: Sequence[Example]) -> list[Numbers]:
         """Return the numbers of each example.
 
-        The tokenizer encodes the texts of many examples on all cores.
-
-        Raises:
-            DataError: A conversation has no template, or an example names a special token.
+        The tokenizer encodes the texts of many examples on all cores. Raises DataError if a
+        conversation has no template, or an example names a special token.
         """
         chats = [example for example in examples if isinstance(example, Conversation)]
         completions = [example for example in examples if isinstance(example, Completion)]
@@ -203,10 +198,7 @@ def overlaps_spans(
 ) -> npt.NDArray[np.bool_]:
     """Return which tokens have a character in one of the spans.
 
-    Args:
-        ends: Where each token ends. It starts where the token before it ends; tokens that share a
-            character all include it.
-        spans: Start and end of each span.
+    A token starts where the token before it ends; tokens that share a character all include it.
     """
     stops = np.array(ends, np.int64)
     starts = np.minimum(np.concatenate([[0], stops])[:-1], stops - 1)

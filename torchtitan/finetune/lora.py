@@ -113,11 +113,8 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Te
 
 
 def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt:
-    """Return a function that adds adapters to a model like `model`, in place.
-
-    Raises:
-        ConfigError: A pattern matches no layer.
-    """
+    """Return a function that adds adapters to a model like `model`, in place; raise ConfigError if
+    a pattern matches no layer."""
     linears = linear_names(model)
     # a default pattern may match nothing: experts are not linear layers
     is_default = settings.modules == LoRAConfig().modules

@@ -49,10 +49,7 @@ def label_all(source: Corpus, encoder: Encoder) -> Iterator[tuple[Example, Numbe
     """Yield each example with its numbers.
 
     Mistakes in all files and examples are raised together at the end. After the first one at most
-    `MAX_CHECKED` examples are read.
-
-    Raises:
-        DataError: Files, examples or the template are wrong.
+    `MAX_CHECKED` examples are read. Raises DataError if files, examples or the template are wrong.
     """
     mistakes = {str(error): error for error in find_mistakes(source.files, source.read)}
     num_left = MAX_CHECKED

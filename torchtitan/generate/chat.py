@@ -37,16 +37,7 @@ HELP = """\
 
 
 class Chat:
-    """A conversation with a model.
-
-    Args:
-        generator: The model.
-        system: System message, if any.
-        sampling: See `Sampling`.
-
-    Raises:
-        ConfigError: The model has no chat template.
-    """
+    """A conversation with a model. Raises ConfigError if the model has no chat template."""
 
     def __init__(
         self, generator: Generator, *, system: str | None = None, **sampling: Unpack[Sampling]
@@ -61,10 +52,8 @@ class Chat:
     def ask(self, question: str) -> abc.Generator[str, None, None]:
         """Yield the answer in pieces; remember it with its question, also if it is closed early.
 
-        Special tokens are removed from the remembered answer, as no message may contain one.
-
-        Raises:
-            DataError: The question is invalid. It is not remembered.
+        Special tokens are removed from the remembered answer, as no message may contain one. Raises
+        DataError if the question is invalid. It is not remembered.
         """
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages: list[Message] = [*self.messages, {"role": "user", "content": question}]
@@ -81,11 +70,8 @@ class Chat:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def run_command(self, line: str) -> str | None:
-        """Run a line that starts with a slash; return the text to show, None to leave.
-
-        Raises:
-            DataError: The command is unknown.
-        """
+        """Run a line that starts with a slash; return the text to show, None to leave; raise
+        DataError if the command is unknown."""
         name, _, text = line.partition(" ")
         if name == "/quit":
             return None
@@ -110,15 +96,8 @@ def talk(
 ) -> int:
     """Answer line by line until `read` raises EOFError, or /quit; return the number of lines.
 
-    Args:
-        chat: The conversation.
-        read: Returns the next line.
-        write: Writes a piece of an answer.
-        notify: Shows any other line.
-        stops_at_errors: Whether to raise errors of a line instead of showing them.
-
-    Raises:
-        DataError: A line is invalid, and `stops_at_errors`.
+    `write` gets pieces of an answer, `notify` any other line. `stops_at_errors` raises errors of a
+    line instead of showing them. Raises DataError if a line is invalid, and `stops_at_errors`.
     """
     num_lines = 0
     while True:

@@ -76,15 +76,9 @@ def build_generator(
 ) -> Generator:
     """Build a model and read its weights.
 
-    Args:
-        pretrained: The model on disk.
-        device: Where the weights are read to.
-        mesh: Ranks that share the matrices. None: this process only.
-        chats: Whether to read the chat template.
-        dtype: Type to compute in. None: the stored type.
-
-    Raises:
-        UserError: The tokenizer is missing or does not fit, or the ranks cannot share the model.
+    `mesh` has the ranks that share the matrices; None: this process only. `dtype` None: the stored
+    type. Raises UserError if the tokenizer is missing or does not fit, or the ranks cannot share
+    the model.
     """
     try:
         tokenizer = build_tokenizer(pretrained.tokenizer)

@@ -48,15 +48,8 @@ def generate(
 ) -> list[list[int]]:
     """Return the tokens that continue each prompt, including a drawn stop token.
 
-    Args:
-        model: The model.
-        prompts: Token ids of each prompt.
-        stop_ids: Tokens that end a text.
-        stops: Returns whether a text ends, given its new tokens.
-        sampling: See `Sampling`.
-
-    Raises:
-        UserError: A prompt or setting is invalid, or the logits are NaN.
+    `stops` returns whether a text ends, given its new tokens. Raises UserError if a prompt or
+    setting is invalid, or the logits are NaN.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     for number, token in draw(model, prompts, stop_ids=stop_ids, stops=stops, **sampling):

@@ -36,15 +36,9 @@ def complete(
 ) -> list[str]:
     """Return each prompt with its continuation.
 
-    Args:
-        generator: The model.
-        prompts: Texts. An empty prompt starts a new document.
-        special: Whether names of special tokens in a prompt are these tokens, not plain text.
-        batch_size: Number of prompts that are continued together.
-        sampling: See `Sampling`.
-
-    Raises:
-        UserError: A prompt or setting is invalid.
+    An empty prompt starts a new document. With `special`, names of special tokens in a prompt are
+    these tokens, not plain text. `batch_size` prompts are continued together. Raises UserError if a
+    prompt or setting is invalid.
     """
     ids = _encode(generator, prompts, special=special)
     new = _continue(generator, ids, generator.stop_ids, batch_size, sampling)
@@ -64,14 +58,8 @@ def answer(
 ) -> list[str]:
     """Return the assistant's next message in each chat.
 
-    Args:
-        generator: The model.
-        chats: Lists of messages such as `{"role": "user", "content": "Hi"}`.
-        batch_size: Number of chats that are answered together.
-        sampling: See `Sampling`.
-
-    Raises:
-        UserError: A message or setting is invalid, or the model has no chat template.
+    `chats` are lists of messages such as `{"role": "user", "content": "Hi"}`. Raises UserError if a
+    message or setting is invalid, or the model has no chat template.
     """
     ids, stop_ids = encode_chats(generator, chats)
     new = _continue(generator, ids, stop_ids, batch_size, sampling)
@@ -150,11 +138,8 @@ def get_template(generator: Generator) -> ChatTemplate:
 def encode_chats(
     generator: Generator, chats: Sequence[Sequence[Message]]
 ) -> tuple[list[list[int]], frozenset[int]]:
-    """Return the token ids before each answer, and the tokens that end an answer.
-
-    Raises:
-        UserError: A message is invalid, or the model has no chat template.
-    """
+    """Return the token ids before each answer, and the tokens that end an answer; raise UserError
+    if a message is invalid, or the model has no chat template."""
     encoder, ids = Encoder(generator.tokenizer, get_template(generator)), []
     for number, chat in enumerate(chats, start=1):
         where = f"prompt {number}" if len(chats) > 1 else "the chat"

@@ -48,11 +48,8 @@ DEFAULT_THETA = 10_000.0
 
 
 def read_config(folder: Path) -> StoredJSON:
-    """Return the config.json of a folder without its nulls.
-
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
+    """Return the config.json of a folder without its nulls; raise CheckpointError if the file is
+    missing or damaged."""
     content = read_json(folder / CONFIG)
     kept = {k: value for k, value in content.items() if value is not None or k in NULLABLE}
     types = {"max_position_embeddings": int, "rope_parameters": dict, "rope_scaling": dict}
@@ -60,11 +57,8 @@ def read_config(folder: Path) -> StoredJSON:
 
 
 def family_of(config: StoredJSON, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
-    """Return the family of a config.json.
-
-    Raises:
-        CheckpointError: The architecture or one of its options is unsupported.
-    """
+    """Return the family of a config.json; raise CheckpointError if the architecture or one of its
+    options is unsupported."""
     for spec in models.values():
         if config.get("architectures") == [spec.hf.architecture]:
             check_family(config, format=spec.hf)
@@ -101,11 +95,8 @@ def check_family(config: StoredJSON, *, format: HFFormat) -> None:
 
 
 def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
-    """Return the sizes in a config.json of the family `spec`.
-
-    Raises:
-        CheckpointError: A size is missing or impossible, or the rope scaling is unsupported.
-    """
+    """Return the sizes in a config.json of the family `spec`; raise CheckpointError if a size is
+    missing or impossible, or the rope scaling is unsupported."""
     aliases, rope = spec.hf.aliases, rope_table(config)
     content = StoredJSON(config.path, {aliases.get(key, key): v for key, v in config.items()})
     values = {size.field: _read(content, key, size) for key, size in spec.hf.sizes.items()}
@@ -186,11 +177,8 @@ def check_sizes(
     architecture: DecoderConfig,
     may_differ: Collection[str] = (),
 ) -> DecoderConfig:
-    """Return the sizes in a config.json, which are the model's except the keys `may_differ`.
-
-    Raises:
-        CheckpointError: A size differs, or the file cannot state the model's.
-    """
+    """Return the sizes in a config.json, which are the model's except the keys `may_differ`; raise
+    CheckpointError if a size differs, or the file cannot state the model's."""
     check_family(config, format=spec.hf)
     if (problem := find_inexpressible(architecture, spec.hf)) is not None:
         raise CheckpointError(f"{config.path} cannot have the sizes of this job: {problem}")
@@ -240,11 +228,8 @@ def new_config(
 def find_carried(base: Path | None, *, seq_len: int, eos_id: int) -> dict[str, Any]:
     """Return the keys of an export's config.json that are no sizes.
 
-    Args:
-        base: Folder of the base model, whose `CARRIED` keys are kept. None if the run starts from
-            scratch.
-        seq_len: Sequence length of the run: the least context length.
-        eos_id: End token, unless the base has one.
+    The `CARRIED` keys of the folder `base` are kept; None if the run starts from scratch. `seq_len`
+    is the least context length, `eos_id` the end token, unless the base has one.
     """
     carried: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
     carried |= {"max_position_embeddings": seq_len, "eos_token_id": eos_id}
@@ -259,11 +244,8 @@ def find_carried(base: Path | None, *, seq_len: int, eos_id: int) -> dict[str, A
 
 
 def find_quantization(config: StoredJSON) -> tuple[int, int] | None:
-    """Return rows and columns of the blocks that share a scale; None if weights have no scales.
-
-    Raises:
-        CheckpointError: The weights are quantized in an unsupported way.
-    """
+    """Return rows and columns of the blocks that share a scale; None if weights have no scales;
+    raise CheckpointError if the weights are quantized in an unsupported way."""
     match config.get("quantization_config"):
         case None:
             return None
@@ -279,11 +261,8 @@ def find_quantization(config: StoredJSON) -> tuple[int, int] | None:
 
 
 def rope_table(config: StoredJSON) -> StoredJSON:
-    """Return the settings of the rotary embedding in a config.json, with our names of its numbers.
-
-    Raises:
-        CheckpointError: A key is unsupported, or a value is not a positive number.
-    """
+    """Return the settings of the rotary embedding in a config.json, with our names of its numbers;
+    raise CheckpointError if a key is unsupported, or a value is not a positive number."""
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = StoredJSON(config.path, {"rope_type": "default"})
     has_new_name = table.get("rope_type") is not None
@@ -301,11 +280,8 @@ def rope_table(config: StoredJSON) -> StoredJSON:
 
 
 def read_scaling(rope: StoredJSON) -> RopeScaling | None:
-    """Return the scaling in the table of a rotary embedding, None if it has none.
-
-    Raises:
-        CheckpointError: The type is unsupported, or a key is missing.
-    """
+    """Return the scaling in the table of a rotary embedding, None if it has none; raise
+    CheckpointError if the type is unsupported, or a key is missing."""
     if (rope_type := rope["rope_type"]) == "default":
         return None
     if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:

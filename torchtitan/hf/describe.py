@@ -54,11 +54,9 @@ def describe_export(
     lora: LoRAConfig,
     checkpoint: CheckpointConfig,
 ) -> HFExport:
-    """Describe the Hugging Face folder of a run's weights, in `dtype`; None as they are stored.
-
-    Raises:
-        UserError: The tokenizer, or the folder that the run started from, is damaged or missing.
-    """
+    """Describe the Hugging Face folder of a run's weights, in `dtype`; None as they are stored;
+    raise UserError if the tokenizer, or the folder that the run started from, is damaged or
+    missing."""
     base = None if checkpoint.initial_load_path is None else Path(checkpoint.initial_load_path)
     tokenizer, file = build_tokenizer(tokenizer_path), tokenizer_file(tokenizer_path)
     carried = find_carried(

@@ -115,11 +115,8 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint as the folder `target`, which is replaced if it exists.
 
-    The ranks of `group` share the work. None: this process only.
-
-    Raises:
-        CheckpointError: The checkpoint cannot be read or the folder not be written. Nothing at
-            `target` was changed.
+    The ranks of `group` share the work. None: this process only. Raises CheckpointError if the
+    checkpoint cannot be read or the folder not be written. Nothing at `target` was changed.
     """
     rank, num_ranks = (
         (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

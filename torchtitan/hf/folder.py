@@ -67,16 +67,8 @@ def open_folder(
 ) -> HFWeights:
     """Open a folder. Collective over `group`; None for this process only.
 
-    Args:
-        path: The folder.
-        spec: Family of the model.
-        architecture: Sizes of the model.
-        filter: Parameters to read.
-        may_differ: Keys of config.json that the job overrides.
-        group: Ranks that read together.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or holds another model.
+    `may_differ` has the keys of config.json that the job overrides. Raises CheckpointError if a
+    file is missing or damaged, or holds another model.
     """
 
     def survey() -> dict[str, StoredTensor]:

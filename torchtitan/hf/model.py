@@ -48,12 +48,8 @@ def find_export(path: Path) -> Path:
 def read_model(path: Path, settings: ModelConfig) -> ModelConfig:
     """Return the family and sizes of the model in a Hugging Face folder.
 
-    Args:
-        path: The folder.
-        settings: Its `name` is a family, or "hf" for the family of the folder.
-
-    Raises:
-        UserError: The folder does not exist, or its model is not built here.
+    The name in `settings` is a family, or "hf" for the family of the folder. Raises UserError if
+    the folder does not exist, or its model is not built here.
     """
     if not path.is_dir():
         raise missing_folder(path)
@@ -86,11 +82,8 @@ def missing_folder(path: Path) -> ConfigError:
 
 
 def check_names_and_sizes(model: LanguageModel, *, spec: ModelSpec, keys: Sequence[str]) -> None:
-    """Check that Hugging Face's files can hold the full `model`, as the `keys` of [checkpoint] ask.
-
-    Raises:
-        ConfigError: Its format has no names for the parameters, or cannot store the sizes.
-    """
+    """Check that Hugging Face's files can hold the full `model`, as the `keys` of [checkpoint] ask;
+    raise ConfigError if its format has no names for the parameters, or cannot store the sizes."""
     names = Names(spec.hf, model.config)
     problem = names.find_mismatch([name for name, _ in model.named_parameters()])
     if problem := problem or find_inexpressible(model.config, spec.hf):

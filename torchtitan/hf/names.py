@@ -123,11 +123,8 @@ def read_stop_ids(folder: Path) -> frozenset[int]:
 
 
 def eos_ids(content: StoredJSON) -> frozenset[int]:
-    """Return the ids under eos_token_id: an id, a list, or null.
-
-    Raises:
-        CheckpointError: The value is something else.
-    """
+    """Return the ids under eos_token_id: an id, a list, or null; raise CheckpointError if the value
+    is something else."""
     value = content.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int for i in ids):

@@ -35,18 +35,9 @@ def open_initial(
 ) -> WeightSource:
     """Open what `checkpoint.initial_load_path` names.
 
-    Args:
-        requested: What is to be loaded.
-        settings: The section [checkpoint].
-        model: The section [model].
-        spec: Family of the model.
-        architecture: Sizes of the model.
-        optional: Selects parameters that the source may lack.
-        io: Folder and process group of checkpoints.
-
-    Raises:
-        CheckpointError: It does not exist, is damaged, or is of another model or kind than
-            the settings name.
+    `requested` is what is to be loaded; `optional` selects parameters that the source may lack.
+    Raises CheckpointError if it does not exist, is damaged, or is of another model or kind than the
+    settings name.
     """
     assert io is not None, "a run without checkpoints starts from none"
     group = io.group

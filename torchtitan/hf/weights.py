@@ -76,11 +76,8 @@ def add_once(
 
 
 def stack_parts(path: Path, by_slot: Mapping[Slot, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors by parameter; combine those that are entries of one parameter.
-
-    Raises:
-        CheckpointError: An entry is missing, or entries have different shapes or types.
-    """
+    """Return the tensors by parameter; combine those that are entries of one parameter; raise
+    CheckpointError if an entry is missing, or entries have different shapes or types."""
     stacked = {name: tensor for (name, index), tensor in by_slot.items() if index is None}
     entries: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
     for (name, index), tensor in by_slot.items():
@@ -110,11 +107,8 @@ def attach_scales(
     *,
     block: tuple[int, int],
 ) -> dict[Slot, StoredTensor]:
-    """Return the tensors with the float8 matrices as float32 matrices with scales.
-
-    Raises:
-        CheckpointError: Scales are missing or have a wrong shape or type.
-    """
+    """Return the tensors with the float8 matrices as float32 matrices with scales; raise
+    CheckpointError if scales are missing or have a wrong shape or type."""
     scaled = dict(by_slot)
     for slot, tensor in by_slot.items():
         if tensor.dtype != FLOAT8:
@@ -158,11 +152,8 @@ class HFWeights:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill parameters in place, each in its own type.
-
-        Raises:
-            CheckpointError: A file is missing or damaged.
-        """
+        """Fill parameters in place, each in its own type; raise CheckpointError if a file is
+        missing or damaged."""
         wanted = self.filter.wanted(into, names=self.shapes)
         fill(
             wanted,

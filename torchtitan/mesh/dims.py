@@ -66,11 +66,8 @@ class ParallelDims:
 
 
 def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDims:
-    """Check the degrees against the number of ranks, and infer dp_shard if it is -1.
-
-    Raises:
-        ConfigError: The degrees do not multiply to `world_size`.
-    """
+    """Check the degrees against the number of ranks, and infer dp_shard if it is -1; raise
+    ConfigError if the degrees do not multiply to `world_size`."""
     degrees = {
         "pipeline_parallel_degree": settings.pipeline_parallel_degree,
         "data_parallel_replicate_degree": settings.data_parallel_replicate_degree,

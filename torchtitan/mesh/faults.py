@@ -69,10 +69,8 @@ def _is_of_a_collective(error: BaseException, words: str) -> bool:
 def refuse_exits() -> Iterator[None]:
     """Turn a SystemExit of custom code, which would look like a finished run, into an error.
 
-    KeyboardInterrupt passes, since signals in a session raise it.
-
-    Raises:
-        ConfigError: Names the line that raised the exit.
+    KeyboardInterrupt passes, since signals in a session raise it. Raises ConfigError that names the
+    line that raised the exit.
     """
     try:
         yield
@@ -92,12 +90,9 @@ def refused_exit(error: BaseException) -> ConfigError:
 
 
 def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:
-    """Raise if the global gradient norm is not finite. Every rank passes the same
-    `norm`, and its part of the loss.
-
-    Raises:
-        NonFiniteError: Names the step and the ranks whose loss is not finite.
-    """
+    """Raise if the global gradient norm is not finite. Every rank passes the same `norm`, and its
+    part of the loss. Raises NonFiniteError that names the step and the ranks whose loss is not
+    finite."""
     if math.isfinite(norm):
         return
     losses: list[float] = [0.0] * dist.get_world_size()

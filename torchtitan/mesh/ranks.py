@@ -60,11 +60,8 @@ class RankInfo:
 
 
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
-    """Read rank and world size from torchrun's variables; without them this is the only rank.
-
-    Raises:
-        ConfigError: Variables are missing or invalid.
-    """
+    """Read rank and world size from torchrun's variables; without them this is the only rank; raise
+    ConfigError if variables are missing or invalid."""
     if not any(name in environ for name in VARIABLES):
         return RankInfo(rank=0, local_rank=0, world_size=1)
     try:
@@ -173,11 +170,8 @@ MAX_DIFFERENCES = 3
 
 
 def check_alike(config: object) -> None:
-    """Check that all ranks have the same settings. Collective.
-
-    Raises:
-        ConfigError: They differ; raised on every rank, with the settings.
-    """
+    """Check that all ranks have the same settings. Collective. Raises ConfigError if they differ,
+    on every rank, with the settings."""
     values = values_of(config)
     values.pop(CONFIG_FILE, None)  # the path may differ between machines
     if difference := _compare({".".join(path): literal(x) for path, x in values.items()}):
@@ -188,11 +182,8 @@ def check_alike(config: object) -> None:
 
 
 def check_data_alike(fingerprint: Mapping[str, str]) -> None:
-    """Check that all ranks read the same data, by fingerprint. Collective.
-
-    Raises:
-        DataError: They differ; raised on every rank, with the entries.
-    """
+    """Check that all ranks read the same data, by fingerprint. Collective. Raises DataError if they
+    differ, on every rank, with the entries."""
     if difference := _compare(fingerprint):
         raise DataError(
             f"all ranks must read the same data, but {difference}; give all machines the same "
@@ -234,11 +225,8 @@ class OncePerMachine:
         self._numbers = count()
 
     def __call__(self, work: Callable[[], Any]) -> Any:
-        """Call `work`, or wait for its result from another rank of this machine.
-
-        Raises:
-            UserError: Raised by `work`, here or there.
-        """
+        """Call `work`, or wait for its result from another rank of this machine; raise UserError
+        raised by `work`, here or there."""
         key = f"once/{self._run}/{next(self._numbers)}/{socket.gethostname()}"
         store = _get_default_store()
         if store.add(f"{key}/begun", 1) > 1:
@@ -303,12 +291,8 @@ def _attempt(
 
 
 def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
-    """Run `action` on rank 0 and return its result on every rank.
-
-    Raises:
-        CheckpointError: The action raised a UserError or one of the file system; raised on every
-            rank.
-    """
+    """Run `action` on rank 0 and return its result on every rank; raise CheckpointError if the
+    action raised a UserError or one of the file system, on every rank."""
     outcome: list[Any] = [None, None]
     if group is None or dist.get_rank(group) == 0:
         outcome = [*_attempt(action, group=group)]
@@ -320,11 +304,8 @@ def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -
 
 
 def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:
-    """Run `action` on each rank and return all results in the order of ranks.
-
-    Raises:
-        CheckpointError: A rank raised a UserError or one of the file system; raised on every rank.
-    """
+    """Run `action` on each rank and return all results in the order of ranks; raise CheckpointError
+    if a rank raised a UserError or one of the file system, on every rank."""
     outcomes: list[Any] = [_attempt(action, group=group)]
     if group is not None:
         outcomes *= dist.get_world_size(group)

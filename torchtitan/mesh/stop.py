@@ -108,9 +108,8 @@ class StopRequest:
         """Limit the wait for data inside to most of `data_timeout_seconds`; after a signal to the
         only rank to `SECONDS_FOR_DATA`.
 
-        Raises:
-            StalledError: No data came in time.
-            WaitInterrupted: This rank, the only one, was asked to stop.
+        Raises StalledError if no data came in time. Raises WaitInterrupted if this rank, the only
+        one, was asked to stop.
         """
         limit = PART_FOR_DATA * self.data_timeout_seconds
         if self._replaced is not None:
@@ -162,11 +161,8 @@ def _end_wait(number: int, frame: FrameType | None) -> None:
 
 
 def sync_before_training(stop: StopRequest) -> None:
-    """Wait for all ranks, so that no rank gets a signal in set-up while others train.
-
-    Raises:
-        StoppedError: A rank has left on a signal that this one got too.
-    """
+    """Wait for all ranks, so that no rank gets a signal in set-up while others train; raise
+    StoppedError if a rank has left on a signal that this one got too."""
     stop.defer()
     try:
         dist.barrier()

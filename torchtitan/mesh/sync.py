@@ -25,12 +25,8 @@ from torchtitan.mesh.stop import StopRequest, stop_reason
 class StepSync:
     """Exchanges the flags of all ranks.
 
-    Args:
-        stop: Requests to stop on this rank.
-        callback_stops: Return whether a callback asks to stop.
-        failures: Return whether something failed on this rank, e.g. a background save.
-        equal_ranks: Number of ranks that have the same tokens.
-        device: Device of the reductions.
+    `callback_stops` returns whether a callback asks to stop, `failures` whether something failed on
+    this rank, e.g. a background save. `equal_ranks` have the same tokens.
     """
 
     def __init__(
@@ -85,11 +81,7 @@ class StepSync:
         self._unchecked = HostCopy(norm.reshape(1)), loss, step
 
     def check_pending_norm(self) -> None:
-        """Check the stored norm, if any.
-
-        Raises:
-            NonFiniteError: The norm is not finite.
-        """
+        """Check the stored norm, if any; raise NonFiniteError if the norm is not finite."""
         if self._unchecked is None:
             return
         (on_host, loss, step), self._unchecked = self._unchecked, None

@@ -69,14 +69,7 @@ def shows_bar(rank: int, *, console_ranks: frozenset[int]) -> bool:
 
 
 class ProgressBar:
-    """Progress bar with the current activity and the time left, drawn while the context is open.
-
-    Args:
-        done_steps: Steps of earlier starts.
-        total_steps: Steps of the run.
-        show: False draws nothing.
-        color: Use colors.
-    """
+    """Progress bar with the current activity and the time left, drawn while the context is open."""
 
     def __init__(self, *, done_steps: int, total_steps: int, show: bool, color: bool) -> None:
         self._bar = _build_bar(color=color) if show else None

@@ -43,11 +43,8 @@ class EventLog:
         self._ends_a_row = False
 
     def write(self, event: str, *, step: int, **facts: object) -> None:
-        """Append a row and wait until it is on disk.
-
-        Raises:
-            CheckpointError: The file cannot be written.
-        """
+        """Append a row and wait until it is on disk; raise CheckpointError if the file cannot be
+        written."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         row = {"event": event, "time": now, "step": step, **facts}
         try:
@@ -83,11 +80,8 @@ class EventLog:
 
 
 def read_events(run: Path) -> list[Row]:
-    """Return the events of a run, oldest first. Without a file the list is empty.
-
-    Raises:
-        DataError: A row is damaged.
-    """
+    """Return the events of a run, oldest first. Without a file the list is empty. Raises DataError
+    if a row is damaged."""
     path = run / EVENTS
     rows = list(read_rows(path)) if path.exists() else []
     for row in rows:
@@ -112,11 +106,8 @@ def newest_hardware(rows: Sequence[Row]) -> Hardware | None:
 
 
 def read_hardware(run: Path) -> Hardware:
-    """Return the hardware of a run's newest start.
-
-    Raises:
-        DataError: The events are damaged or have no start.
-    """
+    """Return the hardware of a run's newest start; raise DataError if the events are damaged or
+    have no start."""
     hardware = newest_hardware(read_events(run))
     if hardware is None:
         raise DataError(f"{run / EVENTS} has no start with its hardware")

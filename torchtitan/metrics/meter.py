@@ -41,12 +41,8 @@ class _Interval:
 class Meter:
     """Count steps, tokens and time, and turn them into a row of figures per report.
 
-    Args:
-        flops_per_token: Of forward and backward, for the entire model.
-        peak_flops: Mean peak per device in FLOP/s, or None if unknown.
-        world_size: Devices that share the work.
-        device: Device of this rank.
-        clock: Returns seconds.
+    `flops_per_token` is of forward and backward, for the entire model; `peak_flops` the mean peak
+    per device in FLOP/s, None if unknown.
     """
 
     def __init__(
@@ -108,9 +104,7 @@ class Meter:
         tflops_per_device, mfu (percent of the peak; None if the peak is unknown), step_time_s and
         data_time_s (means of the interval) and memory_peak_gib (this rank).
 
-        Args:
-            step: The step just finished.
-            figures: Scalars or vectors, reduced over ranks. Non-finite numbers become None.
+        `figures` are scalars or vectors, reduced over ranks. Non-finite numbers become None.
         """
         assert self._interval.num_steps > 0, "a report needs a step since the last one"
         values = _to_host(figures, device=self._device)
@@ -161,14 +155,7 @@ def _to_host(figures: Mapping[str, torch.Tensor | float], *, device: torch.devic
 def build_meter(
     *, flops_per_token: float, dtype: torch.dtype, world_size: int, device: torch.device
 ) -> Meter:
-    """Build the meter and log the peak that MFU refers to. Collective.
-
-    Args:
-        flops_per_token: Of forward and backward, for the entire model.
-        dtype: Type of the matrix products.
-        world_size: Devices that share the work.
-        device: Device of this rank.
-    """
+    """Build the meter and log the peak that MFU refers to. Collective."""
     peak = peak_flops(device, dtype=dtype)
     own_peak = torch.tensor(peak.value if peak else math.nan, dtype=torch.float64, device=device)
     mean = gather(own_peak).mean().item()  # NaN if the peak of any device is unknown

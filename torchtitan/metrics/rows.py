@@ -17,11 +17,8 @@ RECORD = "metrics"
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file. A damaged last line, left by a crash, is skipped.
-
-    Raises:
-        DataError: The file cannot be read, or another line is not a row.
-    """
+    """Yield the rows of a file. A damaged last line, left by a crash, is skipped. Raises DataError
+    if the file cannot be read, or another line is not a row."""
     try:
         check_is_file(path)
         with path.open("rb") as lines:
@@ -48,11 +45,8 @@ def _parse(line: bytes) -> Row | None:
 
 
 def figure_of(row: Row, name: str) -> float | None:
-    """Return a figure of a row, or None if it is missing or not finite.
-
-    Raises:
-        DataError: The value is not a number.
-    """
+    """Return a figure of a row, or None if it is missing or not finite; raise DataError if the
+    value is not a number."""
     value = row.get(name)
     if value is not None and not isinstance(value, int | float):
         raise DataError(f"step {row['step']}: {name!r} must be a number, got {value!r:.60}")

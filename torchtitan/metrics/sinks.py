@@ -47,11 +47,9 @@ class Sink(Protocol):
 class JsonlSink:
     """Append rows to a file of JSON lines. Each row is flushed, so it survives a crash.
 
-    If training starts at step 0, existing rows are moved to `metrics.N.jsonl`. Otherwise rows
-    after `resume_step` are removed, because their steps are trained again.
-
-    Raises:
-        DataError: The file holds something other than rows.
+    If training starts at step 0, existing rows are moved to `metrics.N.jsonl`. Otherwise rows after
+    `resume_step` are removed, because their steps are trained again. Raises DataError if the file
+    holds something other than rows.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
@@ -67,11 +65,7 @@ class JsonlSink:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        """Append the row.
-
-        Raises:
-            DataError: The file cannot be written.
-        """
+        """Append the row; raise DataError if the file cannot be written."""
         with convert_os_errors(self._file.name):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
@@ -93,18 +87,9 @@ def build_sinks(
 ) -> list[Sink]:
     """Build the sinks of this rank: a console on every rank, files on rank 0 or on all ranks.
 
-    Args:
-        metrics: The section [metrics].
-        folder: Folder of the run.
-        rank: This rank.
-        resume_step: Step from which training resumes.
-        color: Use colors on the console.
-        job_config: All settings as plain values.
-        description: Name of the run in W&B.
-
-    Raises:
-        ConfigError: An optional package is missing, or a custom sink lacks a method.
-        DataError: A file cannot be written.
+    `resume_step` is the step from which training resumes, `description` the name of the run in W&B.
+    Raises ConfigError if an optional package is missing, or a custom sink lacks a method. Raises
+    DataError if a file cannot be written.
     """
     sinks: list[Sink] = []
     all_ranks = metrics.save_for_all_ranks

@@ -58,11 +58,8 @@ class Profiler:
         self._profile.start()
 
     def step(self, step: int) -> None:
-        """Mark the end of training step `step`; write the trace if the step is its last.
-
-        Raises:
-            DataError: The trace cannot be written.
-        """
+        """Mark the end of training step `step`; write the trace if the step is its last; raise
+        DataError if the trace cannot be written."""
         self._step = step
         self._profile.step()
         self._step = None
@@ -94,11 +91,8 @@ class MemorySnapshots:
         torch._C._cuda_attach_out_of_memory_observer(self._write_out_of_memory)
 
     def step(self, step: int) -> None:
-        """Mark the end of training step `step`; write a snapshot if one is due.
-
-        Raises:
-            DataError: The snapshot cannot be written.
-        """
+        """Mark the end of training step `step`; write a snapshot if one is due; raise DataError if
+        the snapshot cannot be written."""
         self._step = step
         if step % self._profile_freq == 0:
             self._write(f"iteration_{step}")
@@ -123,11 +117,8 @@ class MemorySnapshots:
 
 
 def write_complete(path: Path, write: Callable[[str], object]) -> None:
-    """Call `write` with a temporary name, and rename the file: readers never see a partial one.
-
-    Raises:
-        DataError: The file cannot be written.
-    """
+    """Call `write` with a temporary name, and rename the file: readers never see a partial one;
+    raise DataError if the file cannot be written."""
     temporary = path.with_name(f"{path.name}.tmp")
     with convert_os_errors(str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,11 +133,8 @@ Recorder = Profiler | MemorySnapshots
 def build_recorders(
     settings: ProfilingConfig, *, folder: Path, rank: int, device: torch.device, step: int
 ) -> list[Recorder]:
-    """Start what `settings` enable. `step` is the last one before.
-
-    Raises:
-        ConfigError: Memory snapshots need a GPU.
-    """
+    """Start what `settings` enable. `step` is the last one before; raise ConfigError if memory
+    snapshots need a GPU."""
     if settings.enable_memory_snapshot and device.type != "cuda":
         raise ConfigError.at(
             "profiling.enable_memory_snapshot", f"needs a GPU, got the device {device.type!r}"

@@ -40,10 +40,7 @@ names."""
 class TensorBoardSink:
     """Write event files. Events of an earlier start after `resume_step` are hidden.
 
-    Args:
-        folder: Folder of the event files.
-        resume_step: Step from which training resumes.
-        settings: The job's settings, shown as text.
+    The job's settings are shown as text.
     """
 
     def __init__(self, folder: Path, *, resume_step: int, settings: Mapping[str, Any]) -> None:
@@ -58,11 +55,8 @@ class TensorBoardSink:
             self._writer.add_text("settings", text, global_step=resume_step)
 
     def write(self, row: Row) -> None:
-        """Write the row under torchtitan 0.2's tags.
-
-        Raises:
-            DataError: An earlier row could not be written; a thread writes in the background.
-        """
+        """Write the row under torchtitan 0.2's tags; raise DataError if an earlier row could not be
+        written; a thread writes in the background."""
         with convert_os_errors(self._folder):
             for tag, value in tagged(row).items():
                 self._writer.add_scalar(tag, value, global_step=int(row["step"]))
@@ -78,13 +72,8 @@ class WandbSink:
 
     The variables of W&B apply (WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID, ...).
 
-    Args:
-        folder: Parent of W&B's folder.
-        name: Name of the run; WANDB_NAME takes precedence.
-        settings: The job's settings, shown with the run.
-
-    Raises:
-        ConfigError: W&B is not installed or cannot start.
+    WANDB_NAME takes precedence over `name`. Raises ConfigError if W&B is not installed or cannot
+    start.
     """
 
     def __init__(self, folder: Path, *, name: str, settings: Mapping[str, Any]) -> None:

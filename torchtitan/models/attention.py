@@ -102,12 +102,8 @@ def causal_attention(
 ) -> Tensor:
     """Attend from each query to the keys up to its own position.
 
-    Args:
-        q_BHSD: Queries.
-        k_BKSD: Keys.
-        v_BKSD: Values.
-        documents: Documents that do not attend to each other.
-        window: Number of keys per query, itself included.
+    Documents do not attend to each other. `window` is the number of keys per query, itself
+    included.
     """
     batch, _, num_queries, _ = q_BHSD.shape
     is_windowed = window is not None and window < num_queries
@@ -134,12 +130,7 @@ def document_attention(
 ) -> Tensor:
     """Attend within each document, one after another.
 
-    Args:
-        q_BHSD: Queries.
-        k_BKSD: Keys.
-        v_BKSD: Values.
-        documents: Documents of each sequence.
-        window: Number of keys per query, itself included.
+    `window` is the number of keys per query, itself included.
     """
     rows = []
     for lengths, *sequence in zip(
@@ -162,12 +153,7 @@ def varlen_attention(
 ) -> Tensor:
     """Attend within each document by flash attention's variable-length kernel.
 
-    Args:
-        q_BHSD: Queries.
-        k_BKSD: Keys.
-        v_BKSD: Values.
-        documents: Documents of each sequence.
-        window: Number of keys per query, itself included.
+    `window` is the number of keys per query, itself included.
     """
     grouped = {}
     if k_BKSD.shape[1] != q_BHSD.shape[1]:
@@ -196,14 +182,7 @@ def _flat_starts(documents: Documents, device: torch.device) -> Tensor:
 def window_attention(
     q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, window: int | None
 ) -> Tensor:
-    """Attend from each query to the last `window` keys up to its own.
-
-    Args:
-        q_BHSD: Queries.
-        k_BKSD: Keys.
-        v_BKSD: Values.
-        window: Number of keys per query, itself included. None: all.
-    """
+    """Attend from each query to the last `window` keys up to its own."""
     seq_len = q_BHSD.shape[2]
     if window is None or seq_len <= window:
         return fused_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=seq_len > 1)
@@ -235,15 +214,10 @@ def fused_attention(
     """Call PyTorch's attention such that a fused kernel runs.
 
     On CUDA the flash kernel supports only 16 bits, and the memory-efficient kernel, which supports
-    float32, has no grouped query heads. PyTorch would silently use a third kernel, with
-    S x S scores. So grouped heads in float32 are repeated.
+    float32, has no grouped query heads. PyTorch would silently use a third kernel, with S x S
+    scores. So grouped heads in float32 are repeated.
 
-    Args:
-        q_BHSD: Queries.
-        k_BKTD: Keys.
-        v_BKTD: Values.
-        is_causal: Attend to the keys up to each query's own position.
-        mask_ST: Keys that each query attends to. Default: all.
+    `mask_ST` has the keys that each query attends to. Default: all.
     """
     group = q_BHSD.shape[1] // k_BKTD.shape[1]
     if group > 1 and q_BHSD.device.type == "cuda" and q_BHSD.dtype not in HALF_DTYPES:

@@ -32,9 +32,6 @@ class LayerCache:
     Latent attention stores two other tensors instead, each with its own heads and width. The first
     `append` determines dtype, heads and widths. Later ones write in place, for use without
     gradients.
-
-    Args:
-        prompts: The prompts of the first row.
     """
 
     def __init__(self, prompts: Documents) -> None:
@@ -68,12 +65,8 @@ class LayerCache:
     ) -> Tensor:
         """Attend from the tokens that were appended last to those up to their own.
 
-        Args:
-            q_BHSD: Queries of these tokens.
-            k_BKTD: Keys of all columns.
-            v_BKTD: Values of all columns.
-            attend_prompts: The layer's attention, for the prompts.
-            window: Number of keys per query, itself included. None: all.
+        `attend_prompts` is the layer's attention, for the prompts. `window` is the number of keys
+        per query, itself included. None: all.
         """
         if q_BHSD.shape[2] == k_BKTD.shape[2]:
             return attend_prompts(q_BHSD, k_BKTD, v_BKTD, self._prompts)
@@ -93,9 +86,7 @@ class LayerCache:
 class KVCache:
     """The caches of all layers.
 
-    Args:
-        config: Sizes of the model.
-        prompt_lens: Lengths of the prompts, which the model takes in one row.
+    `prompt_lens` are the lengths of the prompts, which the model takes in one row.
     """
 
     def __init__(self, config: DecoderConfig, *, prompt_lens: Sequence[int]) -> None:

@@ -25,8 +25,7 @@ from torchtitan.models.spec import ModelSpec
 class Families(Mapping[str, ModelSpec]):
     """Model families by name.
 
-    Args:
-        modules: The module of each family, whose `SPEC` describes it.
+    `modules` names the module of each family, whose `SPEC` describes it.
     """
 
     def __init__(self, modules: Mapping[str, str]) -> None:
@@ -57,11 +56,8 @@ MODELS = Families(
 
 
 def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
-    """Return the model family and the sizes that the settings name.
-
-    Raises:
-        ConfigError: There is no such family or flavor, or the sizes do not fit together.
-    """
+    """Return the model family and the sizes that the settings name; raise ConfigError if there is
+    no such family or flavor, or the sizes do not fit together."""
     spec = find_spec(settings)
     sizes = given_sizes(settings, of=spec.sizes)
     if settings.flavor == HF:
@@ -127,11 +123,7 @@ def to_settings(spec: ModelSpec, architecture: DecoderConfig) -> ModelConfig:
 
 
 def find_spec(settings: ModelConfig) -> ModelSpec:
-    """Look up the family that the settings name.
-
-    Raises:
-        ConfigError: No family has that name.
-    """
+    """Look up the family that the settings name; raise ConfigError if no family has that name."""
     if (name := settings.name) in MODELS:
         return MODELS[name]
     if name == HF:

@@ -155,12 +155,8 @@ def fill_normal(
 ) -> None:
     """Fill `out` with values of the truncated normal distribution.
 
-    Args:
-        out: Tensor to fill.
-        std: Standard deviation before truncation.
-        key: Key of the parameter, see `make_key`.
-        offsets: Global indices of the elements, as one vector per dimension, to be added.
-        chunk: Number of elements at a time.
+    `std` is that before truncation. `offsets` are the global indices of the elements, as one vector
+    per dimension, to be added; `chunk` elements are filled at a time.
     """
     if out.numel() == 0:
         return

@@ -44,8 +44,7 @@ class Documents:
     This is a plain class because FSDP traverses the tuples and dataclasses among a block's
     arguments element by element.
 
-    Args:
-        lengths: Number of tokens of each document, one row per sequence. All rows have equal sums.
+    `lengths` has a row per sequence; all rows have equal sums.
     """
 
     requires_grad, grad_fn = False, None  # torch 2.11 reads these of every input of a stage
@@ -123,11 +122,8 @@ def compute_locally(
 ) -> Tensor:
     """Call `compute` on this rank, which has all experts: the default `Exchange`.
 
-    Args:
-        compute: Multiplies the rows by their experts.
-        x_NC: Rows sorted by expert.
-        counts_E: Number of rows per expert.
-        weights: Matrices of the experts, stacked along the first dimension.
+    `x_NC` are rows sorted by expert, `counts_E` rows per expert, `weights` matrices stacked along
+    the first dimension.
     """
     return compute(x_NC, counts_E, weights)
 
@@ -315,9 +311,6 @@ class ModelParts:
     initialization see one flat set of parameters in every layout. If tied embeddings are on two
     stages, the first stage owns the parameter, and the last stage's copy (`tied_copy`) is not
     listed, so that it is updated, saved and counted once.
-
-    Args:
-        parts: Stages in the order of their layers.
     """
 
     def __init__(self, parts: Sequence[LanguageModel]) -> None:
@@ -370,11 +363,8 @@ class TrainableParams:
         return matches(name, self.only) and not matches(name, self.frozen)
 
     def check(self, names: Collection[str], *, no_weights: Collection[str] = ()) -> None:
-        """Check the patterns against the parameter names of the full model.
-
-        Raises:
-            ConfigError: A pattern matches nothing, or no parameter but `no_weights` is trained.
-        """
+        """Check the patterns against the parameter names of the full model; raise ConfigError if a
+        pattern matches nothing, or no parameter but `no_weights` is trained."""
         for pattern in self.frozen:
             check_pattern(pattern, names, key="optimizer.frozen_params", noun="parameter")
         if not any(self.includes(name) for name in names if name not in no_weights):

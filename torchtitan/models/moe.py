@@ -70,11 +70,8 @@ def best_experts(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int
 
     Of equal scores the lower index is chosen.
 
-    Args:
-        scores_BSE: Scores of the experts.
-        num: Number of experts to choose.
-        num_groups: Number of groups of neighbouring experts.
-        kept: Number of groups to choose from. A group's score is the sum of its best two.
+    `num_groups` is the number of groups of neighbouring experts, `kept` that of groups to choose
+    from. A group's score is the sum of its best two.
     """
     if kept < num_groups:
         groups_BSGE = scores_BSE.unflatten(-1, (num_groups, -1))
@@ -208,11 +205,7 @@ class _Reorder(torch.autograd.Function):
 def reorder(x: Tensor, order_N: Tensor, back_N: Tensor, times: int = 1) -> Tensor:
     """Repeat each row `times` times and permute the result, by gathers in both directions.
 
-    Args:
-        x: Rows.
-        order_N: Row i of the result is x[order[i] // times].
-        back_N: Inverse permutation of `order_N`.
-        times: Number of copies of each row.
+    Row i of the result is x[order[i] // times]; `back_N` is the inverse permutation.
     """
     rows: Tensor = _Reorder.apply(x, order_N, back_N, times)
     return rows
@@ -241,24 +234,15 @@ class _Combine(torch.autograd.Function):
 def combine(x_NC: Tensor, weights_TK: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
     """Return the weighted sum of each token's K rows (T, C).
 
-    Args:
-        x_NC: Rows, permuted by `order_N`.
-        weights_TK: Weights, in the order of the tokens.
-        order_N: Row i belongs to choice order[i], of token order[i] // K.
-        back_N: Inverse permutation of `order_N`.
+    Row i of `x_NC` belongs to choice order[i], of token order[i] // K; `back_N` is the inverse
+    permutation. Weights are in the order of the tokens.
     """
     rows: Tensor = _Combine.apply(x_NC, weights_TK, order_N, back_N)
     return rows
 
 
 def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Apply each expert's w2(silu(w1 x) * w3 x) to its rows, expert by expert.
-
-    Args:
-        x_NC: Rows sorted by expert.
-        counts_E: Number of rows per expert.
-        weights: w1, w2 and w3 of all experts, stacked.
-    """
+    """Apply each expert's w2(silu(w1 x) * w3 x) to its rows, expert by expert."""
     rows = x_NC.split(counts_E.tolist())  # the host waits for the device
     # unbind, not indexing, whose backward would allocate a full stack per expert
     experts = zip(rows, *(w.to(x_NC.dtype).unbind() for w in weights), strict=True)

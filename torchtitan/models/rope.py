@@ -90,11 +90,7 @@ def build_rope(
     YaRN's temperature multiplies cosines and sines, as in the paper and in Hugging Face's code:
     queries and keys grow by it, scores by its square, and attention kernels need no change.
 
-    Args:
-        positions: Positions of the tokens, (S) or (B, S).
-        head_dim: Number of channels that are rotated per head.
-        theta: Base of the wavelengths.
-        scaling: Growth of the wavelengths.
+    Positions are (S) or (B, S); `head_dim` channels are rotated per head.
     """
     freqs_P = frequencies(head_dim, theta=theta, scaling=scaling, device=positions.device)
     angles = positions[..., None] * freqs_P
@@ -108,12 +104,6 @@ def frequencies(
     """Return the radians per position of each channel pair, float64 (P,).
 
     RoFormer (arXiv:2104.09864), then scaled.
-
-    Args:
-        head_dim: Number of channels that are rotated per head.
-        theta: Base of the wavelengths.
-        scaling: Growth of the wavelengths.
-        device: Device of the result.
     """
     exponents_P = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     freqs_P = theta**-exponents_P

@@ -64,11 +64,8 @@ class ModelConfig:
 
 
 def given_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str, Any]:
-    """Return the sizes of `of` that the settings give; None for one that they set to 0.
-
-    Raises:
-        ConfigError: An option is no size of `of`, or has the wrong type.
-    """
+    """Return the sizes of `of` that the settings give; None for one that they set to 0; raise
+    ConfigError if an option is no size of `of`, or has the wrong type."""
     names = [size.name for size in fields(of) if size.name != "rope_scaling"]
     values = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
     sizes = {n: None if repr(v) == "0" else v for n, v in values.items() if v is not None}

@@ -99,15 +99,10 @@ def build_balance(
 class Balance:
     """Counts the choices of routers, updates their biases, and adds auxiliary losses.
 
-    Args:
-        settings: The section [router].
-        routes: This rank's mixtures of experts by name, possibly none.
-        frozen: Names of those whose bias is not updated.
-        num_experts: Number of experts of each layer of the full model, by name.
-        groups: Groups to sum over, one after another, to cover this rank's sequences.
-        tp: This rank's index in its tensor parallel group, which splits the same sequences, and the
-            size of the group.
-        device: Device of the counts.
+    `routes` are this rank's mixtures of experts by name, possibly none; `frozen` names those whose
+    bias is not updated. To cover this rank's sequences, counts are summed over `groups`, one after
+    another. `tp` is this rank's index in its tensor parallel group, which splits the same
+    sequences, and the group's size.
     """
 
     def __init__(
@@ -149,10 +144,8 @@ class Balance:
     def begin(self, divisor: Tensor, *, is_text: Sequence[Tensor | None] = ()) -> None:
         """Start a step.
 
-        Args:
-            divisor: Number of valid labels that losses are divided by.
-            is_text: Whether each token of this rank is no padding, bool (B, S) per batch. None: all
-                tokens.
+        `divisor` is the number of valid labels that losses are divided by. `is_text` says whether
+        each token of this rank is no padding, bool (B, S) per batch; None: all tokens.
         """
         self._divisor = divisor
         masks = [batch for batch in is_text if batch is not None]

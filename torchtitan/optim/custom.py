@@ -40,12 +40,8 @@ def check_custom(
 ) -> None:
     """Check that a checkpoint can hold the state of a custom optimizer.
 
-    Args:
-        settings: The section [optimizer].
-        create_state: Creates the state as it is before a checkpoint is loaded.
-
-    Raises:
-        ConfigError: The state is not only tensors, or does not start as zeros.
+    `create_state` creates the state as it is before a checkpoint is loaded. Raises ConfigError if
+    the state is not only tensors, or does not start as zeros.
     """
 
     def first_step(*, state_first: bool) -> tuple[Tensor, Mapping[str, object]]:

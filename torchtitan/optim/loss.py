@@ -61,11 +61,9 @@ def build_loss(
 
     The loss is a sum, and NaN if a label is outside the vocabulary.
 
-    Args:
-        group: Ranks with equal parts of the vocabulary, in their order. None: this rank has it all.
-        num_chunks: Number of chunks of tokens. 0: see `chunk_size`.
-        recompute: Compute gradients in backward from input and weight, not in forward.
-        token_losses: Replaces the cross-entropy. Requires `group` to be None.
+    `group` has the ranks with equal parts of the vocabulary, in their order; None: this rank has it
+    all. `num_chunks` 0: see `chunk_size`. With `recompute`, gradients are computed in backward from
+    input and weight, not in forward. `token_losses` replaces the cross-entropy, without a `group`.
     """
     assert group is None or token_losses is None
 
@@ -199,11 +197,8 @@ class _OwnHead(_Head):
 
 
 def find_loss(name: str, options: Mapping[str, Any]) -> TokenLosses | None:
-    """Return the custom loss of each token, called with `options`; None for cross-entropy.
-
-    Raises:
-        ConfigError: It cannot be imported, or is not a function.
-    """
+    """Return the custom loss of each token, called with `options`; None for cross-entropy; raise
+    ConfigError if it cannot be imported, or is not a function."""
     if not is_import_path(name):
         return None
     losses: TokenLosses = load_object(name, key=LOSS)

@@ -135,9 +135,7 @@ def plan_work(
     The most expensive matrix is assigned first, to the rank with the least work so far. If some
     ranks hold all of a matrix, its owner is one of them.
 
-    Args:
-        shapes: Shape of each parameter.
-        boxes: For each rank, the parts of the parameters that it holds.
+    `boxes` has, for each rank, the parts of the parameters that it holds.
     """
     planned: list[Matrix] = []
     work: Counter[int] = Counter()

@@ -49,10 +49,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the parameters that require gradients. All ranks must call this.
 
-    Args:
-        model: Holds the parameters.
-        settings: The section [optimizer].
-        dtype: Dtype of Muon's iteration.
+    `dtype` is that of Muon's iteration.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if is_import_path(settings.name):
@@ -131,10 +128,8 @@ def find_trainable(
 ) -> TrainableParams:
     """Return which parameters of the full model are trained; check and log how.
 
-    `only` has shell patterns of the parameters that can be trained at all.
-
-    Raises:
-        ConfigError: A pattern matches nothing, nothing is left to train, or as `check_optimizer`.
+    `only` has shell patterns of the parameters that can be trained at all. Raises ConfigError if a
+    pattern matches nothing, nothing is left to train, or as `check_optimizer`.
     """
     parameters = dict(model.named_parameters())
     for pattern in settings.no_decay_params:
@@ -160,12 +155,9 @@ def check_optimizer(
     *,
     trained: Mapping[str, Tensor],
 ) -> None:
-    """Check the settings against the trained parameters of the full model.
-
-    Raises:
-        ConfigError: A pattern matches nothing, or the optimizer does not take an option, cannot be
-            built, or has a state that checkpoints cannot hold.
-    """
+    """Check the settings against the trained parameters of the full model; raise ConfigError if a
+    pattern matches nothing, or the optimizer does not take an option, cannot be built, or has a
+    state that checkpoints cannot hold."""
     left = dict(trained)
     for number, group in enumerate(settings.groups, start=1):
         for pattern in group.params:
@@ -218,11 +210,8 @@ def build_groups(
 def build_torch(
     groups: list[dict[str, Any]], *, settings: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Build torch's optimizer of that name. With Muon it is the one for all but matrices.
-
-    Raises:
-        ConfigError: It refuses an option.
-    """
+    """Build torch's optimizer of that name. With Muon it is the one for all but matrices. Raises
+    ConfigError if it refuses an option."""
     name = "AdamW" if settings.name == "Muon" else settings.name
     cls: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     implementation = settings.implementation

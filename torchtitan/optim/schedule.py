@@ -34,14 +34,11 @@ def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_step
     """Return the learning rate as a function of the step, 1 for the first.
 
     Of T steps, the first W warm up: step s <= W has s/W of the peak. The last D decay, which are
-    decay_ratio * T or all after the warmup: step s has the share that `decay_type` leaves at
-    (s - 1 - (T - D)) / D. So step T + 1 would have `min_lr_factor * peak_lr`, and has it if
-    training continues. With `decay_end = "last_step"` step T has it already: (s - (T - D)) / D.
+    decay_ratio * T or all after the warmup: step s has the share that `decay_type` leaves at (s - 1
+    - (T - D)) / D. So step T + 1 would have `min_lr_factor * peak_lr`, and has it if training
+    continues. With `decay_end = "last_step"` step T has it already: (s - (T - D)) / D.
 
-    Args:
-        settings: The section [lr_scheduler].
-        peak_lr: Learning rate after the warmup.
-        training_steps: Number of steps of the run, the default of `total_steps`.
+    `training_steps` is the default of `total_steps`.
     """
     total = settings.total_steps or training_steps
     warmup = settings.num_warmup_steps(total)
@@ -66,12 +63,9 @@ def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_step
 
 def find_decay(name: str, options: Mapping[str, Any]) -> Callable[[float], float]:
     """Return the shape of a decay, from the share of the decay done, 0 to 1, to the share of the
-    rate left. A custom function is called with `options`.
-
-    Raises:
-        ConfigError: A custom function cannot be imported or called, or, when it is called, returns
-            no finite number >= 0, with which weights would become NaN or climb.
-    """
+    rate left. A custom function is called with `options`. Raises ConfigError if a custom function
+    cannot be imported or called, or, when it is called, returns no finite number >= 0, with which
+    weights would become NaN or climb."""
     if name in DECAYS:
         return DECAYS[name]
     key = "lr_scheduler.decay_type"

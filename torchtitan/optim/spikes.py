@@ -52,11 +52,8 @@ def robust_bounds(last_FW: Tensor, *, deviations: float) -> tuple[Tensor, Tensor
 class SpikeDetector:
     """Detects spikes, and skips or clips their steps.
 
-    Args:
-        settings: The section [spikes].
-        equal_ranks: Number of ranks that hold the same losses.
-        device: Device of the figures.
-        on_spike: Called for each spike one step later, on this rank.
+    `equal_ranks` hold the same losses. `on_spike` is called for each spike one step later, on this
+    rank.
     """
 
     def __init__(
@@ -81,12 +78,8 @@ class SpikeDetector:
 
         All ranks must call this.
 
-        Args:
-            step: Current step.
-            loss_sum: Summed loss of this rank.
-            divisor: Number of valid tokens in the global batch.
-            norm: Global gradient norm before clipping.
-            max_norm: Norm to clip at without a spike.
+        `loss_sum` is this rank's, `divisor` the number of valid tokens in the global batch, `norm`
+        the global gradient norm before clipping, `max_norm` the norm to clip at without a spike.
         """
         self.log_pending()
         total = loss_sum.double().clone()  # `loss_sum` is still to be reported

@@ -81,14 +81,10 @@ def apply_compile(
 ) -> None:
     """Compile the blocks of `model` in place. Compilation takes place in the first forward.
 
-    Args:
-        model: A model or a pipeline stage.
-        backend: Compiler.
-        memory_budget: The fraction of the activations that a graph may save for backward. The
-            remaining ones are recomputed.
-        opaque_attention: Leave attention uncompiled.
-        sequence_comes_async: The embedding's output may still be in transit from other ranks.
-        keeps_operators: Recompute blocks except their most expensive operators.
+    A graph may save the fraction `memory_budget` of the activations for backward.
+    `opaque_attention` leaves attention uncompiled. With `sequence_comes_async` the embedding's
+    output may still be in transit from other ranks. `keeps_operators` recomputes blocks except
+    their most expensive operators.
     """
     has_experts = _exclude_routes(model)
     compiled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}

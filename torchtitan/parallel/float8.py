@@ -68,11 +68,8 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
 
 
 def check_layers(model: nn.Module, *, settings: Float8Config, spec: ModelSpec, tp: int) -> None:
-    """Check the layers of the full model, and that shards can be multiplied.
-
-    Raises:
-        ConfigError: A filter matches no layer, no layer is left, or `tp` is too large.
-    """
+    """Check the layers of the full model, and that shards can be multiplied; raise ConfigError if a
+    filter matches no layer, no layer is left, or `tp` is too large."""
     key, names = f"{SECTION}.filter_fqns", find_converted(model, settings=settings)
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     linear.add("output")  # a tied head is not a linear layer, but may be filtered too

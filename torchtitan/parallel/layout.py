@@ -35,11 +35,9 @@ class Reshard:
 def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> Reshard:
     """Read fsdp_reshard_after_forward.
 
-    A group of 1 rank is the same as "never", and a group of all ranks the same as "always".
-
-    Raises:
-        ConfigError: The number of ranks does not divide those that share the weights, or FSDP2
-            cannot build such groups.
+    A group of 1 rank is the same as "never", and a group of all ranks the same as "always". Raises
+    ConfigError if the number of ranks does not divide those that share the weights, or FSDP2 cannot
+    build such groups.
     """
     asked = settings.fsdp_reshard_after_forward
     if asked.isdecimal():

@@ -88,11 +88,6 @@ def resolve_precision(
 
     "auto" depends on the machine. The run's folder and checkpoints hold the type that was chosen,
     so a job that is resumed where "auto" means another type is refused. Collective.
-
-    Args:
-        training: The section [training].
-        uses_float8: Whether linear layers multiply in float8.
-        device_type: Type of this rank's device.
     """
     if training.mixed_precision_param != "auto":
         return training, "as set"

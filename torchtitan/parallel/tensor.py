@@ -156,13 +156,9 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard the modules of `model` that the plan names, in place.
 
-    Args:
-        model: The model, on the meta device.
-        mesh: The tp axis.
-        plan: Roles by module name.
-        sequence_parallel: Shard the stream between modules along the sequence.
-        loss_parallel: Compute the loss from each rank's part of the vocabulary. Otherwise every
-            rank computes it from all logits. Without labels the model returns all logits.
+    With `sequence_parallel` the stream between modules is sharded along the sequence. With
+    `loss_parallel` the loss is computed from each rank's part of the vocabulary; otherwise every
+    rank computes it from all logits. Without labels the model returns all logits.
     """
     stream = Shard(1) if sequence_parallel else Replicate()
     for pattern, role in plan.items():

@@ -38,11 +38,8 @@ def build_shard(
 class SequenceShard:
     """Cuts tokens, labels and positions to a rank's part of each sequence, only here.
 
-    Args:
-        layout: The division of the sequence. None: this rank has all of it.
-        rank: Number of the rank on the cp axis.
-        attn_mask_type: `block_causal`: tokens attend to their own document only.
-        reset_positions: Count positions from 0 in each document.
+    Without a `layout` this rank has the full sequence. Under `block_causal` tokens attend to their
+    own document only; `reset_positions` counts positions from 0 in each document.
     """
 
     def __init__(

@@ -31,16 +31,7 @@ from torchtitan.parallel.pipeline.schedules import Runtime, Shapes, Table, forwa
 
 
 class Pipeline:
-    """Execution by all stages, on this rank and others. See `Execution`.
-
-    Args:
-        parts: The stages of this rank.
-        layout: Model, stages and schedule.
-        mesh: All meshes.
-        training: Sequence length and dtype of the stream between stages.
-        sequence_parallel: Whether the stream is sharded along the sequence.
-        device: The device of this rank.
-    """
+    """Execution by all stages, on this rank and others. See `Execution`."""
 
     def __init__(
         self,

@@ -98,17 +98,8 @@ def plan_pipeline(
 ) -> PipelineLayout:
     """Plan the layout of a pipeline of two ranks or more.
 
-    Args:
-        settings: Degree, schedule and stages.
-        num_layers: Number of layers of the model.
-        counts: FLOPs of the model, to divide the layers.
-        training: Batch size and sequence length.
-        frees_weights: Whether all gathered weights are freed after forward.
-        recomputation: Mode of activation checkpointing.
-        compiles: Whether blocks are compiled.
-
-    Raises:
-        ConfigError: Layers, stages, microbatches and schedule do not fit together.
+    `frees_weights` says whether all gathered weights are freed after forward. Raises ConfigError if
+    layers, stages, microbatches and schedule do not fit together.
     """
     schedule, pp = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
     size = settings.pipeline_parallel_microbatch_size
@@ -142,10 +133,8 @@ def check_split_backward(
     gradients of freed weights would be lost silently. It requests them group by group, and each
     time recomputes a checkpointed block: eleven forwards instead of two. So `selective`, which is
     the default, recomputes nothing here. The backward of a compiled block is one operator and
-    cannot be split.
-
-    Raises:
-        ConfigError: Weights are freed, or all blocks are recomputed, or compiled.
+    cannot be split. Raises ConfigError if weights are freed, or all blocks are recomputed, or
+    compiled.
     """
     schedule = settings.pipeline_parallel_schedule
     reshard = settings.fsdp_reshard_after_forward
@@ -190,11 +179,8 @@ class Costs:
 def find_costs(
     settings: ParallelismConfig, *, counts: Counts, num_layers: int, seq_len: int
 ) -> Costs:
-    """Return the costs of embedding, head and layers, from the settings or from their FLOPs.
-
-    Raises:
-        ConfigError: An end is set to cost as much as all layers.
-    """
+    """Return the costs of embedding, head and layers, from the settings or from their FLOPs; raise
+    ConfigError if an end is set to cost as much as all layers."""
     head = 6 * counts.num_head
     layer = (counts.flops_per_token(seq_len) - head) / num_layers
     first = settings.pipeline_parallel_first_stage_less_layers
@@ -219,14 +205,9 @@ def find_costs(
 def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int) -> int:
     """Return the number of stages.
 
-    Args:
-        settings: Lists of modules, or layers per stage.
-        num_layers: Number of layers of the model.
-        default: Number of stages if the settings do not determine it.
-
-    Raises:
-        ConfigError: It is not a multiple of the pipeline degree, or above the number of parts that
-            can be a stage: the layers, the embedding, and norm with output.
+    `default` holds if the settings do not determine it. Raises ConfigError if it is not a multiple
+    of the pipeline degree, or above the number of parts that can be a stage: the layers, the
+    embedding, and norm with output.
     """
     pp = settings.pipeline_parallel_degree
     size = settings.pipeline_parallel_layers_per_stage
@@ -331,11 +312,8 @@ def name_modules(counts: Sequence[int]) -> Stages:
 
 
 def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages:
-    """Check the lists of modules in the settings, and return them as stages.
-
-    Raises:
-        ConfigError: A module is unknown, missing, repeated or misplaced, or a list is empty.
-    """
+    """Check the lists of modules in the settings, and return them as stages; raise ConfigError if a
+    module is unknown, missing, repeated or misplaced, or a list is empty."""
     wanted = [*FIRST, *(f"layers.{layer}" for layer in range(num_layers)), *LAST]
     modules = [name for stage in stages for name in stage]
     pairs = zip_longest(modules, wanted, fillvalue="nothing")

@@ -111,11 +111,8 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def check_schedule(schedule: str, *, pp: int, stages_per_rank: int, num_microbatches: int) -> None:
-    """Check that a schedule can run with these numbers.
-
-    Raises:
-        ConfigError: It cannot. The message suggests numbers that work.
-    """
+    """Check that a schedule can run with these numbers; raise ConfigError if it cannot. The message
+    suggests numbers that work."""
     if schedule not in SCHEDULES:
         raise ConfigError(f"a pipeline schedule is one of {', '.join(SCHEDULES)}; got {schedule!r}")
     if min(pp, stages_per_rank, num_microbatches) < 1:
@@ -156,10 +153,7 @@ def compute_table(schedule: str, *, pp: int, stages_per_rank: int, num_microbatc
     """Return the actions of each rank, in order, as computed by torch's schedule class.
 
     A pair that DualPipeV marks as overlapped appears as two actions in turn, which is how torch's
-    runtime executes it.
-
-    Raises:
-        ConfigError: The schedule cannot run with these numbers.
+    runtime executes it. Raises ConfigError if the schedule cannot run with these numbers.
     """
     check_schedule(
         schedule, pp=pp, stages_per_rank=stages_per_rank, num_microbatches=num_microbatches
@@ -250,13 +244,8 @@ class Runtime:
     runs. Pairs of DualPipeV run as two actions that each send their result at once. A table with
     only forwards is for evaluation.
 
-    Args:
-        stages: The modules of this rank, by stage.
-        table: The schedule of all ranks.
-        shapes: Shapes of the tensors between stages.
-        group: The pp axis.
-        device: The device of this rank.
-        loss: From the loss and the labels of a microbatch to the scalar to run backward from.
+    `stages` are the modules of this rank, by stage. `loss` maps the loss and the labels of a
+    microbatch to the scalar to run backward from.
     """
 
     def __init__(
