@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
@@ -24,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hatchling.builders.wheel import WheelBuilder
 
 from tests.distributed.jobs import read_rows, write_job
 from tests.naming import naming
@@ -512,17 +514,26 @@ def test_types_of_weights_are_few(trained: Path) -> None:
         load_model(trained, dtype=torch.int8)
 
 
-def test_all_files_of_the_package_are_shipped() -> None:
-    tomllib = pytest.importorskip("tomllib")
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    package = ROOT / "torchtitan"
-    shipped = {
-        path for pattern in settings["package-data"]["torchtitan"] for path in package.glob(pattern)
-    }
-    found = {path for path in package.rglob("*") if path.is_file()}
-    others = {path for path in found if path.suffix not in (".py", ".pyc")}
-    assert package / "py.typed" in others
-    assert others == shipped
+def test_all_files_of_the_package_are_shipped(tmp_path: Path) -> None:
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as content:
+        shipped = {name for name in content.namelist() if ".dist-info/" not in name}
+    files = (path for path in (ROOT / "torchtitan").rglob("*") if path.is_file())
+    names = {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".pyc"}
+    assert "torchtitan/py.typed" in names
+    assert shipped == names
+
+
+def test_the_package_is_found_above_the_clone(tmp_path: Path) -> None:
+    """A folder of the same name without `__init__.py`, as a clone, would be a namespace."""
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["editable"])
+    with zipfile.ZipFile(wheel) as content:
+        content.extractall(tmp_path / "site")
+    (tmp_path / "torchtitan").mkdir()
+    code = "import site, sys; site.addsitedir('site'); import torchtitan; torchtitan.__version__"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", code]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
 
 
 @pytest.mark.slow

@@ -242,13 +242,9 @@ def find_run_step(
 ) -> pathlib.Path:
     """Return the checkpoint that a run, a folder of checkpoints or a step means; raise
     CheckpointError if there is none with stored settings, or the one that was named is damaged."""
-    from torchtitan.hf.names import ADAPTER_CONFIG
+    from torchtitan.hf.config import refuse_adapter
 
-    if (path / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(
-            f"{path} holds a LoRA adapter without the model: name the step of the run that trained "
-            f'it, or let that run export with lora.export_format = "merged"'
-        )
+    refuse_adapter(path)
     stored, subfolder = path / CONFIG_FILE, "checkpoint"
     if stored.is_file():
         subfolder = Job.stored_in(stored).config.checkpoint.local_folder

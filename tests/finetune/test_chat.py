@@ -314,3 +314,19 @@ def test_built_in_tokenizers_have_a_template(name: str) -> None:
     assert (row >> 1)[: len(ids)].tolist() == ids
     assert not (row & 1)[: len(ids)].any()
     assert (row & 1)[len(ids)]
+
+
+def test_templates_of_a_folder_are_chosen_as_in_transformers(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, template=CHATML)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "chat_template.jinja").write_text(CHATML)
+    tool_use = "{{ tools | tojson }}" + CHATML
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    oracle, encoder = (
+        AutoTokenizer.from_pretrained(folder),
+        Encoder(build_tokenizer(str(folder)), found(folder)),
+    )
+    for tools in (None, TOOLS):
+        [row] = encoder.encode([Conversation(CHAT, tools, "here")])
+        expected = oracle.apply_chat_template(CHAT, tools=tools, return_dict=False)
+        assert (row >> 1).tolist() == expected

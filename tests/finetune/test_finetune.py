@@ -399,3 +399,25 @@ def test_null_arguments_and_a_missing_end_are_warned_of(
     assert [
         naming("2 examples", "endgeneration").match(m) is not None for m in caplog.messages
     ].count(True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [  # Vicuna's and GLM's way: nothing after an answer, or the next speaker's marker
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("num_messages", [2, 4])
+def test_answers_that_nothing_ends_are_warned_of(
+    template: str, num_messages: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if "add_generation_prompt" not in template:
+        template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    (tmp_path / "a.jinja").write_text(template)
+    rows = [{"messages": CHAT[:num_messages]}] * 3
+    with caplog.at_level(logging.WARNING):
+        examples_of(tmp_path, rows, seq_len=400, chat_template=str(tmp_path / "a.jinja"))
+    assert any(naming("3 examples", "learn to stop").match(m) for m in caplog.messages)
+    assert "endgeneration" not in caplog.text

@@ -695,3 +695,34 @@ def test_rope_type_comes_before_type(table: dict, expected: str | None, tmp_path
     rewrite(folder / "config.json", lambda content: content.update(rope_parameters=table))
     scaling = architecture_of(read_config(folder), spec=LLAMA).rope_scaling
     assert (None if scaling is None else scaling.type) == expected
+
+
+def test_an_adapter_is_no_base(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    spec = MODELS["llama3"]
+    sizes = {"spec": spec, "architecture": spec.flavors["tiny"], "group": None}
+    for read in (
+        lambda: open_folder(tmp_path, **sizes),
+        lambda: load_model(tmp_path),
+        lambda: read_config(tmp_path),
+    ):
+        with pytest.raises(CheckpointError, match="adapter"):
+            read()
+
+
+def test_experts_packed_in_memory_are_named(tmp_path: Path) -> None:
+    folder = theirs(tmp_path, VARIANTS[EXPERTS])
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(2, 2)
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=naming("gate_up_proj", "one tensor per expert")):
+        imported(folder, VARIANTS[EXPERTS])
+
+
+def test_a_factor_of_yarn_that_transformers_ignores(tmp_path: Path) -> None:
+    config = VARIANTS["yarn"]
+    folder = theirs(tmp_path, config)
+    scaling = json.loads((folder / "config.json").read_text())
+    key = "rope_parameters" if "rope_parameters" in scaling else "rope_scaling"
+    change_config(**{key: {**scaling[key], "attn_factor": 0.8782488562869419}})(folder)
+    assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())

@@ -153,3 +153,14 @@ def test_the_files_generation_config_stays_where_no_turn_is_known(tmp_path: Path
         assert settings.generation is None
         assert settings.files[GENERATION_CONFIG] == base / GENERATION_CONFIG
         assert ("eos_token_id" in caplog.text) == is_warned
+
+
+def test_named_templates_are_exported(tmp_path: Path) -> None:
+    base = base_with(None, tmp_path / "base")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("of tools")
+    files = describe_export(tuning(base), dtype=None).files
+    assert "additional_chat_templates/tool_use.jinja" in files
+    (tmp_path / "own.jinja").write_text("own")
+    own = tuning(base, f"--training.chat_template={tmp_path / 'own.jinja'}")
+    assert not any("tool_use" in name for name in describe_export(own, dtype=None).files)

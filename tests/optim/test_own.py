@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from examples.own_optimizer import Lion
+from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
+from torchtitan.optim.loss import find_loss
 from torchtitan.optim.optimizer import build_optimizer, check_optimizer
-from torchtitan.optim.schedule import set_lr
+from torchtitan.optim.schedule import find_decay, set_lr
 from torchtitan.optim.settings import OptimizerConfig
 
 NAME = "examples.own_optimizer:Lion"
@@ -116,3 +118,41 @@ def test_what_is_refused(case: str, folder: Path) -> None:
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer\.name {name}"):
         load_config([f"--optimizer.name={name}"])
+
+
+FAILING = """
+from examples.own_optimizer import Lion
+
+def losses(logits, labels):
+    return {}[0]
+
+def decay(progress):
+    return {}[0]
+
+class Failing(Lion):
+    num_steps = 0
+
+    def step(self, closure=None):
+        Failing.num_steps += 1
+        return {}[0] if Failing.num_steps > 4 else super().step()
+"""
+
+
+def test_errors_of_custom_code_name_their_setting_while_it_trains(folder: Path) -> None:
+    (folder / "my_optim.py").write_text(FAILING)
+    net, settings = nn.Linear(2, 3), OptimizerConfig(name="my_optim:Failing", lr=0.1)
+    check_optimizer(settings, trained=dict(net.named_parameters()))
+    optimizer = build_optimizer(net, settings=settings)
+    losses = find_loss("my_optim:losses", {})
+    assert losses is not None
+    decay = find_decay("my_optim:decay", {})
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    failing = {
+        "optimizer.name": optimizer.step,
+        "training.loss": lambda: losses(torch.ones(2, 3), torch.ones(2)),
+        "lr_scheduler.decay_type": lambda: decay(0.5),
+    }
+    for key, fails in failing.items():
+        with pytest.raises(ConfigError, match=naming(key, "my_optim", "KeyError")):
+            fails()

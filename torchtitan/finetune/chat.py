@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -57,6 +57,8 @@ BUILT_IN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant' + bos_token }}{% endif %}"
 )
+CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+"""File and folder of templates beside tokenizer.json."""
 TOKEN_VARIABLES = tuple(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
@@ -187,13 +189,13 @@ class ChatTemplate:
         except DataError:
             return True
 
-    def lacks_end(self, rendered: Rendered) -> bool:
-        """Return whether the token that ends an answer is outside the template's tags."""
-        return any(
-            self._special_at_start.match(rendered.text, stop)
-            and not self._special_at_end.search(rendered.text[start:stop])
-            for start, stop in rendered.spans
-        )
+    def missing_end(self, rendered: Rendered) -> Literal["outside tags", "not written"] | None:
+        """Return why an answer has no token that ends the turn; None if all have one."""
+        for start, stop in rendered.spans:
+            if not self._special_at_end.search(rendered.text[start:stop]):
+                follows = self._special_at_start.match(rendered.text, stop)
+                return "outside tags" if self._has_tags and follows else "not written"
+        return None
 
     def end_of_turn(self) -> str | None:
         """Return the special token that the template writes after an answer, None without one;
@@ -237,7 +239,8 @@ class ChatTemplate:
         start = prompted.removeprefix(answered)
         before, begin, _ = answered.partition(start) if start else ("", "", "")
         if not begin:
-            raise self._cannot_find(f"{conversation.where}: message 1")
+            opens = "message 1, with which the assistant opens the conversation"
+            raise self._cannot_find(f"{conversation.where}: {opens}")
         return before + begin
 
     def _cannot_find(self, where: str) -> DataError:
@@ -309,9 +312,10 @@ def find_template(
     """Return the template that the setting names or the tokenizer has, None without one.
 
     Hugging Face stores it beside tokenizer.json, in chat_template.jinja or, in older folders, in
-    tokenizer_config.json, which also has the values of bos_token and eos_token. The built-in
-    tokenizers have a simple template of their BOS and EOS tokens. Raises DataError if a file cannot
-    be read or is not a template.
+    tokenizer_config.json, which also has the values of bos_token and eos_token. As there, the
+    template `tool_use` is for conversations with tools. The built-in tokenizers have a simple
+    template of their BOS and EOS tokens. Raises DataError if a file cannot be read or is not a
+    template.
     """
     is_built_in = tokenizer_path in ("byte", *BUILT_IN)
     path = Path(tokenizer_path).expanduser()
@@ -321,8 +325,9 @@ def find_template(
         sources, origin = {"default": _read(user_path(setting, key="chat_template"))}, setting
     elif is_built_in:
         sources, origin = {"default": BUILT_IN_TEMPLATE}, "of the built-in tokenizers"
-    elif (file := folder / "chat_template.jinja").exists():
-        sources, origin = {"default": _read(file)}, str(file)
+    elif (file := folder / CHAT_TEMPLATE).exists():
+        more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+        sources, origin = {**{f.stem: _read(f) for f in more}, "default": _read(file)}, str(file)
     else:
         sources, origin = _stored_templates(config), str(folder / "tokenizer_config.json")
     if "default" not in sources:

@@ -43,10 +43,12 @@ NULL_ARGUMENTS = (
     "arguments of tool calls are null, as the library datasets writes a key that a row lacks, and "
     "are trained on as null; remove such keys"
 )
-NO_END = (
-    "the template's {% generation %} tags leave out the token that ends the turn, so the model "
-    "will not learn to stop; move {% endgeneration %} after it"
-)
+MISSING_ENDS = {
+    "outside tags": "the template's {% generation %} tags leave out the token that ends the turn, "
+    "so the model will not learn to stop; move {% endgeneration %} after it",
+    "not written": "the template writes no special token after an answer, so the model will not "
+    "learn to stop; use a template that ends each answer with one",
+}
 _MARKS = re.compile(f"[{BEGIN_MARK}{END_MARK}]")
 Numbers = npt.NDArray[np.int64]
 """2 * id + 1 for each token that is trained on, 2 * id for each other."""
@@ -134,8 +136,8 @@ class Encoder:
         """Yield what a user may not expect: null arguments, a missing end, keys that are unread."""
         if any(map(has_null_arguments, example.messages)):
             yield NULL_ARGUMENTS
-        if template.lacks_end(rendered):
-            yield NO_END
+        if (reason := template.missing_end(rendered)) is not None:
+            yield MISSING_ENDS[reason]
         names = [*example.variables, *(["tools"] if example.tools else [])]
         keys = [("", name, None) for name in names] + [
             (message["role"], "reasoning_content" if key in REASONING_KEYS else key, number)

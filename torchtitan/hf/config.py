@@ -20,7 +20,7 @@ import torch
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import StoredJSON, read_json
-from torchtitan.hf.names import CONFIG
+from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
 from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, RopeScaling
 from torchtitan.models.spec import REQUIRED, HFFormat, ModelSpec, Size
 
@@ -50,10 +50,20 @@ DEFAULT_THETA = 10_000.0
 def read_config(folder: Path) -> StoredJSON:
     """Return the config.json of a folder without its nulls; raise CheckpointError if the file is
     missing or damaged."""
+    refuse_adapter(folder)
     content = read_json(folder / CONFIG)
     kept = {k: value for k, value in content.items() if value is not None or k in NULLABLE}
     types = {"max_position_embeddings": int, "rope_parameters": dict, "rope_scaling": dict}
     return StoredJSON(content.path, kept).check_types(types)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise CheckpointError for a folder of PEFT."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} holds a LoRA adapter without the model: name the step of the run that "
+            f'trained it, or a folder with merged weights (lora.export_format = "merged")'
+        )
 
 
 def family_of(config: StoredJSON, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
@@ -268,6 +278,9 @@ def rope_table(config: StoredJSON) -> StoredJSON:
     has_new_name = table.get("rope_type") is not None
     for key, value in table.items():
         if value is None or (key == "type" and has_new_name):
+            continue
+        if key == "attn_factor":  # of DeepSeek-R1-0528-Qwen3-8B
+            logger.info("%s: %s has no effect, as in transformers", config.path, key)
             continue
         name = {ORIGINAL: "original_max_position", "type": "rope_type"}.get(key, key)
         is_number = name in ROPE_NUMBERS and key != "original_max_position"

@@ -19,7 +19,7 @@ from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import STATE
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.finetune.chat import find_template
+from torchtitan.finetune.chat import CHAT_TEMPLATE, MORE_TEMPLATES, find_template
 from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.hf.config import TOKEN_IDS, find_carried
 from torchtitan.hf.export import HFExport
@@ -37,7 +37,6 @@ from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
-CHAT_TEMPLATE = "chat_template.jinja"
 COPIED = ("tokenizer_config.json", "special_tokens_map.json", CHAT_TEMPLATE, GENERATION_CONFIG)
 """Files that an export copies from the folder of tokenizer.json."""
 
@@ -70,6 +69,9 @@ def describe_export(
     else:
         files = {name: file.with_name(name) for name in COPIED if file.with_name(name).is_file()}
         files[TOKENIZER] = file
+        for more in file.with_name(MORE_TEMPLATES).glob("*.jinja"):
+            if training.chat_template is None:
+                files[f"{MORE_TEMPLATES}/{more.name}"] = more
     if training.chat_template is not None:  # transformers prefers it to tokenizer_config.json
         files[CHAT_TEMPLATE] = Path(training.chat_template).expanduser()
     generation = None

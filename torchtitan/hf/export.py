@@ -265,6 +265,7 @@ def _write_other_files(checkpoint: Path, target: Path, plan: Plan, *, settings: 
         card = target / CARD  # may have been edited by hand
         copies[CARD] = card.read_bytes() if card.is_file() else settings.card(checkpoint).encode()
     for name, content_bytes in copies.items():
+        (draft / name).parent.mkdir(exist_ok=True)
         with HashingFile(draft / name) as file:  # closing it syncs it to disk
             file.write(content_bytes)
     if settings.generation is not None:

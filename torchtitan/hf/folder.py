@@ -27,6 +27,7 @@ from torchtitan.hf.config import (
     check_sizes,
     find_quantization,
     read_config,
+    refuse_adapter,
 )
 from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names, Slot
 from torchtitan.hf.weights import (
@@ -45,6 +46,7 @@ from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
+PACKED = "experts.gate_up_proj"
 ROWS = 4096
 """Rows of a matrix that are compared at a time."""
 ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -72,6 +74,7 @@ def open_folder(
     """
 
     def survey() -> dict[str, StoredTensor]:
+        refuse_adapter(path)
         if not is_hf_folder(path):
             raise CheckpointError(
                 f"{path} must be a folder with {CONFIG} and {WEIGHTS} or {INDEX}: .bin files are "
@@ -131,6 +134,11 @@ def _read_headers(
             if names.is_extra_layer(name, num_layers=num_layers):
                 extra.add(name)
                 continue
+            if name.endswith(PACKED):
+                raise CheckpointError(
+                    f"{path}: {name} packs all experts of a layer, as transformers holds them in "
+                    f"memory; save_pretrained of transformers writes one tensor per expert"
+                )
             slot = names.from_hf(name) or (name, None)
             head_dim = names.rope_head_dim(slot[0])
             tensor = StoredTensor(

@@ -32,6 +32,13 @@ def build_custom(
     if not isinstance(made, torch.optim.Optimizer):
         rule = f"'{settings.name}' must be a torch.optim.Optimizer"
         raise ConfigError.at(NAME, f"{rule}, got {made!r:.80}")
+    step = made.step
+
+    def checked_step() -> None:
+        with convert_errors(settings.name, key=NAME):
+            step()
+
+    made.step = checked_step  # type: ignore[method-assign, assignment]
     return made
 
 
@@ -51,8 +58,7 @@ def check_custom(
         if state_first:
             create_state(optimizer)
         p.grad = torch.full_like(p, 0.5)
-        with convert_errors(settings.name, key=NAME):
-            optimizer.step()
+        optimizer.step()
         return p.detach(), optimizer.state[p]
 
     weight, state = first_step(state_first=False)

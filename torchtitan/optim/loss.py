@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.base.custom import is_import_path, load_object
+from torchtitan.base.custom import convert_errors, is_import_path, load_object
 from torchtitan.base.errors import ConfigError
 
 LOSS = "training.loss"
@@ -201,11 +200,16 @@ def find_loss(name: str, options: Mapping[str, Any]) -> TokenLosses | None:
     ConfigError if it cannot be imported, or is not a function."""
     if not is_import_path(name):
         return None
-    losses: TokenLosses = load_object(name, key=LOSS)
+    losses: Callable[..., Tensor] = load_object(name, key=LOSS)
     if not callable(losses) or isinstance(losses, type):
         rule = f"'{name}' must be a function of logits (tokens, vocabulary) and labels (tokens)"
         raise ConfigError.at(LOSS, f"{rule}, got {losses!r:.80}")
-    return partial(losses, **options)
+
+    def checked(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
+        with convert_errors(name, key=LOSS):
+            return losses(logits_MV, labels_M, **options)
+
+    return checked
 
 
 def _add_product(total_VC: Tensor, left_VM: Tensor, right_MC: Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.base.custom import load_object
+from torchtitan.base.custom import convert_errors, load_object
 from torchtitan.base.errors import ConfigError
 from torchtitan.optim.settings import LRSchedulerConfig
 
@@ -75,7 +75,8 @@ def find_decay(name: str, options: Mapping[str, Any]) -> Callable[[float], float
         raise ConfigError.at(key, f"{rule}, got {decay!r:.80}")
 
     def checked(progress: float) -> float:
-        left = decay(progress, **options)
+        with convert_errors(name, key=key):
+            left = decay(progress, **options)
         if not 0 <= left < math.inf:
             rule = f"'{name}' must return a finite number from 0 on"
             raise ConfigError.at(key, f"{rule}, got {left!r:.80} for {progress}")
