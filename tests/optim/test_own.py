@@ -154,5 +154,7 @@ def test_errors_of_custom_code_name_their_setting_while_it_trains(folder: Path) 
         "lr_scheduler.decay_type": lambda: decay(0.5),
     }
     for key, fails in failing.items():
-        with pytest.raises(ConfigError, match=naming(key, "my_optim", "KeyError")):
+        with pytest.raises(
+            ConfigError, match=naming(key.rpartition(".")[2], "my_optim", "KeyError")
+        ):
             fails()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,12 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from examples.sample_log import hash_tokens
 from tests.data.helpers import dataset_of, write_texts
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.data.store import TokenStore
-from torchtitan.data.tokenizer import build_tokenizer, read_ranks
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools import prepare as prepare_data
 from torchtitan.tools import tokenizer as train_tokenizer
 
@@ -64,7 +68,7 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
         (prepare_data, ["s.bin", "pyproject.toml", "--tokenizer", "byte"], "without .bin and"),
         (prepare_data, ["tests", "pyproject.toml", "--tokenizer", "byte"], "no folder, got 'tests"),
         (prepare_data, ["new/", "pyproject.toml", "--tokenizer", "byte"], "no folder, got 'new/'"),
-        (train_tokenizer, ["tests", "pyproject.toml"], "output must be a file"),
+        (train_tokenizer, ["a.xls", "pyproject.toml"], "output must be a folder"),
         (train_tokenizer, ["new/out", "pyproject.toml"], "got new/out"),
         (
             prepare_data,
@@ -121,27 +125,47 @@ def test_help(verb: str) -> None:
 
 @pytest.mark.promise("tokenizers")
 def test_a_trained_tokenizer_is_that_of_the_library(tmp_path: Path) -> None:
-    source = (ROOT / "torchtitan" / "data" / "settings.py").read_text()
+    """And transformers reads its folder."""
     odd = "naïve 中文 \U0001f600 don't  DON'T\r\n\r\n 123456 \t x\n" * 5
-    library = train_tokenizer.train(iter([source, odd]), vocab_size=700)
-    file = tmp_path / "new.tiktoken"
-    train_tokenizer.write_tiktoken(file, train_tokenizer.tokens_by_rank(library))
-    ours = build_tokenizer(str(file))
-    assert (ours.vocab_size, ours.eos_id) == (700, 699)
-    for text in (source, odd, Path(__file__).read_text(), "".join(map(chr, range(1, 0xD800)))):
-        assert ours.encode(text) == library.encode(text).ids
+    source = (ROOT / "torchtitan" / "data" / "settings.py").read_text()
+    (tmp_path / "a.txt").write_text(source + odd)
+    folder = tmp_path / "new"
+    code = train_tokenizer.main([str(folder), str(tmp_path / "a.txt"), "--vocab_size", "700"])
+    assert code == 0
+    ours, theirs = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert (ours.vocab_size, ours.eos_id, theirs.eos_token_id, len(theirs)) == (700, 699, 699, 700)
+    assert (theirs.bos_token_id, theirs.decode([698])) == (698, "<|begin_of_text|>")
+    for text in (source, odd, "".join(map(chr, range(1, 0xD800)))):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids) == text
+
+
+@pytest.mark.slow
+def test_an_export_has_the_trained_tokenizer(tmp_path: Path, ranks: RankPool) -> None:
+    paths = write_texts(tmp_path, {"a.txt": "low lower lowest " * 500})
+    folder = tmp_path / "own"
+    assert train_tokenizer.main([str(folder), *paths, "--vocab_size", "300"]) == 0
+    job = [*jobs.write_job(tmp_path), "--training.steps=1", "--checkpoint.last_save_in_hf"]
+    job += [f"--model.tokenizer_path={folder}", "--model.vocab_size=304"]
+    ranks.run(jobs.train, job, world=1)
+    export = tmp_path / "run" / "checkpoint" / "export" / "step-1"
+    theirs = AutoTokenizer.from_pretrained(export)
+    assert theirs.encode("low lowest") == build_tokenizer(str(folder)).encode("low lowest")
+    assert json.loads((export / "config.json").read_text())["eos_token_id"] == theirs.eos_token_id
 
 
 def test_training_on_files_merges_the_most_frequent_pairs(tmp_path: Path) -> None:
     paths = write_texts(tmp_path, {"a.txt": "low lower lowest " * 50, "b.txt": "newest widest"})
-    file = tmp_path / "new.tiktoken"
-    done = run("tokenizer", str(file), *paths, "--vocab_size", "262")
-    assert (done.returncode, done.stdout) == (0, f"{file}: 260 tokens and 2 special ones\n")
+    folder = tmp_path / "new"
+    done = run("tokenizer", str(folder), *paths, "--vocab_size", "262")
+    assert (done.returncode, done.stdout) == (0, f"{folder}: 262 ids, the last two BOS and EOS\n")
     # the most frequent pairs, by hand: lo or ow come 150 times, then low, then " low" 149 times
-    merged = list(read_ranks(file))[256:]
-    assert merged[1] == b"low"
-    assert set(merged) == {merged[0], b"low", b" low", merged[3]}
-    assert merged[0] in {b"lo", b"ow"}
+    tokenizer = build_tokenizer(str(folder))
+    merged = [tokenizer.decode([i]) for i in range(256, 260)]
+    assert merged[1] == "low"
+    assert set(merged) == {merged[0], "low", " low", merged[3]}
+    assert merged[0] in {"lo", "ow"}
 
 
 def test_vocabularies_below_the_bytes_are_refused(tmp_path: Path) -> None:
