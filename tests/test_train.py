@@ -67,6 +67,19 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-"])
+def test_a_closed_stream_ends_no_run(closed: str, tmp_path: Path) -> None:
+    command = shlex.join(
+        [COLD_PYTHON, "-m", "torchtitan", "train", *write_job(tmp_path), "--training.steps=2"]
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(f"{command} {closed}", shell=True, env=environment, check=False)
+    assert done.returncode == 0
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == [1, 2]
+    assert "step" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+
+
 @pytest.mark.promise("last-stage-loss")
 @pytest.mark.slow
 def test_two_ranks_show_the_picked_one_and_log_both(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from torchtitan.base.errors import NonFiniteError, StoppedError, UserError, printable
+from torchtitan.base.log import replace_closed_streams
 from torchtitan.mesh.faults import GLOO, NCCL
 from torchtitan.mesh.ranks import RUN_FILE, STORE
 from torchtitan.mesh.stop import STARTED
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0, the code of the rank that failed first, or 4 if the launcher got a signal.
     """
+    replace_closed_streams()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = parse_args(list(argv))
     arguments.signals_to_handle = ",".join(SIGNALS)

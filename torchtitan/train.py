@@ -41,6 +41,7 @@ from torchtitan.base.log import (
     init_logging,
     keep_logging,
     note_in_file,
+    replace_closed_streams,
     shown_ranks,
     use_color,
 )
@@ -232,6 +233,7 @@ def main_and_exit(argv: Sequence[str]) -> None:
     Nothing is joined or undone: the interpreter would wait for threads, and destroyed groups for
     operations in flight, possibly with a rank that hangs.
     """
+    replace_closed_streams()
     gc.freeze()  # later collections skip the imported objects
     gc.enable()
     try:

@@ -61,6 +61,13 @@ def init_logging(
                 logger.propagate = True
 
 
+def replace_closed_streams() -> None:
+    """Write to nowhere what is printed to a closed stream (`>&-`), which Python has as None."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the new file gets the free descriptor
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
 def note_in_file(message: str, level: str = "ERROR") -> None:
     """Log to this process's file only, such as an error that the console shows in another way."""
     facts = {"name": __name__, "levelno": getattr(logging, level), "levelname": level}

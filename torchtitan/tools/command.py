@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.log import replace_closed_streams
 from torchtitan.tools.verbs import Verbs, choose
 
 TRAIN = "torchtitan.train"
@@ -69,6 +70,7 @@ def _train(arguments: Sequence[str]) -> NoReturn:
 
 def run() -> NoReturn:
     """Run the command line of this process, and end it."""
+    replace_closed_streams()
     code = main(sys.argv[1:])
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
