@@ -205,6 +205,19 @@ class Typed(io.StringIO):
         return True
 
 
+def test_a_terminal_gets_no_control_characters(script, trained, monkeypatch) -> None:
+    """Of the 256 bytes that this model draws from, 30 are."""
+    printed = []
+    for kind in (io.StringIO, Typed):
+        monkeypatch.setattr(sys, "stdout", kind())
+        options = ["--prompt", "a", "--max_new_tokens", "99", "--temperature", "9"]
+        assert script.main(["--checkpoint", str(trained[0]), *options]) == 0
+        printed.append(sys.stdout.getvalue())
+    assert re.search(r"[\x00-\x08\x0e-\x1f]", printed[0])
+    assert not re.search(r"[\x00-\x08\x0e-\x1f]", printed[1])
+    assert "\\x" in printed[1]
+
+
 @pytest.mark.parametrize("kind", [io.StringIO, Typed])
 def test_a_chat_without_a_prompt_answers_standard_input(script, trained, capsys, monkeypatch, kind):
     """Each line is answered in the light of those before it; a terminal gets prompts too."""

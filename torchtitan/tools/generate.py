@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.base.custom import trusting_stored
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.files import read_text
 from torchtitan.data.text import check_characters
 from torchtitan.tools.verbs import add_model_options, build_parser, report_errors
@@ -60,8 +60,14 @@ def main(argv: Sequence[str]) -> int:
         for number, text in enumerate(texts, start=1):
             if len(texts) > 1:
                 sys.stdout.write(f"=== {number} of {len(texts)}\n")
-            sys.stdout.write(f"{text}\n")
+            write(f"{text}\n")
     return 0
+
+
+def write(text: str) -> None:
+    """Print text, on a terminal without control characters, which would be commands there."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def join_tensor_parallel() -> tuple[torch.device, DeviceMesh | None]:
@@ -159,10 +165,6 @@ def chat_in_terminal(chat: Chat) -> None:
             if isinstance(end, EOFError):
                 raise
             return "/help"
-
-    def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
 
     def notify(text: str) -> None:
         sys.stderr.write(f"{text}\n")
