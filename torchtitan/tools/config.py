@@ -80,16 +80,13 @@ def describe_sizes(model: ModelConfig, layout: Layout) -> str:
 def check_job(config: Config, *, world_size: int | None) -> tuple[Config, Layout]:
     """Check what the trainer checks at its start, except files and devices.
 
-    Args:
-        config: The job.
-        world_size: Number of ranks. None: the fewest that the degrees allow; every other possible
-            number passes the same checks.
+    `world_size` None: the fewest ranks that the degrees allow; every other possible number passes
+    the same checks.
 
     Returns:
         The settings with the resolved model, and the layout.
 
-    Raises:
-        UserError: Lists all conflicting settings, or the tokenizer is damaged.
+    Raises UserError that lists all conflicting settings, or the tokenizer is damaged.
     """
     # not at the top: mistakes in the settings are reported before torch is imported
     from torchtitan.base.device import device_type

@@ -70,18 +70,10 @@ def to_hf(
 ) -> str:
     """Write a step's weights as a Hugging Face folder; return a line about it.
 
-    Args:
-        checkpoint: Folder of a run or a step.
-        out: Folder or URL to create.
-        dtype: Dtype of the weights. None: as they are stored.
-        tokenizer: None: model.tokenizer_path.
-        lora: None: lora.export_format.
-        add_tokens: Number of rows to append to embedding and output head, near the mean of the
-            others.
-        verify: Compare the step's checksums.
-
-    Raises:
-        UserError: `out` exists, or the step is damaged or has no Hugging Face form.
+    `checkpoint` is the folder of a run or a step, `out` a folder or URL to create. None: weights in
+    their stored `dtype`, model.tokenizer_path, lora.export_format. `add_tokens` rows are appended
+    to embedding and output head, near the mean of the others. Raises UserError if `out` exists, or
+    the step is damaged or has no Hugging Face form.
     """
     import torch
 

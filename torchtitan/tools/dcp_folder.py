@@ -40,10 +40,8 @@ def to_dcp(
 ) -> tuple[ModelSpec, DecoderConfig]:
     """Convert a folder to a DCP folder of weights, outside of a run; return the model.
 
-    `add_tokens` rows are appended to embedding and output head.
-
-    Raises:
-        CheckpointError: The folder is damaged, or its model is not in `models`.
+    `add_tokens` rows are appended to embedding and output head. Raises CheckpointError if the
+    folder is damaged, or its model is not in `models`.
     """
     config = read_config(folder)
     spec = family_of(config, models=models)
@@ -62,10 +60,8 @@ def torch_to_dcp(file: Path, target: Path, *, models: Mapping[str, ModelSpec]) -
     """Convert a state dict of torch.save to a DCP folder of weights; return the number of tensors.
 
     The file has torchtitan's or Hugging Face's names, at the top or under "model". It is a pickle,
-    and is read as plain data: one that names anything but tensors and containers is refused.
-
-    Raises:
-        CheckpointError: The file is missing, damaged, or holds something else.
+    and is read as plain data: one that names anything but tensors and containers is refused. Raises
+    CheckpointError if the file is missing, damaged, or holds something else.
     """
     try:
         check_is_file(file)

@@ -91,11 +91,8 @@ def join_tensor_parallel() -> tuple[torch.device, DeviceMesh | None]:
 
 
 def generate(args: argparse.Namespace, prompts: Sequence[str]) -> list[str]:
-    """Return the text to print for each prompt. Without prompts, chat in the terminal.
-
-    Raises:
-        UserError: An option, a file or the model is invalid.
-    """
+    """Return the text to print for each prompt. Without prompts, chat in the terminal. Raises
+    UserError if an option, a file or the model is invalid."""
     from torchtitan.api import load_generator
     from torchtitan.generate.chat import Chat
     from torchtitan.generate.sampling import Sampling
@@ -138,11 +135,8 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> list[str]:
 
 
 def chat_in_terminal(chat: Chat) -> None:
-    """Answer the lines of standard input, with line editing in a terminal.
-
-    Raises:
-        DataError: Standard input is empty or not UTF-8.
-    """
+    """Answer the lines of standard input, with line editing in a terminal; raise DataError if
+    standard input is empty or not UTF-8."""
     from torchtitan.generate.chat import talk
 
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -178,11 +172,8 @@ def chat_in_terminal(chat: Chat) -> None:
 
 
 def _check(args: argparse.Namespace) -> list[str]:
-    """Return the prompts, none for a chat in the terminal.
-
-    Raises:
-        UserError: Options are invalid or in conflict, or a prompt is not text.
-    """
+    """Return the prompts, none for a chat in the terminal; raise UserError if options are invalid
+    or in conflict, or a prompt is not text."""
     mistakes = []
     if not -(2**63) <= args.seed < 2**64:
         mistakes.append(f"--seed must fit into 64 bits, -2**63 to 2**64 - 1, got {args.seed}")

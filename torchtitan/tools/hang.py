@@ -90,12 +90,8 @@ def main(argv: Sequence[str]) -> int:
 def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
     """Return the calls of each rank, in order.
 
-    Args:
-        folder: comm.save_traces_folder of the run.
-        prefix: comm.save_traces_file_prefix.
-
-    Raises:
-        DataError: There are no records, or one cannot be read.
+    Folder and prefix are those of [comm]. Raises DataError if there are no records, or one cannot
+    be read.
     """
     from torchtitan.mesh.faults import GLOO, NCCL
 

@@ -36,11 +36,8 @@ LARGE_BYTES = 1 << 28
 
 
 def find_corpus(patterns: Sequence[str], *, text_key: str, template: str | None = None) -> Corpus:
-    """Return the files of all patterns, which are entries of `training.dataset_path`.
-
-    Raises:
-        DataError: No file matches, or one is a token store.
-    """
+    """Return the files of all patterns, which are entries of `training.dataset_path`; raise
+    DataError if no file matches, or one is a token store."""
     matches = (file for pattern in patterns for file in find_files(pattern, key="files"))
     files, stores = divide(matches)
     if stores:

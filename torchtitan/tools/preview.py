@@ -54,16 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
-    """Print rows and counts of each file of the training data.
-
-    Args:
-        config: The job.
-        num_rows: Rows to show of each file.
-        with_ids: Whether to print the id of each token.
-
-    Raises:
-        UserError: The data are not examples, or the training would refuse them.
-    """
+    """Print rows and counts of each file of the training data; raise UserError if the data are not
+    examples, or the training would refuse them."""
     from torchtitan.finetune.data import build_encoder, fate_of
     from torchtitan.finetune.sources import find_examples, label_all, parts_of
     from torchtitan.resume_rules import resolve_model

@@ -24,11 +24,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def choose(verbs: Verbs, argv: Sequence[str], *, prog: str, noun: str, what: str) -> str | None:
-    """Return the verb at the start of `argv`. Print all verbs and return None for --help.
-
-    Raises:
-        ConfigError: The verb is unknown. `what` names it in the message.
-    """
+    """Return the verb at the start of `argv`. Print all verbs and return None for --help. Raises
+    ConfigError if the verb is unknown. `what` names it in the message."""
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help"):
         lines = [f"  {name:<10} {summary}" for name, (_, summary) in verbs.items()]

@@ -40,14 +40,8 @@ def explain_step(
 ) -> dict[str, Any]:
     """Return each sample of a step: number, hash, ranks, microbatch and documents.
 
-    Args:
-        history: The run's steps.
-        step: The step.
-        text: Whether to add the text of each document.
-        places: The run's data, if they are already open.
-
-    Raises:
-        UserError: The run has no such step, or its data changed.
+    With `text`, each document's text is added. `places` is the run's data, if they are already
+    open. Raises UserError if the run has no such step, or its data changed.
     """
     stretch = stretch_of(history, step)
     data = data or Places.of(stretch.config)
@@ -103,11 +97,8 @@ def _add_texts(sample: dict[str, Any], tokens: Tensor, tokenizer: Tokenizer) -> 
 
 
 def explain_document(history: Sequence[Stretch], name: str) -> dict[str, Any]:
-    """Return the steps of each document with this name, up to the run's last step.
-
-    Raises:
-        UserError: No document has this name, or the data changed.
-    """
+    """Return the steps of each document with this name, up to the run's last step; raise UserError
+    if no document has this name, or the data changed."""
     if not history:
         raise ConfigError("the run has no steps")
     visits: list[dict[str, Any]] = []

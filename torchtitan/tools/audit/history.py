@@ -99,9 +99,7 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
     """Return all steps of a run, including those that are not trained yet.
 
     `world_size` is the number of ranks after the last checkpoint; default: that of the last start.
-
-    Raises:
-        UserError: The run has no settings, or a checkpoint is damaged.
+    Raises UserError if the run has no settings, or a checkpoint is damaged.
     """
     config = Job.stored_in(run / CONFIG_FILE).config
     folder = run / config.checkpoint.local_folder

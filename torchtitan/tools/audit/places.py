@@ -166,11 +166,8 @@ class Places:
         return self._names
 
     def find(self, name: str) -> list[tuple[StoreKey, int]]:
-        """Return store and number of the documents of a FILE, a FILE:ROW, or a name of `names`.
-
-        Raises:
-            DataError: No document has this name.
-        """
+        """Return store and number of the documents of a FILE, a FILE:ROW, or a name of `names`;
+        raise DataError if no document has this name."""
         if not self._parts:
             raise DataError(
                 f"'{self.config.training.dataset}' is custom data, whose documents are unknown; "

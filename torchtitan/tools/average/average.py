@@ -124,14 +124,8 @@ def _blocks(size: torch.Size) -> Iterator[ChunkStorageMetadata]:
 def average(steps: Sequence[Path], target: Path, *, method: Kind, decay: float) -> None:
     """Write the average of checkpoints.
 
-    Args:
-        steps: Folders of the checkpoints, the oldest first.
-        target: Folder to create.
-        kind: See `command`.
-        decay: Decay of the EMA, per checkpoint.
-
-    Raises:
-        CheckpointError: The tensors differ, or a file is damaged; nothing is at `target`.
+    `steps` are folders of checkpoints, the oldest first; `decay` is the EMA's, per checkpoint.
+    Raises CheckpointError if the tensors differ, or a file is damaged; nothing is at `target`.
     """
     readers = [TensorReader(step / "model") for step in steps]
     check_tensors(readers)
@@ -203,13 +197,8 @@ def check_tensors(readers: Sequence[TensorReader]) -> None:
 def find_steps(path: Path, *, steps: Sequence[int] | None, checksums: bool) -> dict[int, Path]:
     """Return the checkpoints to average in a run's folder or checkpoint folder, by step.
 
-    Args:
-        path: The folder.
-        steps: Steps to average. None: all; damaged ones are skipped with a warning.
-        checksums: Verify the checksums.
-
-    Raises:
-        CheckpointError: There are fewer than two, or a named step is missing or damaged.
+    `steps` None: all; damaged ones are skipped with a warning. Raises CheckpointError if there are
+    fewer than two, or a named step is missing or damaged.
     """
     # a run may keep its checkpoints in another folder, where the newest one is
     folder = path if list_steps(path) else find_run_step(path, verify=False).parent

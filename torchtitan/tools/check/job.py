@@ -27,11 +27,8 @@ WIDTH = len("dp_replicate")
 
 
 def check_job(config: Config) -> int:
-    """Check, print the table on rank 0, and return the exit code, the same on all ranks.
-
-    Raises:
-        UserError: The settings are invalid.
-    """
+    """Check, print the table on rank 0, and return the exit code, the same on all ranks; raise
+    UserError if the settings are invalid."""
     launch = read_rank_info(os.environ)
     config = resolve_model(config)
     layout = find_layout(config, world_size=launch.world_size)

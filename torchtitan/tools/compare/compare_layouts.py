@@ -95,10 +95,8 @@ def make_plans(
 ) -> list[tuple[Layout, tuple[str, ...]]]:
     """Return the layouts with the trainer's options for each.
 
-    The first is the reference, whose global batch all of them get.
-
-    Raises:
-        ConfigError: A layout makes no sense, or sets an option that all layouts must share.
+    The first is the reference, whose global batch all of them get. Raises ConfigError if a layout
+    makes no sense, or sets an option that all layouts must share.
     """
     layouts = [parse_layout(text) for text in texts]
     if len(layouts) == 1:

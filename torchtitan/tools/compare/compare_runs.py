@@ -154,11 +154,8 @@ class StoredTensors(Mapping[str, Tensor]):
 def have_same_samples(a: Path, b: Path) -> bool:
     """Return whether the data-parallel ranks of two runs had the same samples, at every start.
 
-    Then `max_loss`, the largest mean loss of such a rank, is comparable. Without events it is
-    not.
-
-    Raises:
-        UserError: The events are damaged.
+    Then `max_loss`, the largest mean loss of such a rank, is comparable. Without events it is not.
+    Raises UserError if the events are damaged.
     """
     splits: list[set[tuple[int, int]]] = [set(), set()]
     for run, split in zip((a, b), splits, strict=True):
@@ -190,14 +187,8 @@ def compare_checkpoints(comparison: Comparison, a: Path, b: Path) -> None:
 def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparison:
     """Compare the figures and checkpoints of two runs.
 
-    Args:
-        a: Folder of a run.
-        b: Folder of another run.
-        folder: Their `checkpoint.folder`.
-        tolerance: Relative difference that counts as equal.
-
-    Raises:
-        UserError: One of them is no run, or they have nothing to compare.
+    `folder` is their `checkpoint.folder`; a relative difference of `tolerance` counts as equal.
+    Raises UserError if one of them is no run, or they have nothing to compare.
     """
     comparison = Comparison(tolerance)
     rows = []
@@ -219,11 +210,8 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
 
 
 def differing_settings(a: Path, b: Path) -> list[str]:
-    """Return the settings of the newest starts that differ, with both values.
-
-    Raises:
-        ConfigError: A run's settings cannot be read.
-    """
+    """Return the settings of the newest starts that differ, with both values; raise ConfigError if
+    a run's settings cannot be read."""
     files = [run / CONFIG_FILE for run in (a, b)]
     if not all(file.is_file() for file in files):
         return []

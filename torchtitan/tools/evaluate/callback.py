@@ -33,9 +33,7 @@ KEY = "training.callbacks"
 class Perplexity:
     """Measure each domain at each validation.
 
-    Args:
-        domains: NAME=FILES of each, as in --perplexity of `torchtitan evaluate`.
-        tokenizer_path: As model.tokenizer_path.
+    `domains` has NAME=FILES of each, as in --perplexity of `torchtitan evaluate`.
     """
 
     def __init__(self, domains: Sequence[str], tokenizer_path: str = "bpe_2048") -> None:

@@ -48,11 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check(args: argparse.Namespace) -> Files:
-    """Return the files of each domain.
-
-    Raises:
-        ConfigError: Lists all options that are invalid or in conflict.
-    """
+    """Return the files of each domain; raise ConfigError that lists all options that are invalid or
+    in conflict."""
     mistakes = Mistakes()
     files: Files = {}
     with mistakes:
@@ -83,11 +80,8 @@ def check(args: argparse.Namespace) -> Files:
 
 
 def parse_domains(texts: Sequence[str], *, key: str) -> Files:
-    """Return the files of each domain, given texts of the form NAME=FILES.
-
-    Raises:
-        ConfigError: A text has another form. `key` names the setting in the message.
-    """
+    """Return the files of each domain, given texts of the form NAME=FILES; raise ConfigError if a
+    text has another form. `key` names the setting in the message."""
     files: Files = {}
     mistakes = Mistakes()
     for text in texts:

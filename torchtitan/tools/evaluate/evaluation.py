@@ -61,11 +61,8 @@ def open_subject(
     tokenizer: str | None = None,
     **options: Any,
 ) -> Subject:
-    """Open the model of a folder. Arguments as in `load_generator`.
-
-    Raises:
-        UserError: As `load_generator`.
-    """
+    """Open the model of a folder. Arguments as in `load_generator`. Raises UserError as
+    `load_generator`."""
     options |= {"device": device, "mesh": mesh, "tokenizer": tokenizer}
     if (path / CONFIG).is_file():
         generator = load_generator(path, **options)
@@ -104,15 +101,8 @@ def _begin_token(tokenizer_path: str, generator: Generator) -> int:
 
 
 def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return all figures and the settings that they depend on.
-
-    Args:
-        args: Options of the command.
-        files: Files of each domain.
-
-    Raises:
-        UserError: An option, a file, a task or the model is invalid.
-    """
+    """Return all figures and the settings that they depend on; raise UserError if an option, a
+    file, a task or the model is invalid."""
     device, mesh = join_tensor_parallel()
     if args.tasks:
         from torchtitan.tools.evaluate.harness import Adapter, find_tasks, run_tasks
@@ -179,12 +169,8 @@ def _settings(args: argparse.Namespace, *, subject: Subject, cut: TrainingConfig
 
 
 def _cut(args: argparse.Namespace, subject: Subject) -> TrainingConfig:
-    """Return how text is cut: as in the training, unless options override it.
-
-    Raises:
-        ConfigError: A sequence is longer than the model's positions, or a template is missing or
-            invalid.
-    """
+    """Return how text is cut: as in the training, unless options override it; raise ConfigError if
+    a sequence is longer than the model's positions, or a template is missing or invalid."""
     mistakes = Mistakes()
     if subject.step is None and (args.seq_len or 0) > subject.positions:
         rule = f"must be at most {subject.positions}, the positions of the model, got"

@@ -47,11 +47,8 @@ NEUTRAL = (None, 1, False)
 
 
 def find_tasks(names: Sequence[str], *, include_path: Path | None) -> TaskManager:
-    """Return a manager of the tasks in a folder and, if necessary, of the harness.
-
-    Raises:
-        ConfigError: A name is no task, group, tag or YAML file.
-    """
+    """Return a manager of the tasks in a folder and, if necessary, of the harness; raise
+    ConfigError if a name is no task, group, tag or YAML file."""
     folder = None if include_path is None else str(include_path)
     for include_defaults in (False, True):  # loading the harness's tasks takes 30 s
         manager = TaskManager(include_path=folder, include_defaults=include_defaults)
@@ -73,11 +70,8 @@ def run_tasks(
     limit: float | None,
     apply_chat_template: bool,
 ) -> dict[str, Any]:
-    """Return the figures of each task and group on the first rank of a machine, else {}.
-
-    Raises:
-        UserError: A task has an unsupported setting.
-    """
+    """Return the figures of each task and group on the first rank of a machine, else {}; raise
+    UserError if a task has an unsupported setting."""
     # other ranks would repeat the harness's progress bars and warnings
     with nullcontext() if is_first_rank() else redirect_stderr(io.StringIO()):
         results = simple_evaluate(
@@ -118,12 +112,8 @@ def _figures(row: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
 class Adapter(TemplateLM):
     """Answer the harness's requests.
 
-    Args:
-        generator: The model.
-        first_id: Token before a text whose first token is scored.
-        max_length: Most tokens of the model's input.
-        batch_size: Sequences per batch.
-        chats: Whether the requests are rendered by the chat template.
+    `first_id` is the token before a text whose first token is scored, `max_length` the most tokens
+    of the model's input; `chats`: the requests are rendered by the chat template.
     """
 
     def __init__(

@@ -71,15 +71,8 @@ def open_domain(
 ) -> Domain:
     """Tokenize the text of a domain, unless it is in the cache.
 
-    Args:
-        name: Name of the domain.
-        files: Entries of `training.dataset_path`.
-        cut: How the text is cut into sequences.
-        tokenizer: The tokenizer of the model.
-        of: The setting that names the files, for messages.
-
-    Raises:
-        DataError: Files are missing, empty, damaged or hold less than a sequence.
+    `cut` is how the text is cut into sequences; `of` the setting that names the files, for
+    messages. Raises DataError if files are missing, empty, damaged or hold less than a sequence.
     """
     source = replace(cut, dataset="files", dataset_path=files, num_epochs=1)
     try:
@@ -94,11 +87,8 @@ def open_domain(
 def measure(
     model: LanguageModel, domain: Domain, *, tokenizer: Tokenizer, batch_size: int
 ) -> Figures:
-    """Measure a model on a domain. All ranks that share the model must call this.
-
-    Raises:
-        UserError: The loss is not finite, or no token of the text has a label.
-    """
+    """Measure a model on a domain. All ranks that share the model must call this. Raises UserError
+    if the loss is not finite, or no token of the text has a label."""
     cut, samples = domain.cut, domain.samples
     shard = SequenceShard(
         None,

@@ -113,11 +113,7 @@ class Candidate:
 
 
 def place_again(planned: Planned, candidate: Candidate) -> Planned:
-    """Return the job in another layout.
-
-    Raises:
-        ConfigError: The rules do not allow it.
-    """
+    """Return the job in another layout; raise ConfigError if the rules do not allow it."""
     return place(
         candidate.apply(planned.config),
         world_size=candidate.dims.world_size,

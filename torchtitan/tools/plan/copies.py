@@ -85,11 +85,7 @@ class _Part(NamedTuple):
 
 
 def copy_blocks(record: Record, templates: Sequence[Template]) -> Record:
-    """Return the record of all blocks.
-
-    Raises:
-        CannotCopyError: The blocks do not do the same.
-    """
+    """Return the record of all blocks; raise CannotCopyError if the blocks do not do the same."""
     return _Copier(record, templates).run()
 
 

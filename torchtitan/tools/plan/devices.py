@@ -149,13 +149,9 @@ def device_named(product: str) -> Device | None:
 def find_device(name: str, *, memory_gib: float | None) -> Device:
     """Return a device of the table.
 
-    Args:
-        name: A name of the table, a driver's product name, or a .json file of
-            `scripts/benchmark.py gpu --calibrate`.
-        memory_gib: Memory of the device, if not that of the table.
-
-    Raises:
-        ConfigError: The name is unknown, or the file or a size is invalid.
+    `name` is a name of the table, a driver's product name, or a .json file of `scripts/benchmark.py
+    gpu --calibrate`; `memory_gib` replaces the table's. Raises ConfigError if the name is unknown,
+    or the file or a size is invalid.
     """
     if memory_gib is not None and not 0.0 < memory_gib < float("inf"):
         raise ConfigError(

@@ -82,11 +82,8 @@ def _label(action: Action, first_stage: int) -> str:
 
 
 def save_timeline(path: Path, timeline: Timeline, *, title: str, unit: str, num_slots: int) -> None:
-    """Draw a timeline. `unit` is that of its time.
-
-    Raises:
-        ConfigError: The suffix is not .svg or .png, or matplotlib is missing.
-    """
+    """Draw a timeline. `unit` is that of its time; raise ConfigError if the suffix is not .svg or
+    .png, or matplotlib is missing."""
     check_picture(path)
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -110,11 +107,8 @@ def save_timeline(path: Path, timeline: Timeline, *, title: str, unit: str, num_
 def save_areas(
     path: Path, *, panels: Sequence[tuple[str, Mapping[str, Sequence[float]]]], limit: float
 ) -> None:
-    """Draw panels of stacked areas, in GiB over the step, with a line at the limit.
-
-    Raises:
-        ConfigError: See `save_timeline`.
-    """
+    """Draw panels of stacked areas, in GiB over the step, with a line at the limit; raise
+    ConfigError if see `save_timeline`."""
     check_picture(path)
     from matplotlib.figure import Figure
 
@@ -145,11 +139,8 @@ def save_areas(
 
 
 def check_picture(path: Path) -> None:
-    """Check that a picture can be drawn to `path`.
-
-    Raises:
-        ConfigError: The suffix is not .svg or .png, or matplotlib is missing.
-    """
+    """Check that a picture can be drawn to `path`; raise ConfigError if the suffix is not .svg or
+    .png, or matplotlib is missing."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--out must end in {' or '.join(SUFFIXES)}, got {path}")
     if importlib.util.find_spec("matplotlib") is None:

@@ -79,11 +79,8 @@ def _explain(arguments: argparse.Namespace) -> str:
 
 
 def settled(rows: Iterable[Row], *, start: Hardware) -> Iterator[Row]:
-    """Yield the rows of the newest start without the first, which includes the start-up.
-
-    Raises:
-        ConfigError: No row is left.
-    """
+    """Yield the rows of the newest start without the first, which includes the start-up; raise
+    ConfigError if no row is left."""
     resumed = islice((row for row in rows if row["step"] > start.resumed_from), 1, None)
     first = next(resumed, None)
     if first is None:
@@ -96,11 +93,8 @@ def settled(rows: Iterable[Row], *, start: Hardware) -> Iterator[Row]:
 
 
 def read_columns(rows: Iterable[Row]) -> dict[str, array[float]]:
-    """Return the finite values of each figure shown, in 8 bytes each; a row takes 1 KiB.
-
-    Raises:
-        DataError: A row lacks one of NEEDED, or a figure is not a number.
-    """
+    """Return the finite values of each figure shown, in 8 bytes each; a row takes 1 KiB; raise
+    DataError if a row lacks one of NEEDED, or a figure is not a number."""
     columns = {name: array("d") for name in ("step", *NEEDED, *SPEED)}
     for row in rows:
         for name, column in columns.items():

@@ -117,10 +117,8 @@ def rank_candidates(
 
     Only the fastest one of each choice of pp, cp, tp and ep is kept. Fewer axes are preferred.
 
-    Args:
-        planned: The job in any layout.
-        samples: Samples per step over all ranks.
-        measured: Cost with each way of recomputation.
+    `planned` is the job in any layout, `samples` those of a step over all ranks, `measured` the
+    cost with each way of recomputation.
     """
     candidates = []
     for candidate in enumerate_layouts(planned, samples=samples):

@@ -76,11 +76,8 @@ def plan_job(
     device: Device,
     gpus_per_node: int,
 ) -> Planned:
-    """Read a job as the trainer does, and find its layout.
-
-    Raises:
-        ConfigError: The settings do not fit together or the number of ranks.
-    """
+    """Read a job as the trainer does, and find its layout; raise ConfigError if the settings do not
+    fit together or the number of ranks."""
     if world_size < 1 or gpus_per_node < 1:
         raise ConfigError(
             f"--world_size and --gpus_per_node must be at least 1, got {world_size} and "
@@ -101,11 +98,8 @@ def place(
     device: Device,
     gpus_per_node: int,
 ) -> Planned:
-    """Find the layout of a job over a number of ranks.
-
-    Raises:
-        ConfigError: The rules forbid it, or it cannot be rehearsed.
-    """
+    """Find the layout of a job over a number of ranks; raise ConfigError if the rules forbid it, or
+    it cannot be rehearsed."""
     if config.activation_checkpoint.mode == "memory_budget":
         raise ConfigError.at(
             "activation_checkpoint.mode",
@@ -142,11 +136,8 @@ class Sent:
     gpus_per_node: int
 
     def place(self) -> Planned:
-        """Find the layout, without repeating the warnings about settings.
-
-        Raises:
-            ConfigError: The rules forbid it.
-        """
+        """Find the layout, without repeating the warnings about settings; raise ConfigError if the
+        rules forbid it."""
         logging.disable(logging.WARNING)
         layer = flatten(parse(self.toml, origin=PYTHON), origin=PYTHON, tree=Config)
         for key, value in self.settings.items():

@@ -36,10 +36,8 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
     """Yield a table of the best layouts, the fastest first.
 
     The job of the fastest one is written to the file in `arguments.write`, if set. A signal ends
-    the search, and the table has the layouts rehearsed so far.
-
-    Raises:
-        ConfigError: No layout fits.
+    the search, and the table has the layouts rehearsed so far. Raises ConfigError if no layout
+    fits.
     """
     samples = arguments.global_batch or planned.layout.samples_per_step(planned.config.training)
     device, training = planned.device, planned.config.training

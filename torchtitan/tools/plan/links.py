@@ -58,8 +58,7 @@ class Axis:
     def moved(self, operation: Collective, size: int) -> tuple[float, float]:
         """Return the bytes that a rank sends within its machine, and to other machines.
 
-        Args:
-            size: Bytes of the unsharded tensor, or of the sent one.
+        `size` is that of the unsharded tensor in bytes, or of the sent one.
         """
         if operation == "receive":  # the sender counts it
             return 0.0, 0.0

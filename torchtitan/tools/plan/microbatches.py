@@ -34,11 +34,8 @@ gradients of the first one become those to which later ones are added."""
 
 @contextmanager
 def repeat_microbatches(tape: Tape, row: Sequence[Action]) -> Iterator[None]:
-    """Run a few microbatches of a rank's row of the table, and repeat their record for the rest.
-
-    Raises:
-        CannotCopyError: A template keeps or frees more than its own storages.
-    """
+    """Run a few microbatches of a rank's row of the table, and repeat their record for the rest;
+    raise CannotCopyError if a template keeps or frees more than its own storages."""
     repeater = _Repeater(tape, row)
     plain_forward = Stage.forward_maybe_with_nosync
     plain_backward = Stage.backward_maybe_with_nosync

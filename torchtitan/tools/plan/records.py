@@ -22,8 +22,7 @@ def rehearse_rank(planned: Planned, rank: int, *, validates: bool = True) -> Rec
 def rehearse_ranks(planned: Planned, *, validates: bool = True) -> list[Record]:
     """Return the record of the first rank of each planned pipeline rank, in order.
 
-    Args:
-        validates: Add the validation, which takes memory but no time of a step.
+    `validates` adds the validation, which takes memory but no time of a step.
     """
     ranks = planned.first_ranks()
     if len(ranks) == 1:

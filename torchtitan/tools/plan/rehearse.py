@@ -62,10 +62,8 @@ def rehearse(
 ) -> Record:
     """Record a step of `rank`, or its validation, without the blocks in `skipped`.
 
-    The record starts with the weights and the optimizer's state.
-
-    Raises:
-        CannotCopyError: Microbatches should be repeated (`repeats`) and are not alike.
+    The record starts with the weights and the optimizer's state. Raises CannotCopyError if
+    microbatches should be repeated (`repeats`) and are not alike.
     """
     with fake_world(rank=rank, world_size=layout.dims.world_size):
         mesh = build_mesh(layout.dims, device_type="cpu")
@@ -90,10 +88,9 @@ def record_step(
 ) -> Record:
     """Record a step of this rank of the job. The process group must exist.
 
-    Args:
-        fakes: Mode that creates fake tensors. None: run a real step on this machine's CPU.
-        repeats: Run a few microbatches of a pipeline's step, and repeat their record.
-        validates: Run batches of the validation instead of the step.
+    `fakes` creates fake tensors; None: a real step on this machine's CPU. `repeats` runs a few
+    microbatches of a pipeline's step and repeats their record; `validates` runs batches of the
+    validation instead.
     """
     tape, fake = Tape(axes_by_group(mesh)), fakes or nullcontext()
 

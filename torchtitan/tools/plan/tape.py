@@ -103,8 +103,7 @@ class Record:
 class Tape(DispatchMode):
     """Records the operators of this process while it is entered.
 
-    Args:
-        axes: Axes of each process group, by the group's name, with the axes of FSDP last.
+    `axes` has the axes of each process group, by the group's name, with the axes of FSDP last.
     """
 
     def __init__(self, axes: Mapping[str, Sequence[str]]) -> None:

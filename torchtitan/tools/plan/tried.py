@@ -23,9 +23,7 @@ class Tried:
 def try_job(job: Sent, *, limit: int | None = None) -> Tried | None:
     """Rehearse a job in this process. Return None if the rules forbid it.
 
-    Args:
-        job: The job.
-        limit: Bytes of a device. Return None as soon as a rank needs more.
+    None also as soon as a rank needs more than `limit` bytes.
     """
     try:
         planned = job.place()

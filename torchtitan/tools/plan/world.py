@@ -107,8 +107,7 @@ def axes_by_group(mesh: Mesh) -> dict[str, list[str]]:
 def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
     """Replace functions that a fake world cannot run, and notify `tape` of hidden allocations.
 
-    Args:
-        are_fake: Tensors have no contents, so nothing need be added to them.
+    If tensors `are_fake`, they have no contents, so nothing need be added to them.
     """
     resize = torch.UntypedStorage.resize_
     allocate, gather = DefaultReduceScatter.allocate, fsdp_group.foreach_all_gather

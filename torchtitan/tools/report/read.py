@@ -70,11 +70,8 @@ class Figures:
 
 
 def read_figures(rows: Iterable[Row], names: Collection[str]) -> Figures | None:
-    """Read the figures `names` of each row. Return None without rows.
-
-    Raises:
-        DataError: A figure is not a number.
-    """
+    """Read the figures `names` of each row. Return None without rows. Raises DataError if a figure
+    is not a number."""
     last, steps, columns = None, array("q"), dict[str, "array[float]"]()
     for last in rows:
         for name in names:
@@ -107,11 +104,7 @@ class RunRecord:
 
 
 def read_run(folder: Path, *, name: str) -> RunRecord:
-    """Read a run.
-
-    Raises:
-        DataError: It has no logged step, or a file is damaged.
-    """
+    """Read a run; raise DataError if it has no logged step, or a file is damaged."""
     path = folder / f"{RECORD}.jsonl"
     names = [name for _, _, names in PANELS for name in names]
     figures = read_figures(read_rows(path) if path.exists() else (), names)

@@ -66,12 +66,9 @@ def compare_choices(
 ) -> Flips:
     """Compare the recorded choices of two runs.
 
-    Args:
-        reference: Folder of `watch_routing`.
-        other: The same of the run that replayed the reference.
-        num_steps: Steps to compare.
-        groups: Number of groups of experts, and how many of them a token chooses from.
-        tolerance: Allowed margin of a flip.
+    `reference` is a folder of `watch_routing`, `other` that of the run that replayed it. `groups`:
+    number of groups of experts, and how many of them a token chooses from. `tolerance` is the
+    allowed margin of a flip.
     """
     result = Flips(tolerance=tolerance)
     for step in range(1, num_steps + 1):

@@ -49,13 +49,7 @@ def run_ranks(
 
     Ranks never outlive this call.
 
-    Args:
-        arguments: The module's.
-        world_size: Number of ranks.
-        log: File for the output.
-        module: The module to run.
-        environ: Variables to add to the environment.
-        timeout_s: Seconds after which the ranks are ended.
+    `log` receives the output; after `timeout_s` seconds the ranks are ended.
     """
     launcher = ["torchtitan.launch", "--standalone", "--local_addr=127.0.0.1"]
     launcher += [f"--nproc_per_node={world_size}", "-m"]

@@ -61,11 +61,8 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Parse a layout.
-
-    Raises:
-        ConfigError: A word is unknown, lacks its number, or sets a degree that is already set.
-    """
+    """Parse a layout; raise ConfigError if a word is unknown, lacks its number, or sets a degree
+    that is already set."""
     try:
         parts = shlex.split(text)
     except ValueError as error:
@@ -102,11 +99,8 @@ def option_key(option: str) -> str:
 
 
 def fit_local_batch(local: int, *, global_batch_size: int, layout: Layout) -> int:
-    """Return the largest local batch up to `local` that divides each rank's share of the batch.
-
-    Raises:
-        ConfigError: The data-parallel ranks do not divide the global batch.
-    """
+    """Return the largest local batch up to `local` that divides each rank's share of the batch;
+    raise ConfigError if the data-parallel ranks do not divide the global batch."""
     per_rank, remainder = divmod(global_batch_size, layout.dp)
     if remainder:
         raise ConfigError(
