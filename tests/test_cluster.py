@@ -61,14 +61,17 @@ def test_the_settings_are_the_trainers(command: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.promise("cluster")
 def test_the_schema_of_kubernetes() -> None:
     validator = pytest.importorskip("kubernetes_validate")
-    service, job = documents("kubernetes.yaml")
-    for document in (service, job):
+    service, job, policy = documents("kubernetes.yaml")
+    for document in (service, job, policy):
         validator.validate(document, "1.33", strict=True)
     spec = job["spec"]
     assert spec["completions"] == spec["parallelism"]
     assert f"--nnodes={spec['completions']}" in kubernetes_command()
     name = job["metadata"]["name"]
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    own_pods = {"batch.kubernetes.io/job-name": name}
+    assert service["spec"]["selector"] == own_pods
+    assert policy["spec"]["podSelector"] == {"matchLabels": own_pods}
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": own_pods}}]}]
     assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert f"--master_addr={name}-0.{service['metadata']['name']}" in kubernetes_command()
     [container] = spec["template"]["spec"]["containers"]
