@@ -192,7 +192,7 @@ class Trainer:
                     sync.check_pending_norm()
                     self._report(figures, validates=validates)
                 if self._save(last=finished) and not finished:
-                    sync.sync_stop_flags()  # a signal during the save need not wait for a step
+                    sync.is_stopped()  # a signal during the save need not wait for a step
                 run.hooks.step(progress.step, self.last_row if logged else None)
                 on_step(progress.step)
                 for recorder in run.recorders:
@@ -313,10 +313,12 @@ class Trainer:
         if validates and run.validator is not None:
             with run.meter.paused(), self._status("validating"):
                 try:
-                    self.last_row |= run.validator.measure(step)
+                    measured = run.validator.measure(step, is_stopped=self._sync.is_stopped)
+                    self.last_row |= measured
                     self.last_row |= run.hooks.validation(step, self.last_row)
                 except WaitInterrupted:
-                    self._sync.stop_alone()
+                    if self._sync.stopped is None:
+                        self._sync.stop_alone()
         for sink in run.sinks:
             sink.write(dict(self.last_row))
 

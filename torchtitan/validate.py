@@ -41,6 +41,7 @@ from torchtitan.mesh.ranks import (
     tighten_timeout,
 )
 from torchtitan.mesh.settings import CommConfig
+from torchtitan.mesh.stop import WaitInterrupted
 from torchtitan.metrics.rows import Row
 from torchtitan.models.interface import ModelParts
 from torchtitan.optim.loss import count_valid
@@ -50,6 +51,7 @@ from torchtitan.parallel.fsdp import free_gathered
 
 logger = logging.getLogger(__name__)
 LARGEST_EXPONENT = 700.0  # exp of a larger number overflows
+BATCHES_BETWEEN_VOTES = 8
 SEED = 0  # not the run's: runs with other seeds are validated on the same samples
 KEYS: Collection[str] = ("dataset", "dataset_path", "seq_len")
 """Settings of the data in [validation]."""
@@ -172,20 +174,21 @@ class Validator:
         """Return whether to validate after a step that is the `last` one or is saved."""
         return last or step == 1 or step % self.freq == 0 or (saves and self.before_saves)
 
-    def measure(self, step: int) -> Row:
+    def measure(self, step: int, *, is_stopped: Callable[[], bool] = lambda: False) -> Row:
         """Return the figures after `step`, the same on all ranks. Collective.
 
+        `is_stopped` is asked every few batches whether the run stops, also a collective.
+
         Raises:
-            WaitInterrupted: The only rank was asked to stop while it waited for data.
+            WaitInterrupted: The run stops, or its only rank was asked to while it waited for data.
             DataError: The data cannot be read or have no labels.
             NonFiniteError: The loss is not finite.
         """
         started = time.perf_counter()
         if not self.has_run:
             set_timeout(self.comm.init_timeout_seconds, groups=self.mesh.groups())
-        figures = evaluate(
-            self._batches(), model=self.model, execution=self.execution, device=self.device
-        )
+        batches = self._batches(is_stopped)
+        figures = evaluate(batches, model=self.model, execution=self.execution, device=self.device)
         loss_sums, counts = gather(figures).unbind(1)
         total, count = loss_sums.sum().item(), counts.sum().item()
         if not self.has_run:
@@ -207,10 +210,12 @@ class Validator:
             row["validation_perplexity"] = perplexity_of(loss)
         return row | {"validation_time_s": time.perf_counter() - started}
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self, is_stopped: Callable[[], bool]) -> Iterator[Batch]:
         self.loader.rewind()
-        for [samples] in self.loader:
+        for number, [samples] in enumerate(self.loader, start=1):
             yield self.shard.take(samples).to(self.device)
+            if number % BATCHES_BETWEEN_VOTES == 0 and is_stopped():
+                raise WaitInterrupted
         self.loader.close()
 
     def limit_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,12 +25,14 @@ from tests.naming import naming
 from torchtitan import validate
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.checksums import read_manifest
+from torchtitan.checkpoint.storage import find_steps
 from torchtitan.data.dataset import PadToBatch
 from torchtitan.job import load_config
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.models.families import MODELS
 from torchtitan.models.interface import Documents, HeadLoss
 from torchtitan.trainer import Trainer
+from torchtitan.validate import BATCHES_BETWEEN_VOTES
 
 pytestmark = pytest.mark.slow
 
@@ -219,7 +223,7 @@ def train_to(job: list[str], losses: dict[int, float]) -> list[int]:
     run = jobs.start(job)
     assert run.validator is not None
 
-    def measure(step: int) -> dict[str, float]:
+    def measure(step: int, **_: Any) -> dict[str, float]:
         return {"validation_loss": losses.get(step, 9.0)}
 
     run.validator.measure = measure  # type: ignore[method-assign]
@@ -288,12 +292,45 @@ def test_a_run_that_must_leave_saves_at_once(ranks: RankPool, tmp_path: Path) ->
     assert "validation" not in read_manifest(tmp_path / "run" / "checkpoint" / "step-3")
 
 
+def stop_while_validating(job: list[str]) -> tuple[int, int, str | None]:
+    """Ask one rank to stop in the third batch of the validation after step 2."""
+    run, stop, counted = jobs.start(job), StopRequest(), 0
+    stop.defer()
+    evaluate = run.execution.evaluate
+
+    def counting(batch: Any) -> Any:
+        nonlocal counted
+        if run.progress.step == 2:
+            counted += 1
+            if counted == 3 and dist.get_rank() == 0:
+                stop.on_signal(signal.SIGTERM)
+        return evaluate(batch)
+
+    run.execution.evaluate = counting  # type: ignore[method-assign]
+    trainer = Trainer(run, stop=stop)
+    reason = trainer.train()
+    trainer.close()
+    return counted, run.progress.step, reason
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_signal_is_obeyed_between_batches(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    job = [*validated(tmp_path, TINY), "--validation.freq=1", "--training.steps=5"]
+    job += ["--validation.local_batch_size=1", f"--parallelism.tensor_parallel_degree={world}"]
+    for counted, step, reason in ranks.run(stop_while_validating, job, world=world):
+        assert (counted, step) == (BATCHES_BETWEEN_VOTES, 2)
+        assert reason is not None
+    rows = jobs.read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows if "validation_loss" in row] == [1]
+    assert find_steps(tmp_path / "run" / "checkpoint") == [2]
+
+
 def count_time(job: list[str]) -> list[dict[str, float]]:
     """Train with validations of a thousand seconds."""
     run, late = jobs.start(job), [0.0]
     assert run.validator is not None
 
-    def measure(step: int) -> dict[str, float]:
+    def measure(step: int, **_: Any) -> dict[str, float]:
         late[0] += 1000
         return {"validation_loss": 1.0}
 

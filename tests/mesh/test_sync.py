@@ -35,7 +35,7 @@ def test_flags_are_those_of_the_start_of_the_step(monkeypatch: pytest.MonkeyPatc
     assert found.sum_valid(torch.tensor(4)).item() == 2
     assert found.read_flags() == [True]
     assert found.stopped is not None
-    found.sync_stop_flags()  # known already
+    found.is_stopped()  # known already
     assert collectives == [[10, 0, 0, 0, 0], [4, 1, 0, 1, 0]]
 
 
@@ -44,10 +44,10 @@ def test_a_vote_after_a_save_counts_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dist, "all_reduce", lambda sums: collectives.append(sums.tolist()))
     stop = Late()
     found = StepSync(stop, failures=[], equal_ranks=1, device=CPU)
-    found.sync_stop_flags()
+    found.is_stopped()
     assert found.stopped is None
     stop.is_late = True
-    found.sync_stop_flags()
+    found.is_stopped()
     assert found.stopped is not None
     assert collectives == [[0, 0, 0], [0, 1, 0]]
 

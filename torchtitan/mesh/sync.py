@@ -62,12 +62,14 @@ class StepSync:
         self.stopped = self.stopped or stop_reason(flags[len(self._failures) :])
         return [flag > 0 for flag in flags[: len(self._failures)]]
 
-    def sync_stop_flags(self) -> None:
-        """Exchange the requests to stop again, after a save that may have taken long."""
+    def is_stopped(self) -> bool:
+        """Exchange the requests to stop again, in what may take longer than a step; return whether
+        the run stops."""
         if self.stopped is None:
             votes = to_device(self._votes(), self._device)
             dist.all_reduce(votes)
             self.stopped = stop_reason(votes.tolist())
+        return self.stopped is not None
 
     def stop_alone(self) -> None:
         """Stop the only rank, which was asked to."""
