@@ -315,7 +315,7 @@ def stop_while_validating(job: list[str]) -> tuple[int, int, str | None]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_signal_is_obeyed_between_batches(ranks: RankPool, tmp_path: Path, world: int) -> None:
-    job = [*validated(tmp_path, TINY), "--validation.freq=1", "--training.steps=5"]
+    job = [*validated(tmp_path, TINY8), "--validation.freq=1", "--training.steps=5"]
     job += ["--validation.local_batch_size=1", f"--parallelism.tensor_parallel_degree={world}"]
     for counted, step, reason in ranks.run(stop_while_validating, job, world=world):
         assert (counted, step) == (BATCHES_BETWEEN_VOTES, 2)
