@@ -39,13 +39,18 @@ class Job:
         ranks: int = 1,
         mode: str = "disabled",
         python: str | Path = sys.executable,
+        **environ: str,
     ) -> None:
         self.folder = folder / "run"
         arguments = [*write_job(folder, LONG.format(mode=mode)), *overrides]
         launcher = ["-m", "torchtitan.launch", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         self.process = subprocess.Popen(
             [str(python), *launcher, "-m", "torchtitan.train", *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LOG_RANK": "all"},
+            env={
+                **os.environ,
+                **{"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LOG_RANK": "all"},
+                **environ,
+            },
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,  # a group of its own, as a shell or Slurm would make
@@ -94,6 +99,23 @@ class Job:
 
 
 Start = Callable[..., Job]
+LEAVES = """
+import os
+import torch
+
+class Leaves:
+    def __init__(self, seq_len, **others):
+        self.seq_len = seq_len
+
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, i):
+        if i > 20:
+            os._exit(0)
+        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
+        return {"tokens": tokens, "labels": tokens}
+"""
 
 
 @pytest.fixture
@@ -238,6 +260,33 @@ def test_ranks_without_a_launcher_save_too(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert len(find_steps(tmp_path / "run" / "checkpoint")) == 1
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    """Not warm: the ranks must be its children."""
+    job = Job(tmp_path, ranks=2)
+    job.wait_for(STEP)
+    assert len(job.rank_pids()) == 2
+    job.process.kill()
+    deadline = time.monotonic() + SECONDS
+    try:
+        while pids := job.rank_pids():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    assert saved_step(job) >= 3
+
+
+@pytest.mark.slow
+def test_data_that_end_the_process_do_not_pass_for_a_finished_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LEAVES)
+    job = Job(tmp_path, "--training.dataset=mine:Leaves", ranks=2, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    code, errors = job.end()
+    assert code == 1
+    assert "os._exit" in errors
 
 
 @pytest.mark.promise("exit-codes")

@@ -34,7 +34,7 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 from torchtitan.base.errors import NonFiniteError, StoppedError, UserError, printable
 from torchtitan.base.log import replace_closed_streams
 from torchtitan.mesh.faults import GLOO, NCCL
-from torchtitan.mesh.ranks import RUN_FILE, STORE
+from torchtitan.mesh.ranks import END_FILE, RUN_FILE, STORE
 from torchtitan.mesh.stop import STARTED
 
 SHUTDOWN_SECONDS = 3600
@@ -74,14 +74,22 @@ def main(argv: Sequence[str]) -> int:
         os.environ[RUN_FILE] = str(run_file)
         if max_nodes == 1:
             meet_in_files(arguments, folder=Path(folder))
+        end_file = run_file.with_name(END_FILE)
         try:
             run(arguments)
-        except SignalException:
-            return StoppedError.exit_code
+        except SignalException:  # perhaps too late to stop the run
+            is_done = end_file.is_file() and end_file.read_text() == "finished"
+            return 0 if is_done else StoppedError.exit_code
         except ChildFailedError as error:
             files = RunFiles.read(run_file, since=started)
             sys.stderr.write(describe_failure(error, files))
             return exit_code_of_job(error, files)
+        if run_file.is_file() and not end_file.is_file():
+            sys.stderr.write(
+                "the ranks ended with exit code 0 before their training did: custom code must not "
+                "call os._exit\n"
+            )
+            return 1
     return 0
 
 

@@ -57,6 +57,7 @@ from torchtitan.mesh.faults import (
     write_collectives,
 )
 from torchtitan.mesh.ranks import (
+    END_FILE,
     RUN_FILE,
     RankInfo,
     check_alike,
@@ -66,7 +67,13 @@ from torchtitan.mesh.ranks import (
     let_rank_0_report,
     read_rank_info,
 )
-from torchtitan.mesh.stop import StopRequest, launcher_started, sync_before_training, watch_signals
+from torchtitan.mesh.stop import (
+    StopRequest,
+    end_with_launcher,
+    launcher_started,
+    sync_before_training,
+    watch_signals,
+)
 from torchtitan.metrics.console import ProgressBar, log_summary, shows_bar
 from torchtitan.metrics.rows import RECORD
 from torchtitan.trainer import Trainer
@@ -92,13 +99,15 @@ def train_job(
     Returns:
         The trainer, and why and where it was stopped (None if it finished).
     """
+    end_with_launcher(os.environ)
     stop.data_timeout_seconds = config.comm.init_timeout_seconds
     stop.end_after(config.job.time_limit_seconds, started=launcher_started(os.environ))
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     refuse_links(folder, [*written_names(config), f"logs/rank_{launch.rank}.log"])
     console_ranks = log_to(folder, launch=launch, color=color)
-    if launch.local_rank == 0 and (run_file := os.environ.get(RUN_FILE)):
+    run_file = os.environ.get(RUN_FILE)
+    if launch.local_rank == 0 and run_file:
         prefix = folder / config.comm.save_traces_folder / config.comm.save_traces_file_prefix
         Path(run_file).write_text(json.dumps({"folder": str(folder), "prefix": str(prefix)}))
     note_in_file(f"rank {launch.rank} on {os.uname().nodename}, process {os.getpid()}", "INFO")
@@ -133,6 +142,10 @@ def train_job(
                 raise
         with bar.status("saving"):
             trainer.close()
+    stop.finish()
+    if launch.local_rank == 0 and run_file:
+        end = "finished" if reason is None else "stopped"
+        Path(run_file).with_name(END_FILE).write_text(end)
     if reason is not None:
         where = f"stopped after step {run.progress.step} of {steps} by {reason}"
         if config.checkpoint.enable:

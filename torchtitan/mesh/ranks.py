@@ -45,6 +45,8 @@ STORE = "TORCHTITAN_STORE"
 """Set by the launcher of a job on one machine: the file in which its ranks meet."""
 RUN_FILE = "TORCHTITAN_RUN_FILE"
 """Set by the launcher: the file in which a rank writes where the run's files are."""
+END_FILE = "end"
+"""Beside it: how the training of a machine's first rank ended, "finished" or "stopped"."""
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 SECONDS_FOR_RANK_0_TO_REPORT = 5

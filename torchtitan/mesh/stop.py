@@ -12,6 +12,7 @@ collectives time out; if this is the only rank, soon after a signal.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -41,6 +42,7 @@ SECONDS_OF_ONE_REQUEST = 1.0
 """A scheduler signals the launcher and the ranks, and the launcher passes it on: one request."""
 
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SECONDS_FOR_DATA = 5.0
 """How long data may still take on the only rank once it is asked to stop."""
 
@@ -68,7 +70,7 @@ class StopRequest:
         self._clock, self._leave, self._takes_signals = clock, leave, takes_signals
         self._deadline: float | None = None
         self._first_signal: float | None = None
-        self._defers = self._waits_alone = False
+        self._defers = self._waits_alone = self._is_over = False
         self._replaced: dict[signal.Signals, Any] | None = None
 
     def end_after(self, seconds: int | None, *, started: float | None = None) -> None:
@@ -80,6 +82,10 @@ class StopRequest:
     def is_signalled(self) -> bool:
         """Return whether a signal has come."""
         return self._first_signal is not None
+
+    def finish(self) -> None:
+        """Ignore signals from now on: training has ended, and everything is saved."""
+        self._is_over = True
 
     def votes(self) -> list[int]:
         """Return what to sum over all ranks: 1 for a signal, and for a deadline that is over."""
@@ -134,6 +140,8 @@ class StopRequest:
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: note the first one, leave on a second one and before `defer`."""
         name, now = signal.Signals(number).name, self._clock()
+        if self._is_over:
+            return
         if self._first_signal is None:
             self._first_signal = now
             if self._defers:
@@ -170,6 +178,12 @@ def sync_before_training(stop: StopRequest) -> None:
         if stop.is_signalled:
             raise StoppedError("stopped by a signal before the first step") from error
         raise
+
+
+def end_with_launcher(environ: Mapping[str, str]) -> None:
+    """Ask Linux for a SIGTERM when the launcher dies, which would leave its ranks behind."""
+    if STARTED in environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def launcher_started(environ: Mapping[str, str]) -> float | None:
