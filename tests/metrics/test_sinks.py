@@ -302,3 +302,14 @@ def test_all_ranks_can_write_files_of_their_own(tmp_path: Path) -> None:
         assert "lr" in _scalars(tmp_path / "tb" / tmp_path.name / f"rank_{rank}")
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == ["metrics.jsonl", "metrics.rank_2.jsonl", "tb"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+def test_a_full_disk_at_a_resume_is_a_mistake_with_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows = "".join(json.dumps(_row(step)) + "\n" for step in range(1, 4))
+    file.write_text(rows)
+    (tmp_path / "metrics.jsonl.tmp").symlink_to("/dev/full")
+    with pytest.raises(DataError, match=naming(str(file))):
+        JsonlSink(file, resume_step=2)
+    assert file.read_text() == rows

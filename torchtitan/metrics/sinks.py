@@ -49,20 +49,21 @@ class JsonlSink:
 
     If training starts at step 0, existing rows are moved to `metrics.N.jsonl`. Otherwise rows after
     `resume_step` are removed, because their steps are trained again. Raises DataError if the file
-    holds something other than rows.
+    holds something other than rows, or cannot be written.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step == 0 and path.exists() and path.stat().st_size > 0:
-            _move_aside(path)
-        elif path.exists():
-            temporary = path.with_name(path.name + ".tmp")  # a crash leaves the old file or the new
-            with temporary.open("w", encoding="utf-8") as kept:
-                rows = (row for row in read_rows(path) if row["step"] <= resume_step)
-                kept.writelines(json.dumps(row) + "\n" for row in rows)
-            os.replace(temporary, path)
-        self._file = path.open("a", encoding="utf-8")
+        with convert_os_errors(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step == 0 and path.exists() and path.stat().st_size > 0:
+                _move_aside(path)
+            elif path.exists():
+                temporary = path.with_name(path.name + ".tmp")  # a crash leaves the old or the new
+                with temporary.open("w", encoding="utf-8") as kept:
+                    rows = (row for row in read_rows(path) if row["step"] <= resume_step)
+                    kept.writelines(json.dumps(row) + "\n" for row in rows)
+                os.replace(temporary, path)
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
         """Append the row; raise DataError if the file cannot be written."""
