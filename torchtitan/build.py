@@ -130,6 +130,7 @@ def build_run(
             config.validation,
             training=config.training,
             tokenizer_path=config.model.tokenizer_path,
+            samples_per_step=layout.samples_per_step(config.training),
             comm=config.comm,
             before_saves=config.checkpoint.enable and config.checkpoint.keep_best > 0,
             execution=execution,

@@ -83,6 +83,7 @@ def build_validator(
     *,
     training: TrainingConfig,
     tokenizer_path: str,
+    samples_per_step: int,
     comm: CommConfig,
     before_saves: bool,
     execution: Execution,
@@ -93,8 +94,9 @@ def build_validator(
 ) -> Validator:
     """Build what validates a run, and log how much it reads.
 
-    Keys of [training] hold where [validation] has none. `before_saves` validates before each save
-    too. Raises DataError if data are missing, empty, damaged, too short, or differ between ranks.
+    Keys of [training] hold where [validation] has none. A step of training reads
+    `samples_per_step`. `before_saves` validates before each save too. Raises DataError if data are
+    missing, empty, damaged, too short, or differ between ranks.
     """
     source, holdout = validation_source(training, validation), validation.holdout_fraction
     samples = build_samples(
@@ -111,7 +113,7 @@ def build_validator(
     batches = PadToBatch(
         samples,
         batch=source.local_batch_size * mesh.dims.dp,
-        num_batches=None if validation.steps == -1 else validation.steps,
+        limit=None if validation.steps == -1 else validation.steps * samples_per_step,
     )
     logger.info(
         f"Validation on {plural(batches.num_drawn, 'sample')} of "

@@ -21,7 +21,7 @@ def test_every_sample_once_on_any_ranks(degree: int, batch: int, tmp_path: Path)
     total = dataset.num_samples
     assert total is not None
     assert total % (degree * batch)
-    whole = PadToBatch(dataset, batch=degree * batch, num_batches=None)
+    whole = PadToBatch(dataset, batch=degree * batch)
     seen: Counter[bytes] = Counter()
     num_batches = []
     for rank in range(degree):
@@ -45,10 +45,10 @@ def test_every_sample_once_on_any_ranks(degree: int, batch: int, tmp_path: Path)
 def test_the_first_batches(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, num_epochs=1)
     assert dataset.num_samples is not None
-    some = PadToBatch(dataset, batch=6, num_batches=2)
+    some = PadToBatch(dataset, batch=6, limit=12)
     assert (some.num_drawn, some.num_batches, some.num_samples) == (12, 2, 12)
     assert all(torch.equal(some[k]["labels"], dataset[k]["labels"]) for k in range(12))
-    more = PadToBatch(dataset, batch=6, num_batches=10**6)
+    more = PadToBatch(dataset, batch=6, limit=10**6)
     assert more.num_drawn == dataset.num_samples
 
 

@@ -205,15 +205,15 @@ def test_the_first_batches_alone(ranks: RankPool, tmp_path: Path) -> None:
     base = [*validated(tmp_path, TINY), UNSAVED]
     options = [
         (),
-        ("--validation.steps=7",),  # 7 batches of 2 hold all 13
+        ("--validation.steps=2",),  # 2 global batches of 8 hold all 13
         ("--validation.steps=100",),
-        ("--validation.steps=3",),
+        ("--validation.steps=1",),
         # the same samples in other batches
-        ("--validation.steps=2", "--validation.local_batch_size=3"),
+        ("--validation.steps=1", "--validation.local_batch_size=3"),
     ]
     [found] = ranks.run(measured, [[*base, *more] for more in options], world=1)
-    every, seven, hundred, some, others = found
-    assert seven == hundred == every
+    every, two, hundred, some, others = found
+    assert two == hundred == every
     assert some != every
     assert others == pytest.approx(some, rel=1e-6)
 
@@ -260,10 +260,9 @@ def measured_on(given: list[list[str]]) -> list[str]:
 
 
 def test_losses_of_other_samples_do_not_compare(ranks: RankPool, tmp_path: Path) -> None:
-    same = [(), ("--validation.steps=7",), ("--validation.local_batch_size=5", "--debug.seed=3")]
+    same = [(), ("--validation.steps=2",), ("--validation.local_batch_size=5", "--debug.seed=3")]
     others = [
-        ("--validation.steps=3",),
-        ("--validation.steps=3", "--validation.local_batch_size=1"),
+        ("--validation.steps=1",),
         ("--validation.seq_len=16",),
         ("--training.attn_mask_type=causal",),
         ("--training.reset_positions=true",),
@@ -275,6 +274,25 @@ def test_losses_of_other_samples_do_not_compare(ranks: RankPool, tmp_path: Path)
     [found] = ranks.run(measured_on, given, world=1)
     assert len(set(found[:3])) == 1
     assert len(set(found)) == 1 + len(others) == len(found) - 2
+
+
+def losses_of(job: list[str]) -> list[float]:
+    run = jobs.start(job)
+    assert run.validator is not None
+    assert run.validator.loader.dataset.num_drawn == 8  # type: ignore[attr-defined]
+    return [run.validator.measure(0)["validation_loss"]]
+
+
+def test_steps_are_those_of_the_training_in_any_layout(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*validated(tmp_path, TINY), "--training.global_batch_size=4", "--validation.steps=2"]
+    losses = []
+    for number, (world, options) in enumerate(
+        [(1, ["--training.local_batch_size=4"]), (1, ["--validation.local_batch_size=3"]), (2, [])]
+    ):
+        folder = f"--job.dump_folder={tmp_path / str(number)}"
+        small = ["--training.local_batch_size=2", *options, folder]
+        losses += ranks.run(losses_of, [*job, *small], world=world)[0]
+    torch.testing.assert_close(losses, [losses[0]] * 3, rtol=1e-6, atol=0)
 
 
 def stop_after_2(job: list[str]) -> None:

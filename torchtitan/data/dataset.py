@@ -115,15 +115,14 @@ class Dataset:
 class PadToBatch:
     """The first samples of a dataset, padded to full batches with samples without labels.
 
-    `batch` is the number of samples per batch over all ranks, `num_batches` None reads all samples.
+    `batch` is the number of samples per batch over all ranks. At most `limit` samples are read;
+    None: all.
     """
 
-    def __init__(self, dataset: MapSamples, *, batch: int, num_batches: int | None) -> None:
+    def __init__(self, dataset: MapSamples, *, batch: int, limit: int | None = None) -> None:
         assert dataset.num_samples is not None, "validation data have an end"
         self._dataset = dataset
-        self.num_drawn = dataset.num_samples
-        if num_batches is not None:
-            self.num_drawn = min(self.num_drawn, num_batches * batch)
+        self.num_drawn = min(dataset.num_samples, limit or dataset.num_samples)
         self.num_batches = -(-self.num_drawn // batch)
         self.num_samples: int | None = self.num_batches * batch
         self.fingerprint = dataset.fingerprint

@@ -245,7 +245,8 @@ class ValidationConfig:
     freq: PositiveInt = 10
     """Steps between validations. The first and the last step are always validated."""
     steps: int = -1
-    """Batches per validation, always the same. -1: all samples, each once."""
+    """A validation reads the samples of this many training steps, always the same ones, in any
+    layout with that batch. -1: all samples, each once."""
     dataloader: DataLoaderConfig = field(default_factory=DataLoaderConfig)
     """Workers and prefetch, started for each validation."""
 

@@ -141,6 +141,7 @@ def export(
         reader = TensorReader(checkpoint / "model")
         for number in range(rank, len(plan), num_ranks):
             file = draft / settings.file_name(number, num_files=len(plan))
+            logger.info("Writing file %d of %d: %s", number + 1, len(plan), file.name)
             _write_file(file, plan[number], reader=reader, settings=settings)
 
     def complete() -> None:

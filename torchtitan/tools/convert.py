@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Convert and return 0; return 2 for a user's mistake."""
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("torchtitan").setLevel(logging.INFO)  # large models take minutes
     if args.direction == "to-hf":
         with trusting_stored(args.trust_code):
             line = to_hf(

@@ -62,7 +62,7 @@ class Perplexity:
         size = cut.local_batch_size
         for name, files in self._files.items():
             domain = open_domain(name, files, cut=cut, tokenizer=tokenizer, of=KEY)
-            batches = PadToBatch(domain.samples, batch=size * run.mesh.dims.dp, num_batches=None)
+            batches = PadToBatch(domain.samples, batch=size * run.mesh.dims.dp)
             self._validators[name] = Validator(
                 loader=Loader(
                     batches,

@@ -99,7 +99,7 @@ def measure(
     execution, device = WholeModel(model), next(model.parameters()).device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_labels = torch.zeros((), dtype=torch.int64)
-    batches = PadToBatch(samples, batch=batch_size, num_batches=None)
+    batches = PadToBatch(samples, batch=batch_size)
     loader = Loader(
         batches,
         local_batch_size=batch_size,
