@@ -38,7 +38,6 @@ from torchtitan.tools.average import command as average
 from torchtitan.tools.compare import command as compare
 from torchtitan.tools.compare.layouts import launch
 from torchtitan.tools.evaluate import command as evaluate
-from torchtitan.tools.plan import command as plan
 from torchtitan.tools.report import command as report
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -75,7 +74,6 @@ TOOLS: dict[str, tuple[Main, list[str], Sequence[str]]] = {
     # what it is, its words, and the keys whose objects it needs
     "report": (report.main, [str(RUN), "--out=report.html"], ()),
     "hang": (hang.main, [str(RUN)], ()),
-    "plan explain": (plan.main, ["explain", str(RUN), "--device=H100"], COMPUTES),
     "explain": (explain.main, [str(RUN), "--step=2", "--text"], ("training.dataset",)),
     "generate": (
         generate.main,
@@ -231,7 +229,6 @@ def test_what_a_tool_needs_is_refused(
     ("tool", "keys"),
     [
         # but for the optimizer, which it cannot rehearse
-        ("plan explain", [key for key in COMPUTES if key != "optimizer.name"]),
         ("explain", ["training.dataset"]),
         *((tool, TOOLS[tool][2]) for tool in ("generate", "evaluate", "average", "convert")),
     ],

@@ -12,11 +12,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from torchtitan.base.custom import add_trust_code
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean, printable
 from torchtitan.base.urls import local_path
 from torchtitan.tools.plan.devices import DEVICES, find_device
@@ -57,7 +55,6 @@ VERBS: Mapping[str, Verb] = {
     "schedule": Verb(
         "draw a pipeline schedule with its bubble", "timelines", "draw_schedule", False
     ),
-    "explain": Verb("compare a run with its plan", "explain", "explain", False),
 }
 
 
@@ -186,17 +183,9 @@ def _add_schedule(parser: Parser) -> None:
     add("--transfer", type=float, help="cost of a transfer to another rank (0)")
 
 
-def _add_explain(parser: Parser) -> None:
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run's job.dump_folder")
-    add("--device", help=f"{', '.join(DEVICES)}, if not the recorded one")
-    add_trust_code(parser)
-
-
 ADD_OPTIONS: Mapping[str, Callable[[Parser], None]] = {
     "memory": _add_memory,
     "traffic": _add_traffic,
     "layout": _add_layout,
     "schedule": _add_schedule,
-    "explain": _add_explain,
 }
