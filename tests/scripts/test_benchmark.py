@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from scripts import benchmark
-from scripts.benchmarks import calibrate, generate, gpu, kernels, loss, pipeline, turns
+from scripts.benchmarks import gpu, kernels, loss, turns
 from scripts.benchmarks.loops import build_theirs
 from scripts.benchmarks.pairs import Comparison, DisagreementError, alternate, check_close
 from tests.models.reference import EXPERTS, TINY, random_decoder
-from tests.tools.evaluate.helpers import write_model
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.moe import multiply_grouped
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
-from torchtitan.tools.plan.devices import DEVICES, Share, find_device
+from torchtitan.tools.plan.devices import DEVICES, find_device
 
 SMALL_STEP = ("train", "--flavor", "tiny", "--batch", "2", "--seq_len", "16", "--steps", "4")
 SMALL_LOSS = (
@@ -54,33 +53,6 @@ def names(figures: dict[str, Any]) -> list[str]:
     return [row["name"] for row in figures["comparisons"]]
 
 
-@pytest.mark.long
-def test_checkpoint_deletes_its_files(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    figures = measure(tmp_path, "checkpoint", "--size_gib", "0.001", "--folder", str(disk))
-    assert len(names(figures)) == 5
-    assert list(disk.iterdir()) == []
-
-
-@pytest.mark.long
-def test_checkpoint_uploads(tmp_path: Path) -> None:
-    pytest.importorskip("moto")
-    figures = measure(tmp_path, "checkpoint", "--size_gib", "0.02", "--s3", "moto")
-    assert [name.split(" ")[0] for name in names(figures)] == ["upload", "download"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loss_in_chunks_takes_less_memory(dtype: str, tmp_path: Path) -> None:
-    figures = measure(tmp_path, *SMALL_LOSS, "--dtype", dtype)
-    assert figures["chunk_size"] == 64
-    assert figures["logits_bytes"] == 4 * 1024 * 8192
-    assert figures["peak_bytes"]["other"] > 2 * figures["logits_bytes"]
-    assert 0 < figures["peak_bytes"]["ours"] < figures["logits_bytes"]
-    assert 0 <= figures["gaps"]["dweight"] < 0.01
-
-
 def test_results_that_differ_give_no_ratio(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,44 +67,6 @@ def test_results_that_differ_give_no_ratio(
     sizes = ["--seq_len=16", "--vocab_size=32", "--width=8", "--pairs=1", "--threads=1"]
     assert benchmark.main(["loss", *sizes]) == 1
     assert "loss must agree within 1e-05" in capsys.readouterr().err
-
-
-def test_texts_that_differ_give_no_ratio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_model(tmp_path)
-    small = ("--batch", "3", "--shortest", "2", "--longest", "9", "--tokens", "5")
-    command = ["generate", "--folder", str(tmp_path), *small]
-    figures = measure(tmp_path, *command)
-    assert figures["comparisons"][0]["amount"] == 15
-    assert figures["comparisons"][0]["ours_s"][0] > 0
-    right = generate.generate
-    monkeypatch.setattr(generate, "generate", lambda *a, **options: right(*a, **options)[::-1])
-    capsys.readouterr()
-    assert benchmark.main([*command, "--pairs", "1"]) == 1
-    assert "ratio" not in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_all_step_loops_train_the_same(tmp_path: Path) -> None:
-    """On two ranks; docs/performance.md runs one."""
-    figures = measure(
-        tmp_path, *SMALL_STEP, "--ranks", "2", "--others", "bare loop", "transformers"
-    )
-    assert len(names(figures)) == 4
-    assert figures["gaps"]["bare loop"] < 1e-5
-    assert figures["gaps"]["transformers"] < 5e-5
-    assert all(peak["peak_gib"] > 0 for peak in figures["memory"].values())
-    assert [row["amount"] for row in figures["comparisons"]] == [2 * 16 * 4 * 2, 0] * 2
-
-
-@pytest.mark.long
-def test_recomputation_trains_the_same_in_less_memory(tmp_path: Path) -> None:
-    """Eight blocks keep about 17 times their input of 8 x 256 x 32 numbers each: 36 MB."""
-    sizes = ("--flavor", "tiny8", "--batch", "8", "--seq_len", "256", "--steps", "1")
-    figures = measure(tmp_path, "train", *sizes, "--recompute", "op")
-    memory = {name: peak["above_start_gib"] for name, peak in figures["memory"].items()}
-    assert 0 < memory[turns.OURS] < memory[turns.KEPT]
 
 
 def test_losses_that_differ_give_no_ratio() -> None:
@@ -261,14 +195,6 @@ def test_gpu_measures_constants_that_the_planner_reads(tmp_path: Path) -> None:
     assert device.links == DEVICES["H100"].links
 
 
-def test_copies_are_measured_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    took = iter([2.0, 4.0])
-    monkeypatch.setattr(calibrate, "_seconds", lambda work, _: work() is not None and next(took))
-    known = replace(DEVICES["H100"], to_host=4.0 * calibrate.NUMEL)  # a second
-    found = calibrate._copies(known, torch.device("cpu"), shrunk=1024)
-    assert found == Share(worst=1 / 4 / 1024, best=1 / 2 / 1024)
-
-
 def test_gpu_jobs_have_valid_settings() -> None:
     for name, words in gpu.JOBS.items():
         config = load_config([*gpu.REAL_JOB, "--training.dataset=synthetic", *words])
@@ -313,41 +239,6 @@ def test_a_trace_is_summed_by_operation(tmp_path: Path) -> None:
     assert dict(gpu.top_operations(path)) == pytest.approx(parts)
     write(*called, ("kernel", "gemm", 0, 3, 7), ("kernel", "copy", 3, 1, 7))
     assert gpu.top_operations(path, count=1) == [("gemm", 0.75)]
-
-
-@pytest.mark.long
-def test_data_counts_its_tokens(tmp_path: Path) -> None:
-    sizes = ("--megabytes", "0.05", "--batches", "2", "--batch", "2", "--seq_len", "64")
-    figures = measure(tmp_path, "data", *sizes)
-    assert len(names(figures)) >= 4
-    assert all(row["amount"] == 2 * 2 * 64 for row in figures["comparisons"])
-
-
-@pytest.mark.long
-def test_startup_compares_elapsed_and_processor_time(tmp_path: Path) -> None:
-    assert len(names(measure(tmp_path, "startup", "--seq_len", "16"))) == 2
-
-
-@pytest.mark.long
-def test_pipeline_measures_against_the_table(tmp_path: Path) -> None:
-    schedules = ("1F1B", "ZBVZeroBubble")
-    figures = measure(tmp_path, "pipeline", "--sleep_ms", "4", "--schedules", *schedules)
-    # p = 2, m = 4: (p - 1) / m and (p - 1) / (6 m)
-    computed = {name: each["computed"] for name, each in figures["bubbles"].items()}
-    assert computed == pytest.approx({"1F1B": 1 / 4, "ZBVZeroBubble": 1 / 24})
-    for row in figures["comparisons"]:
-        least = 4 * 3 * 0.004  # a sleep is never shorter
-        assert row["other_s"][0] >= least * (1 + computed[row["name"]])
-
-
-def test_sleeping_stages_double_their_input() -> None:
-    stage = pipeline.SleepingStage(seconds=0.001, first=False, last=False)
-    x = torch.ones(3, requires_grad=True)
-    (stage(x) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [2.0, 4.0, 6.0]
-    assert stage.weight.grad == 6.0
-    assert len(stage.naps) == 3
 
 
 def test_two_ways_take_turns_and_the_first_pair_is_not_counted() -> None:
