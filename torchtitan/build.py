@@ -33,7 +33,7 @@ from torchtitan.config.settings import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
 from torchtitan.data.sampler import SkippedSamples
-from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.job import CONFIG_FILE, Config, JobConfig, write_config
 from torchtitan.layout import find_layout
@@ -164,6 +164,12 @@ def build_run(
     }
     state = replace(state, lr_settings=lr_settings)
     execution.after_update()  # a checkpoint may have changed the weights
+    is_chat = config.training.dataset in SUPERVISED
+    if is_chat and config.lora.rank and start and not config.lora.train_embeddings:
+        from torchtitan.finetune.lora import check_special_rows
+
+        tokenizer = build_tokenizer(config.model.tokenizer_path)
+        check_special_rows(model, samples=samples, special_tokens=tokenizer.special_tokens)
     on_first_rank(partial(write_config, config), group=dist.group.WORLD)
     checkpoints = build_checkpoints(
         config,

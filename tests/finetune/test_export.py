@@ -4,6 +4,7 @@ and a whole run that starts from its folder and ends in one."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.distributed import jobs
-from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_pool import RankError, RankPool
+from tests.finetune.chats import CHATML, SPECIAL, write_lines, write_tokenizer
 from tests.models.reference import VARIANTS, family_name, random_decoder, reference_of
 from tests.naming import naming
 from torchtitan.api import load_generator
@@ -186,3 +188,27 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     assert not any(name.startswith("adapter") for name in names)
     with pytest.raises(CheckpointError, match="--lora"):
         to_hf(tmp_path / "run", tmp_path / "none", lora="adapter")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_special_tokens_without_trained_rows_are_refused(
+    world: int, tmp_path: Path, ranks: RankPool
+) -> None:
+    """A base pads its vocabulary with zeros, and adapters do not train them."""
+    model = random_decoder(replace(MODELS["llama3"].flavors["tiny"], vocab_size=420))
+    ends = SPECIAL.index("<|im_end|>")
+    model.tok_embeddings.weight.data[ends] = 0
+    base = write_tokenizer(tmp_path / "base", template=CHATML)
+    reference_of(model).save_pretrained(base)
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    file = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}] * 40)
+    job = [
+        *jobs.write_job(tmp_path),
+        *("--training.dataset=examples", f"--training.dataset_path={file}", "--training.steps=1"),
+        *("--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={base}"),
+        *("--lora.rank=2", "--training.seq_len=64", "--model.flavor=hf"),
+    ]
+    with pytest.raises(RankError, match=naming("train_embeddings", "<|im_end|>")):
+        ranks.run(jobs.train, job, world=world)
+    ranks.run(jobs.train, [*job, "--lora.train_embeddings"], world=world)

@@ -12,10 +12,11 @@ Shapes: I in, O out, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
@@ -23,9 +24,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.patterns import check_pattern, matches
+from torchtitan.data.loader import MapSamples
 from torchtitan.finetune.settings import LoRAConfig
-from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.interface import CastsWeights, LanguageModel
+from torchtitan.models.init import Constant, Init, Normal, local_offsets, local_part
+from torchtitan.models.interface import TIED, CastsWeights, HasParameters, LanguageModel
 from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.layout import Adapt
 from torchtitan.parallel.tensor import HasParallelStyle, adapter_style, low_rank
@@ -62,6 +64,10 @@ class LoRALinear(nn.Linear, CastsWeights, HasParallelStyle):
     def parallel_style(self, role: TensorRole, *, stream: Placement) -> ParallelStyle:
         """Shard the adapter along with its matrix."""
         return adapter_style(role, stream=stream)
+
+
+NUM_LOOKED_AT = 64
+"""Samples in which special tokens are looked for."""
 
 
 def is_adapter(name: str) -> bool:
@@ -124,3 +130,25 @@ def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt:
     if not settings.modules:
         raise ConfigError.at("lora.modules", 'must name a layer, e.g. "layers.*"')
     return partial(apply_lora, rank=settings.rank, alpha=settings.alpha, patterns=settings.modules)
+
+
+def check_special_rows(
+    model: HasParameters, *, samples: MapSamples, special_tokens: Mapping[str, int]
+) -> None:
+    """Refuse special tokens of the data whose rows of the embedding are zeros: a base pads its
+    vocabulary with such rows, and adapters do not train them. Collective."""
+    first = [samples[k] for k in range(min(NUM_LOOKED_AT, samples.num_samples or 1))]
+    ids = set(torch.cat([sample[key] for sample in first for key in ("tokens", "labels")]).tolist())
+    has_number = torch.zeros(max(special_tokens.values(), default=0) + 1, dtype=torch.int64)
+    for name, parameter in model.named_parameters():
+        if name == TIED:
+            local, rows = local_part(parameter), local_offsets(parameter)[0] // parameter.shape[1]
+            filled = rows[local.detach().any(1).cpu()] if local.numel() else rows[:0]
+            has_number[filled[filled < len(has_number)]] = 1
+    dist.all_reduce(has_number, dist.ReduceOp.MAX)
+    untrained = [name for name, i in special_tokens.items() if i in ids and not has_number[i]]
+    if untrained:
+        raise ConfigError.at(
+            "lora.train_embeddings",
+            f"must be true for tokens whose rows of the base are zeros, got {untrained[0]!r}",
+        )
