@@ -28,7 +28,6 @@ from torchtitan.config.settings import (
 
 WORKERS = Requires("num_workers", ENABLED)
 READS_FILES = ("files", "examples")
-MOST_SAMPLES = 1_000_000  # of a forward pass: more is a slip, and the process would be killed
 SUPERVISED = ("examples", "synthetic_examples")
 OF_EXAMPLES = Requires("dataset", SUPERVISED)
 
@@ -98,7 +97,7 @@ class TrainingConfig:
     or 10000 without it. With both, the run ends at the earlier one."""
     seq_len: PositiveInt = 2048
     """Tokens per sample."""
-    local_batch_size: Annotated[int, Range(gt=0, le=MOST_SAMPLES)] = 8
+    local_batch_size: PositiveInt = 8
     """Samples per forward pass on one data-parallel rank."""
     global_batch_size: MinusOneOrMore = -1
     """Samples per optimizer step over all ranks, a multiple of local_batch_size times the
