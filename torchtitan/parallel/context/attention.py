@@ -25,10 +25,7 @@ attention does not return it, so the operators below it are called, one per kind
 dtype. Backward takes the *merged* output and log-sum-exp, so the gradients of a block are right
 without the other blocks. No kernel stores a matrix of scores or takes a mask.
 
-On an H100 the two CUDA kernels agreed with float64 (scripts/benchmarks/kernels.py) when both took
-copies of the keys and values that heads share. The 16-bit one now takes them as they are in
-forward: this is tested against a plain kernel only. Speed was measured on CPUs only. The 16-bit
-kernel needs a head width that is a multiple of 8.
+The 16-bit kernel needs a head width that is a multiple of 8.
 
 Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, T keys, D head width,
 N ranks. 2 is keys and values.
