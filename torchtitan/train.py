@@ -110,6 +110,7 @@ def train_job(
     if launch.local_rank == 0 and run_file:
         prefix = folder / config.comm.save_traces_folder / config.comm.save_traces_file_prefix
         Path(run_file).write_text(json.dumps({"folder": str(folder), "prefix": str(prefix)}))
+        cleanup.callback(Path(run_file).with_name(END_FILE).touch)  # of a script that goes on
     note_in_file(f"rank {launch.rank} on {os.uname().nodename}, process {os.getpid()}", "INFO")
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     cleanup.callback(end_process_group)  # only a group that this call created
