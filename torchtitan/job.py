@@ -213,7 +213,7 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
     """Read the file that --job.config_file names, apply the other options, and check everything.
 
     Raises ConfigError that lists every mistake in the file and on the command line. Raises
-    SystemExit if after `--help` was printed.
+    SystemExit after `--help` was printed.
     """
     if not isinstance(argv, dict) and {"-h", "--help"} & {*argv}:
         from torchtitan.config.help import format_help

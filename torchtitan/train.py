@@ -110,6 +110,7 @@ def train_job(
     if launch.local_rank == 0 and run_file:
         prefix = folder / config.comm.save_traces_folder / config.comm.save_traces_file_prefix
         Path(run_file).write_text(json.dumps({"folder": str(folder), "prefix": str(prefix)}))
+        Path(run_file).with_name(END_FILE).unlink(missing_ok=True)  # of a run before this one
         cleanup.callback(Path(run_file).with_name(END_FILE).touch)  # of a script that goes on
     note_in_file(f"rank {launch.rank} on {os.uname().nodename}, process {os.getpid()}", "INFO")
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
@@ -145,8 +146,7 @@ def train_job(
             trainer.close()
     stop.finish()
     if launch.local_rank == 0 and run_file:
-        end = "finished" if reason is None else "stopped"
-        Path(run_file).with_name(END_FILE).write_text(end)
+        Path(run_file).with_name(END_FILE).write_text("ended")
     if reason is not None:
         where = f"stopped after step {run.progress.step} of {steps} by {reason}"
         if config.checkpoint.enable:
@@ -222,6 +222,8 @@ def main(argv: Sequence[str], *, cleanup: ExitStack) -> int:
             )
             if stopped is not None:
                 raise StoppedError(stopped)
+            if launch.local_rank == 0 and (run_file := os.environ.get(RUN_FILE)):
+                Path(run_file).with_name(END_FILE).write_text("finished")
         except UserError as error:
             _report(error)
             return error.exit_code
@@ -229,6 +231,9 @@ def main(argv: Sequence[str], *, cleanup: ExitStack) -> int:
             _report(refused_exit(error))
             return UserError.exit_code
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
+            if (mistake := _find_mistake(error)) is not None:
+                _report(mistake)
+                return mistake.exit_code
             note_in_file(traceback.format_exc())
             with suppress(OSError, RuntimeError):  # this error matters more
                 write_collectives()
@@ -239,6 +244,14 @@ def main(argv: Sequence[str], *, cleanup: ExitStack) -> int:
             _report(UserError(describe_out_of_memory(ran_out, argv, environ=os.environ)))
             return UserError.exit_code
     return 0
+
+
+def _find_mistake(error: BaseException) -> UserError | None:
+    """Return the UserError that caused an error, which a pipeline wraps in its own."""
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, UserError):
+        cause = cause.__cause__
+    return cause
 
 
 def main_and_exit(argv: Sequence[str]) -> None:

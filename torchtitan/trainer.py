@@ -313,7 +313,9 @@ class Trainer:
         if validates and run.validator is not None:
             with run.meter.paused(), self._status("validating"):
                 try:
-                    measured = run.validator.measure(step, is_stopped=self._sync.is_stopped)
+                    # the last one is not left: no later start would measure it
+                    votes = (lambda: False) if self._is_finished() else self._sync.is_stopped
+                    measured = run.validator.measure(step, is_stopped=votes)
                     self.last_row |= measured
                     self.last_row |= run.hooks.validation(step, self.last_row)
                 except WaitInterrupted:

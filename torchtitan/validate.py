@@ -215,9 +215,9 @@ class Validator:
     def _batches(self, is_stopped: Callable[[], bool]) -> Iterator[Batch]:
         self.loader.rewind()
         for number, [samples] in enumerate(self.loader, start=1):
-            yield self.shard.take(samples).to(self.device)
-            if number % BATCHES_BETWEEN_VOTES == 0 and is_stopped():
+            if number > 1 and number % BATCHES_BETWEEN_VOTES == 1 and is_stopped():
                 raise WaitInterrupted
+            yield self.shard.take(samples).to(self.device)
         self.loader.close()
 
     def limit_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:

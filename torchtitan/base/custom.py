@@ -123,10 +123,19 @@ def convert_errors(path: str, *, key: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        if not is_import_path(path):
+        if not is_import_path(path) or _is_of_the_machine(error):
             raise
         rule = f"'{path}' raised an error:\n{describe_error(error)}"
         raise ConfigError.at(key, rule) from error
+
+
+def _is_of_the_machine(error: BaseException) -> bool:
+    """Return whether memory ran out or another rank is lost, which no change of the code mends."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    is_lost = re.search("timed out waiting|timeout|connection (closed|reset)", str(error).lower())
+    return bool(names & {"OutOfMemoryError", "DistError"}) or (
+        isinstance(error, RuntimeError) and is_lost is not None
+    )
 
 
 def describe_error(error: BaseException) -> str:

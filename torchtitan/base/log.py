@@ -63,9 +63,14 @@ def init_logging(
 
 def replace_closed_streams() -> None:
     """Write to nowhere what is printed to a closed stream (`>&-`), which Python has as None."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the new file gets the free descriptor
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        if getattr(sys, name) is None:  # or the next file would get its descriptor
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            stream = open(number, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def note_in_file(message: str, level: str = "ERROR") -> None:

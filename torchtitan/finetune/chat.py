@@ -190,8 +190,11 @@ class ChatTemplate:
             return True
 
     def missing_end(self, rendered: Rendered) -> Literal["outside tags", "not written"] | None:
-        """Return why an answer has no token that ends the turn; None if all have one."""
-        for start, stop in rendered.spans:
+        """Return why the last answer has no token that ends the turn; None if it has one.
+
+        An answer may have several tagged parts, and the last one ends the turn.
+        """
+        for start, stop in rendered.spans[-1:]:
             if not self._special_at_end.search(rendered.text[start:stop]):
                 follows = self._special_at_start.match(rendered.text, stop)
                 return "outside tags" if self._has_tags and follows else "not written"

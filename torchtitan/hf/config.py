@@ -58,8 +58,8 @@ def read_config(folder: Path) -> StoredJSON:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise CheckpointError for a folder of PEFT."""
-    if (folder / ADAPTER_CONFIG).is_file():
+    """Raise CheckpointError for a folder of PEFT without a model."""
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
         raise CheckpointError(
             f"{folder} holds a LoRA adapter without the model: name the step of the run that "
             f'trained it, or a folder with merged weights (lora.export_format = "merged")'

@@ -46,7 +46,8 @@ STORE = "TORCHTITAN_STORE"
 RUN_FILE = "TORCHTITAN_RUN_FILE"
 """Set by the launcher: the file in which a rank writes where the run's files are."""
 END_FILE = "end"
-"""Beside it: how the training of a machine's first rank ended, "finished" or "stopped"."""
+"""Beside it: that the training of a machine's first rank has "ended", or with it its command has
+"finished"."""
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 SECONDS_FOR_RANK_0_TO_REPORT = 5
@@ -227,8 +228,8 @@ class OncePerMachine:
         self._numbers = count()
 
     def __call__(self, work: Callable[[], Any]) -> Any:
-        """Call `work`, or wait for its result from another rank of this machine; raise UserError
-        raised by `work`, here or there."""
+        """Call `work`, or wait for its result from another rank of this machine. Raises the
+        UserError of `work`, here or there."""
         key = f"once/{self._run}/{next(self._numbers)}/{socket.gethostname()}"
         store = _get_default_store()
         if store.add(f"{key}/begun", 1) > 1:

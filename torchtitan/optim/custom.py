@@ -8,6 +8,7 @@ each state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ def build_custom(
         raise ConfigError.at(NAME, f"{rule}, got {made!r:.80}")
     step = made.step
 
-    def checked_step() -> None:
+    def checked_step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         with convert_errors(settings.name, key=NAME):
-            step()
+            return step(*args, **kwargs)
 
-    made.step = checked_step  # type: ignore[method-assign, assignment]
+    made.step = MethodType(checked_step, made)  # type: ignore[method-assign]
     return made
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, zip_longest
 from math import ceil
@@ -181,7 +181,7 @@ def find_costs(
 ) -> Costs:
     """Return the costs of embedding, head and layers, from the settings or from their FLOPs; raise
     ConfigError if an end is set to cost as much as all layers."""
-    head = 6 * counts.num_head
+    head, counts = 6 * counts.num_head, replace(counts, num_frozen=0)
     layer = (counts.flops_per_token(seq_len) - head) / num_layers
     first = settings.pipeline_parallel_first_stage_less_layers
     last = settings.pipeline_parallel_last_stage_less_layers

@@ -108,7 +108,7 @@ def save_areas(
     path: Path, *, panels: Sequence[tuple[str, Mapping[str, Sequence[float]]]], limit: float
 ) -> None:
     """Draw panels of stacked areas, in GiB over the step, with a line at the limit; raise
-    ConfigError if see `save_timeline`."""
+    ConfigError as `save_timeline` does."""
     check_picture(path)
     from matplotlib.figure import Figure
 
