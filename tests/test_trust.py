@@ -34,7 +34,6 @@ from torchtitan.resume_rules import Job
 from torchtitan.tools import convert as convert_hf
 from torchtitan.tools import generate, hang
 from torchtitan.tools.audit import command as explain
-from torchtitan.tools.average import command as average
 from torchtitan.tools.compare import command as compare
 from torchtitan.tools.compare.layouts import launch
 from torchtitan.tools.evaluate import command as evaluate
@@ -85,7 +84,7 @@ TOOLS: dict[str, tuple[Main, list[str], Sequence[str]]] = {
         [f"--checkpoint={RUN}", "--perplexity", "a=text.txt", "--dataset_cache=cache"],
         ("model.name",),
     ),
-    "average": (average.main, [str(RUN), "--out=averaged"], ("model.name",)),
+    "average": (convert_hf.main, ["average", str(RUN), "averaged"], ("model.name",)),
     "convert": (convert_hf.main, ["to-hf", str(RUN), "converted"], ("model.name",)),
 }
 

@@ -28,8 +28,10 @@ VERBS: Verbs = {
     "evaluate": ("torchtitan.tools.evaluate.command", "measure perplexity, and tasks"),
     "prepare": ("torchtitan.tools.prepare", "tokenize files once, to train from on any machine"),
     "tokenizer": ("torchtitan.tools.tokenizer", "train a byte-pair tokenizer"),
-    "convert": ("torchtitan.tools.convert", "convert weights to and from Hugging Face"),
-    "average": ("torchtitan.tools.average.command", "average the weights of a run's checkpoints"),
+    "convert": (
+        "torchtitan.tools.convert",
+        "convert weights to and from Hugging Face; average them",
+    ),
     "compare": ("torchtitan.tools.compare.command", "compare runs, or layouts of a job"),
     "explain": ("torchtitan.tools.audit.command", "name the documents of a step, or its steps"),
     "report": ("torchtitan.tools.report.command", "write a page about runs"),

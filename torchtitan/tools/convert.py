@@ -3,13 +3,14 @@
     python -m torchtitan convert to-hf outputs model --dtype bfloat16
     python -m torchtitan convert from-hf model weights
     python -m torchtitan convert from-torch consolidated.00.pth weights
+    python -m torchtitan convert average outputs mean --steps 100,200,300
 
 `to-hf` reads the newest step of a run's folder or checkpoint folder, or the folder of one step. It
 does the same as checkpoint.last_save_in_hf at the end of a run, and reads one tensor at a time. For
 a URL it writes the folder to the local disk and uploads it. `from-hf` writes a torch DCP folder of
 the weights, for checkpoint.initial_load_path, and holds the full model in memory. A run can also
-read a Hugging Face folder itself, with checkpoint.initial_load_in_hf. Existing files are never
-overwritten.
+read a Hugging Face folder itself, with checkpoint.initial_load_in_hf. `average` writes the average
+of a run's checkpoints as a checkpoint of weights. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Literal
 
 from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
+from torchtitan.base.log import plural
 from torchtitan.base.urls import is_plain_url, is_url, local_path
 from torchtitan.config.settings import literal, values_of
 from torchtitan.models.settings import ModelSection
@@ -40,22 +42,11 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("torchtitan").setLevel(logging.INFO)  # large models take minutes
-    if args.direction == "to-hf":
-        with trusting_stored(args.trust_code):
-            line = to_hf(
-                args.checkpoint,
-                args.out,
-                dtype=args.dtype,
-                tokenizer=args.tokenizer,
-                lora=args.lora,
-                add_tokens=args.add_tokens,
-                verify=not args.skip_verify,
-            )
-    elif args.direction == "from-torch":
-        line = from_torch(args.file, args.out)
-    else:
-        line = from_hf(args.folder, args.out, dtype=args.dtype, add_tokens=args.add_tokens)
-    sys.stdout.write(f"{line}\n")
+    options = vars(args)
+    convert = options.pop("convert")
+    with warnings.catch_warnings(), trusting_stored(options.pop("trust_code", False)):
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        sys.stdout.write(f"{convert(**options)}\n")
     return 0
 
 
@@ -150,11 +141,9 @@ def from_hf(folder: Path, out: Path, *, dtype: str, add_tokens: int = 0) -> str:
     from torchtitan.tools.dcp_folder import to_dcp
 
     _check_absent(out)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        spec, architecture = to_dcp(
-            folder, out, dtype=getattr(torch, dtype), add_tokens=add_tokens, models=MODELS
-        )
+    spec, architecture = to_dcp(
+        folder, out, dtype=getattr(torch, dtype), add_tokens=add_tokens, models=MODELS
+    )
     default, model = values_of(ModelSection()), values_of(to_settings(spec, architecture))
     settings = {".".join(path): value for path, value in model.items() if value != default[path]}
     lines = [f"model.{key} = {literal(value)}" for key, value in settings.items()]
@@ -167,10 +156,33 @@ def from_torch(file: Path, out: Path) -> str:
     from torchtitan.tools.dcp_folder import torch_to_dcp
 
     _check_absent(out)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        num_tensors = torch_to_dcp(file, out, models=MODELS)
+    num_tensors = torch_to_dcp(file, out, models=MODELS)
     return f"{out}: {num_tensors} tensors; a job reads them by checkpoint.initial_load_path"
+
+
+def average(
+    checkpoint: Path,
+    out: Path,
+    *,
+    steps: Sequence[int] | None,
+    decay: float | None,
+    verify: bool = True,
+) -> str:
+    """Write the average of checkpoints; return a line about it."""
+    from torchtitan.checkpoint.storage import step_of
+    from torchtitan.tools.average import check_models, find_checkpoints, write_average
+
+    _check_absent(out)
+    if step_of(out) is not None:
+        raise CheckpointError(f"OUT must not have the name of a run's step, got {out.name}")
+    if decay is not None and not 0 < decay < 1:
+        raise CheckpointError(f"--decay must be between 0 and 1, got {decay}")
+    checkpoints = find_checkpoints(checkpoint, steps=steps, checksums=verify)
+    check_models([*checkpoints.values()])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_average([*checkpoints.values()], out, decay=decay)
+    names = f"{plural(len(checkpoints), 'step')}: {', '.join(map(str, checkpoints))}"
+    return f"{out}: the {'mean' if decay is None else 'moving average'} of {names}"
 
 
 def _check_absent(out: Path) -> None:
@@ -182,9 +194,13 @@ def _exists(out: Path | str) -> CheckpointError:
     return CheckpointError(f"{out} exists; name a new folder")
 
 
+def _steps(text: str) -> list[int]:
+    return [int(step) for step in text.split(",")]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser("convert", __doc__)
-    directions = parser.add_subparsers(dest="direction", required=True)
+    directions = parser.add_subparsers(required=True)
     to = directions.add_parser("to-hf", help="from a checkpoint to a Hugging Face folder")
     to.add_argument("checkpoint", type=Path, help="folder of a run or a step")
     to.add_argument("out", help="folder to create, or a URL such as s3://bucket/model")
@@ -196,11 +212,8 @@ def _parser() -> argparse.ArgumentParser:
         help="merge the LoRA adapter into the weights, or write only the adapter (default: "
         "lora.export_format)",
     )
-    to.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
-    add_trust_code(to)
     back = directions.add_parser("from-hf", help="from a Hugging Face folder to a DCP folder")
     back.add_argument("folder", type=Path, help="with config.json and safetensors files")
-    back.add_argument("out", type=local_path, help="folder to create")
     back.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -209,13 +222,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     torch_file = directions.add_parser("from-torch", help="from a .pt or .pth file to a DCP folder")
     torch_file.add_argument("file", type=Path, help="a state dict, by torch.save")
-    torch_file.add_argument("out", type=local_path, help="folder to create")
+    mean = directions.add_parser("average", help="from a run's checkpoints to one of weights")
+    mean.add_argument("checkpoint", type=local_path, help="folder of a run, or of checkpoints")
+    for direction in (back, torch_file, mean):
+        direction.add_argument("out", type=local_path, help="folder to create")
+    mean.add_argument("--steps", type=_steps, help="such as 100,200,300; default: all")
+    text = "of a moving average, per checkpoint: m_i = D m_(i-1) + (1 - D) w_i; default: the mean"
+    mean.add_argument("--decay", type=float, metavar="D", help=text)
+    text = "append N rows to embedding and output head, near the mean of the others"
     for direction in (to, back):
-        direction.add_argument(
-            "--add_tokens",
-            type=int,
-            default=0,
-            metavar="N",
-            help="append N rows to embedding and output head, near the mean of the others",
-        )
+        direction.add_argument("--add_tokens", type=int, default=0, metavar="N", help=text)
+    text = "do not verify checksums"
+    for direction in (to, mean):
+        direction.add_argument("--skip_verify", dest="verify", action="store_false", help=text)
+        add_trust_code(direction)
+    to.set_defaults(convert=to_hf)
+    back.set_defaults(convert=from_hf)
+    torch_file.set_defaults(convert=from_torch)
+    mean.set_defaults(convert=average)
     return parser
