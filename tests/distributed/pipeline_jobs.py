@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from torchtitan.checkpoint.state import optimizer_tensors
 from torchtitan.models import deepseek_v3, llama3, qwen3_moe
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Init, Normal
-from torchtitan.optim import loss
 from torchtitan.parallel.execution import Batch
 from torchtitan.trainer import Run, Trainer
 
@@ -190,45 +188,6 @@ def assert_same_gradients(
     assert gradients.keys() == wanted.keys()
     for name, right in wanted.items():
         assert (gradients[name] - right).norm() <= 1e-4 * right.norm(), f"gradient {name}"
-
-
-def count_forwards(job: list[str]) -> float:
-    """Return how often each block of this rank starts its forward, per microbatch of a step."""
-    run = jobs.start(job)
-    blocks: list[Any] = [block for part in run.model for block in part.layers.values()]
-    calls: list[object] = []
-    for block in blocks:
-        block.attention_norm.register_forward_hook(lambda *_: calls.append(None))
-    batches = [run.sequence_shard.take(samples) for samples in next(run.loader)]
-    run.execution.forward_backward(batches, divisor=torch.tensor(100))
-    Trainer(run).close()
-    return len(calls) / len(blocks) / sum(len(batch.tokens) for batch in batches)
-
-
-def count_head_gradients(job: list[str]) -> tuple[int, int, int]:
-    """Return how many gradients of the head's weight a step computes on this rank, the most of
-    earlier microbatches that are still held when there is a new one, and how many an evaluation
-    computes."""
-    run = jobs.start(job)
-    plain, made, most = loss._Head.__call__, list[weakref.ref[Any]](), 0
-
-    def counting(*args: Any) -> Any:
-        nonlocal most
-        result = plain(*args)
-        if result[2] is not None:
-            most = max(most, sum(ref() is not None for ref in made))
-            made.append(weakref.ref(result[2].untyped_storage()))
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss._Head, "__call__", counting)
-        batches = next(run.loader)
-        shared = [run.sequence_shard.take(samples) for samples in batches]
-        run.execution.forward_backward(shared, divisor=torch.tensor(100))
-        in_step = len(made)
-        run.execution.evaluate(shared[0])
-    Trainer(run).close()
-    return in_step, most, len(made) - in_step
 
 
 def assert_same_evaluation(results: list[Trained], reference: Trained, *, cp: int = 1) -> None:

@@ -14,13 +14,11 @@ from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_resume import exact
 from tests.jobs import BALANCED as ROUTERS
-from tests.jobs import EXPERTS, MODELS, OPTIONS, ROUTED, TINY8, UNSAVED, ep, pipeline
+from tests.jobs import EXPERTS, MODELS, TINY8, UNSAVED, ep, pipeline
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.models.interface import HeadLoss
 from torchtitan.optim import balance as module
-from torchtitan.optim.balance import Balance
 from torchtitan.trainer import Run, Trainer
 
 pytestmark = pytest.mark.slow
@@ -73,14 +71,6 @@ def test_what_only_fills_samples_up_is_not_counted(on_one_device: OneDevice) -> 
     ]
 
 
-@pytest.mark.promise("balance")
-@pytest.mark.long
-def test_recomputed_choices_are_counted_once(on_one_device: OneDevice) -> None:
-    options = (*MODELS["balanced"].options(Path()), *OPTIONS["recomputed"])
-    counts = router_figures(on_one_device(pj.train, *options).rows, "router/counts/")
-    assert {sum(of_layer) for row in counts for of_layer in row.values()} == {8 * 40 * 2}
-
-
 def lengths(job: list[str]) -> list[Tensor]:
     run = jobs.start(job)
     found = [torch.cat([one["length"] for one in next(run.loader)]) for _ in range(4)]
@@ -89,25 +79,6 @@ def lengths(job: list[str]) -> list[Tensor]:
 
 
 # --- resuming
-
-
-def test_counts_that_are_not_saved_are_missed(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
-    """And a checkpoint without them is resumed all the same."""
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *SAVED]
-    whole = [*jobs.write_job(tmp_path, TINY8, name="whole", cache=cache), *SAVED]
-    [through] = ranks.run(pj.train, whole, world=1)
-    ranks.run(train_and_forget, [*job, "--training.steps=2"], world=1)
-    [resumed] = ranks.run(pj.train, job, world=1)
-    assert exact(resumed.rows[:2]) == exact(through.rows[:2])
-    assert resumed.rows[2]["loss"] == through.rows[2]["loss"]
-    assert resumed.rows[2]["router/global_loss"] != through.rows[2]["router/global_loss"]
-
-
-def train_and_forget(job: list[str]) -> None:
-    """As a version that saves no counts."""
-    with pytest.MonkeyPatch.context() as patch, pj.strong_weights():
-        patch.setattr(Balance, "state", lambda self: {})
-        jobs.train(job)
 
 
 def _biases(run: Run) -> dict[str, Tensor]:
@@ -158,19 +129,6 @@ def test_biases_stay_float32(ranks: RankPool, tmp_path: Path, cache: Path) -> No
             assert (moves - moves.round()).abs().max() < 1e-5
 
 
-def test_validation_leaves_it_alone(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
-    validated = ("--validation.enable", "--validation.freq=1", "--validation.steps=2")
-    validated += ("--validation.dataset=synthetic",)
-    found = []
-    for name, how in {"plain": (), "validated": validated}.items():
-        job = [*jobs.write_job(tmp_path, TINY8, name=name, cache=cache), *BALANCED, *how]
-        found += ranks.run(pj.train, job, world=1)
-    plain, other = found
-    assert "validation_loss" in other.rows[1]
-    assert router_figures(plain.rows) == router_figures(other.rows)
-    assert all(bias.equal(other.final[name]) for name, bias in biases(plain).items())
-
-
 def train_into_a_bad_step(job: list[str], bad: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train until the loss of a step is not finite."""
     runs: list[Run] = []
@@ -203,17 +161,3 @@ def test_a_step_that_is_not_taken_moves_nothing(
     [(kept, state)] = ranks.run(train_into_a_bad_step, job, 3, world=1)
     assert all(bias.equal(two.final[name]) for name, bias in kept.items())
     assert state[COUNTS].equal(two.balance[COUNTS])
-
-
-def test_biases_beside_adapters_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), *ROUTED, "--lora.rank=4"]
-    [message] = ranks.run(jobs.refusal, job, world=1)
-    assert all(part in message for part in ("bias_update_rate", "lora.rank = 0"))
-
-
-def test_a_frozen_bias_stays(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *BALANCED]
-    job += ['--optimizer.frozen_params=["layers.2.moe.*"]']
-    [result] = ranks.run(pj.train, job, world=1)
-    moved = {name: bool(bias.any()) for name, bias in biases(result).items()}
-    assert moved == {f"layers.{n}.moe.expert_bias": n != 2 for n in (1, 2, 3)}

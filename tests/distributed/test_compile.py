@@ -21,7 +21,7 @@ from tests.distributed import jobs, pipeline_jobs
 from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import Trained, assert_same_training
 from tests.distributed.rank_pool import RankPool
-from tests.jobs import TIED, TINY8, UNSAVED, pipeline
+from tests.jobs import TINY8, UNSAVED, pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -116,16 +116,6 @@ def test_documents_change_with_each_batch_and_compile_nothing(
     results = ranks.run(train, [*job, within, *AOT_EAGER, *CP2], world=2)
     assert_same_training([result.trained for result in results], reference)
     assert {(result.graphs, result.breaks) for result in results} == {(4, 2)}
-
-
-def test_an_embedding_that_is_the_head_too(
-    ranks: RankPool, job: list[str], on_one_device: OneDevice
-) -> None:
-    """Its gradient is that of both ends, one of which is compiled against."""
-    results = ranks.run(train, [*job, TIED, TP2, FULL, *AOT_EAGER], world=2)
-    reference = on_one_device(pipeline_jobs.train, *UNCLIPPED, TIED)
-    assert_same_training([result.trained for result in results], reference)
-    assert [(result.graphs, result.breaks) for result in results] == [(1, 0)] * 2
 
 
 def digits(result: jobs.Result) -> list[tuple[float, float, float]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
@@ -19,9 +18,7 @@ from tests.distributed.conftest import OneDevice
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import UNSAVED
 from torchtitan.data.loader import Loader, Samples
-from torchtitan.models.decoder import Block
 from torchtitan.optim.loss import IGNORE_INDEX
-from torchtitan.parallel.context import attention as context_attention
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +31,6 @@ BASE = (
     "--training.local_batch_size=8",
 )
 CP2 = "--parallelism.context_parallel_degree=2"
-CP4 = "--parallelism.context_parallel_degree=4"
 RING = "--parallelism.context_parallel_rotate_method=ring"
 CONTIGUOUS = "--parallelism.context_parallel_load_balancer=none"
 
@@ -73,44 +69,3 @@ def test_a_rank_whose_labels_are_all_masked(
     results = ranks.run(train_on_the_second_half, [*job, *how, UNSAVED], world=2)
     assert reference.rows[0]["valid_token_fraction"] < 0.5
     pj.assert_same_training(results, reference)
-
-
-# --- recomputation
-
-
-def count_hops(job: list[str]) -> list[str]:
-    """What one step of this rank does on the ring, layer by layer."""
-    calls: list[str] = []
-    correct = context_attention.Message.__init__
-    forward = Block.forward
-
-    def init(self: context_attention.Message, tensor: Tensor, **arguments: object) -> None:
-        calls.append("hop")
-        correct(self, tensor, **arguments)  # type: ignore[arg-type]
-
-    def block(self: Block, *arguments: object) -> Tensor:
-        calls.append("block")
-        return forward(self, *arguments)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_attention.Message, "__init__", init)
-        patch.setattr(Block, "forward", block)
-        pj.train(job)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("mode", "option", "blocks", "attentions"),
-    [("none", "2", 0, 0), ("full", "2", 2, 2), ("selective", "2", 1, 1), ("selective", "op", 2, 0)],
-    ids=lambda x: str(x),
-)
-def test_recomputed_blocks_repeat_their_hops_on_all_ranks_alike(
-    mode: str, option: str, blocks: int, attentions: int, ranks: RankPool, job: list[str]
-) -> None:
-    recomputing = {"mode": mode, "selective_ac_option": option}
-    how = [f"--activation_checkpoint.{key}={value}" for key, value in recomputing.items()]
-    calls = ranks.run(count_hops, [*job, CP4, RING, *how, "--training.steps=1", UNSAVED], world=4)
-    assert all(own == calls[0] for own in calls)
-    assert calls[0].count("block") == NUM_LAYERS + blocks
-    # 3 hops forward, 3 + 4 backward: gradients take one more to come home
-    assert calls[0].count("hop") == (NUM_LAYERS + attentions) * 3 + NUM_LAYERS * 7

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -67,19 +66,6 @@ def test_another_batch_goes_on_at_the_next_sample(ranks: RankPool, tmp_path: Pat
     assert [step for _, step, _ in drawn] == [
         step for step, count in enumerate(counts, start=1) for _ in range(count)
     ]
-
-
-@pytest.mark.promise("resume-elsewhere")
-def test_a_step_that_is_trained_again_is_logged_once(ranks: RankPool, tmp_path: Path) -> None:
-    """Steps after the checkpoint are lost with the ranks that drew them, torn lines included."""
-    job = [*jobs.write_job(tmp_path), LOGGED, "--checkpoint.interval=2", "--training.steps=3"]
-    ranks.run(jobs.train, job, world=2)
-    whole = samples(tmp_path / "run")
-    with (tmp_path / "run" / "samples" / "rank_1.jsonl").open("a") as file:
-        file.write('{"step": 4, "ind')
-    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-3")
-    ranks.run(jobs.train, job, world=1)
-    assert samples(tmp_path / "run") == whole
 
 
 @pytest.mark.promise("resume-elsewhere")

@@ -4,7 +4,6 @@ is planned over it, in any layout and after any stop."""
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from tests.jobs import TINY, UNSAVED
+from tests.jobs import TINY
 from tests.naming import naming
 from torchtitan.metrics.events import read_events
 
@@ -94,23 +93,6 @@ def test_the_rate_of_100_chats_3_times_is_planned_over_their_18_steps(
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_text_is_planned_too_and_training_steps_may_come_first(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    job = write_text(tmp_path)
-    [found] = ranks.run(jobs.train, [*job, UNSAVED], world=1)
-    assert rates(found) == pytest.approx([LR, LR * 2 / 3, LR / 3])
-    shutil.rmtree(tmp_path / "run")
-    [found] = ranks.run(jobs.train, [*job, UNSAVED, "--training.steps=2"], world=1)
-    assert rates(found) == pytest.approx([LR, LR / 2])
-    shutil.rmtree(tmp_path / "run")
-    weighted = [*job, UNSAVED, "--training.dataset_weights", "3", "1"]
-    (tmp_path / "b.txt").write_text("y" * 4000)
-    weighted += ["--training.dataset_path", f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
-    [found] = ranks.run(jobs.train, weighted, world=1)  # 24 of the first make 32 in all
-    assert rates(found) == pytest.approx([LR, LR * 3 / 4, LR * 2 / 4, LR / 4])
-
-
 @pytest.mark.promise("learning-rate")
 def test_more_epochs_follow_the_schedule_of_all(ranks: RankPool, tmp_path: Path) -> None:
     job = write_text(tmp_path)
@@ -128,21 +110,3 @@ def test_more_epochs_follow_the_schedule_of_all(ranks: RankPool, tmp_path: Path)
     assert rates(found)[6:] == pytest.approx([LR * n / 12 for n in range(6, 0, -1)])
     [lines] = ranks.run(jobs.logged, smaller, world=1)  # its own command recovers it
     assert any("Resumed from" in line and "step-12" in line for line in lines)
-
-
-def test_what_does_not_fit_the_steps_of_the_data_is_said(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*write_text(tmp_path), UNSAVED]
-    [lines] = ranks.run(jobs.logged, job, world=1)
-    job += [f"--job.dump_folder={tmp_path / 'other'}"]
-    assert any(re.search(r"2 epochs, 24 samples in all, 8 per step: .* 3$", line) for line in lines)
-    assert not any("warmup" in line for line in lines)
-    short = [*job, "--lr_scheduler.total_steps=2"]
-    [message] = ranks.run(jobs.refusal, short, world=1)
-    assert "[lr_scheduler] total_steps" in message
-    assert "training.steps (3), got 2" in message
-    [lines] = ranks.run(jobs.logged, [*job, "--lr_scheduler.warmup_steps=50"], world=1)
-    [notice] = [line for line in lines if "warmup" in line]
-    assert naming(50, 3, f"{LR * 3 / 50:.3g}").match(notice)
-    shutil.rmtree(tmp_path / "other")
-    same = [*job, "--lr_scheduler.total_steps=3", "--training.steps=1000"]
-    assert ranks.run(jobs.refusal, same, world=1) == ["no error"]

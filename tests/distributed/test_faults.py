@@ -200,17 +200,6 @@ def test_the_end_of_the_data_ends_the_run_on_all_ranks(ranks: RankPool, tmp_path
     assert read_state(folder / "step-3", "dataloader")["position"] == 24
 
 
-def test_a_batch_that_the_ranks_cannot_split(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), "--training.global_batch_size=8"]
-    for message in ranks.run(jobs.failure, job, world=3):
-        assert naming("global_batch_size", 2, 3, 6, 8).match(message)
-
-
-def test_data_that_fill_no_batch_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    [message] = ranks.run(jobs.failure, in_epochs(tmp_path, "x" * 100), world=1)
-    assert naming("[training] global_batch_size", 6, 2).match(message)
-
-
 def stopped(job: list[str], *, step: int, factor: float) -> str:
     """Ask for an end in a step, and multiply its loss."""
 
@@ -229,20 +218,3 @@ def stopped(job: list[str], *, step: int, factor: float) -> str:
         return f"stopped by {Trainer(run, stop=Asked()).train()} after step {run.progress.step}"
     except NonFiniteError as error:
         return str(error)
-
-
-@pytest.mark.parametrize(
-    ("saves", "step", "factor", "expected"),
-    [
-        ("true", 2, 1.0, "stopped by a signal (to 1 rank) after step 2"),
-        ("true", 3, math.nan, "step 3 must have a finite loss"),
-        ("false", 3, math.nan, "step 3 must have a finite loss"),
-    ],
-    ids=["heard at once", "a bad last step", "a bad last step, unsaved"],
-)
-def test_a_stop_in_a_step(
-    saves: str, step: int, factor: float, expected: str, ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path), "--metrics.log_freq=100", f"--checkpoint.enable={saves}"]
-    [message] = ranks.run(stopped, job, step=step, factor=factor, world=1)
-    assert expected in message

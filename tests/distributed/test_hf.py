@@ -16,9 +16,8 @@ from tests.distributed import test_reference as by_torch
 from tests.distributed.rank_pool import RankPool
 from tests.hf.test_deepseek import float8_folder
 from tests.hf.test_folders import imported
-from tests.jobs import TINY, UNSAVED
+from tests.jobs import TINY
 from tests.models.reference import LATENT, new_decoder, random_decoder, reference_of
-from tests.naming import naming
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
@@ -206,65 +205,3 @@ def test_ranks_share_the_files_of_an_export(ranks: RankPool, tmp_path: Path) -> 
     assert len(set(messages)) == 1
     assert "__1_0.distcp" in messages[0]
     assert (tmp_path / "out" / "config.json").is_file()
-
-
-def test_a_run_without_checkpoints_starts_from_weights_and_saves_none(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    source, model = folder_of(tmp_path / "theirs")
-    job = [*job_from(tmp_path, source, "--training.steps=2")]
-    [saved] = ranks.run(jobs.train, job, world=1)
-    steps = tmp_path / "run" / "checkpoint"
-    before = sorted(steps.rglob("*"))
-    for folder in (tmp_path, tmp_path / "b"):  # checkpoints of its own folder are not resumed
-        folder.mkdir(exist_ok=True)
-        job = [*job_from(folder, source, "--training.steps=2"), UNSAVED]
-        [result] = ranks.run(jobs.train, [*job, "--checkpoint.last_save_in_hf"], world=1)
-        assert all(torch.equal(result.initial[n], p) for n, p in model.state_dict().items())
-        assert [row["loss"] for row in result.rows] == [row["loss"] for row in saved.rows]
-    assert sorted(steps.rglob("*")) == before
-    assert not (tmp_path / "b" / "run" / "checkpoint").exists()
-    longer = ("--training.steps=3", "--checkpoint.initial_load_model_only=false")
-    job = [*jobs.write_job(tmp_path, name="c"), UNSAVED, "--training.local_batch_size=4"]
-    job += [f"--checkpoint.initial_load_path={steps}", "--checkpoint.mode=continue", *longer]
-    [result] = ranks.run(jobs.train, job, world=1)
-    assert [row["step"] for row in result.rows] == [3]
-
-
-@pytest.mark.promise("mistakes")
-def test_refusals_reach_every_rank_before_anything_is_built(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    source, _ = folder_of(tmp_path / "theirs")
-    without = [a for a in job_from(tmp_path, source) if "in_hf" not in a]
-    [message] = ranks.run(jobs.refusal, without, world=1)
-    assert message.endswith("write checkpoint.initial_load_in_hf = true")
-    wrong = job_from(tmp_path, source, flavor="tiny8")
-    for message in ranks.run(jobs.refusal, wrong, world=2):
-        assert 'model.flavor = "hf"' in message
-    nowhere = job_from(tmp_path, tmp_path / "nowhere")
-    for message in ranks.run(jobs.refusal, nowhere, world=2):
-        assert naming("initial_load_path", tmp_path / "nowhere").match(message)
-    file = sorted(source.glob("*.safetensors"))[3]
-    file.write_bytes(file.read_bytes()[:-8])
-    for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):
-        assert str(file) in message
-
-
-@pytest.mark.promise("partial-loading")
-def test_what_is_left_out_keeps_its_initial_weights(ranks: RankPool, tmp_path: Path) -> None:
-    source, model = folder_of(tmp_path / "theirs")
-    pattern = '--checkpoint.exclude_from_loading=["output.*", "layers.1.*norm*"]'
-    [(weights, _, _)] = ranks.run(hf_jobs.begin, job_from(tmp_path, source, pattern), world=1)
-    kept = {"output.weight", "layers.1.attention_norm.weight", "layers.1.ffn_norm.weight"}
-    for name, expected in model.state_dict().items():
-        assert torch.equal(weights[name], expected) == (name not in kept)
-    deeper, _ = folder_of(tmp_path / "deeper", num_layers=3)
-    job = job_from(tmp_path, deeper, "--checkpoint.exclude_from_loading=layers.2.*")
-    assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
-    [message] = ranks.run(
-        jobs.refusal,
-        job_from(tmp_path, source, '--checkpoint.exclude_from_loading="head.*"'),
-        world=1,
-    )
-    assert "checkpoint.exclude_from_loading: 'head.*'" in message

@@ -126,6 +126,7 @@ OF_FAMILIES: list[tuple[str, str, str]] = [
     ("tp 2", "Muon, adapters", ""),
     ("fsdp 2 x tp 2", "Muon, groups", ""),
     ("pp 2", "Muon", ""),
+    ("fsdp 2", "own family", "compiled, recomputed"),
     ("tp 2", "own family", ""),
     ("pp 2 ZBV", "own family", ""),
     ("cp 2 ring x fsdp 2", "own family", "recomputed"),

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_elastic import LOGGED, samples
-from tests.jobs import UNSAVED
 from torchtitan.metrics.events import read_events
 
 pytestmark = pytest.mark.slow
@@ -91,16 +90,3 @@ def test_a_callback_on_one_rank_stops_all_and_it_is_saved(ranks: RankPool, tmp_p
     assert first.rows[-1]["step"] == 3
     assert (tmp_path / "run" / "checkpoint" / "step-3" / "manifest.json").is_file()
     assert "enough" in read_events(tmp_path / "run")[-1]["reason"]
-
-
-@pytest.mark.parametrize("own", ["training", "validation", "both"])
-def test_data_of_ones_own_are_validated_on(own: str, ranks: RankPool, tmp_path: Path) -> None:
-    name = "examples.own_dataset:Sums"
-    job = [*jobs.write_job(tmp_path), UNSAVED, "--training.steps=1", "--validation.enable"]
-    job += [
-        "--validation.steps=1",
-        f"--validation.dataset={'synthetic' if own == 'training' else name}",
-    ]
-    job += [f"--training.dataset={name}"] * (own != "validation")
-    [result] = ranks.run(jobs.train, job, world=1)
-    assert 4 < result.rows[-1]["validation_loss"] < 8

@@ -105,26 +105,3 @@ def test_the_same_model(
     pj.assert_same_evaluation(results, reference)
     pp = 4 if "pp 4" in layout else 2
     assert sum(result.owns_loss for result in results) * pp == world
-
-
-@pytest.mark.parametrize(("schedule", "forwards"), [("Interleaved1F1B", 2), ("ZBVZeroBubble", 1)])
-def test_a_block_runs_forward_once_where_backward_is_split(
-    schedule: str, forwards: int, ranks: RankPool, tmp_path: Path, cache: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), UNSAVED, *pipeline(schedule)]
-    for counted in ranks.run(pj.count_forwards, [*job, *SELECTIVE], world=2):
-        assert counted == forwards
-
-
-@pytest.mark.promise("no-waits")
-@pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
-def test_no_gradient_of_the_head_waits_for_another(
-    schedule: str, ranks: RankPool, tmp_path: Path, cache: Path
-) -> None:
-    """Each is as large as the weight; of eight microbatches in flight they would be the most that
-    a rank holds."""
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), UNSAVED, *pipeline(schedule), BATCH8]
-    for computed, waiting, evaluated in ranks.run(pj.count_head_gradients, job, world=2):
-        assert computed in (0, 8)
-        assert waiting <= 1
-        assert not evaluated

@@ -17,8 +17,7 @@ from tests.distributed.conftest import OneDevice
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_elastic import LOGGED, samples
 from tests.distributed.test_intentions import Beginning, begin, standing
-from tests.jobs import DDP, EXPERTS, FSDP, HSDP, TIED, TINY8, TP2, UNSAVED, cp, ep, pipeline
-from torchtitan.tools.compare.layouts.gaps import first_unequal
+from tests.jobs import DDP, EXPERTS, FSDP, HSDP, TIED, TINY8, TP2, cp, ep, pipeline
 from torchtitan.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -129,20 +128,3 @@ def test_a_run_goes_through_layouts_as_if_on_one_device(
         results = ranks.run(pj.train, options, world=world)
     pj.assert_same_course(results, reference)
     assert [number for number, _, _ in samples(tmp_path / "run")] == list(range(steps * 8))
-
-
-def test_where_weights_are_kept_for_backward_changes_no_bit(
-    ranks: RankPool, tmp_path: Path, cache: Path
-) -> None:
-    finals = {}
-    for kept in ("default", "2"):
-        job = jobs.write_job(tmp_path, name=kept, cache=cache)
-        job += [
-            f"--parallelism.fsdp_reshard_after_forward={kept}",
-            "--training.steps=2",
-            UNSAVED,
-        ]
-        finals[kept] = ranks.run(jobs.train, job, world=4)[0]
-    for kept, result in finals.items():
-        assert result.rows[-1]["loss"] == finals["default"].rows[-1]["loss"]
-        assert first_unequal(finals["default"].final, result.final) == "", kept

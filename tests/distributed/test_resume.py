@@ -14,8 +14,7 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.pipeline_jobs import strong_weights
 from tests.distributed.rank_pool import RankPool
-from tests.jobs import BALANCED, DDP, EXPERTS, HSDP, OPTIONS, OWN_THINGS, TP2, cp, ep, pipeline
-from torchtitan.checkpoint import restore
+from tests.jobs import BALANCED, DDP, EXPERTS, OPTIONS, OWN_THINGS, TP2, cp, ep, pipeline
 from torchtitan.models.interface import HeadLoss
 
 pytestmark = pytest.mark.slow
@@ -137,51 +136,3 @@ def test_a_run_that_died_between_checkpoints_repeats_what_was_lost(
     [resumed] = ranks.run(jobs.train, job, world=1)
     assert exact(resumed.rows) == exact(through.rows)
     assert resumed.state_hash == through.state_hash
-
-
-@pytest.mark.promise("resume-elsewhere")
-def test_another_number_of_ranks_goes_on_at_the_next_sample(
-    ranks: RankPool, tmp_path: Path, cache: Path
-) -> None:
-    whole, moved = (
-        [*jobs.write_job(tmp_path, name=name, cache=cache), "--training.steps=4"]
-        for name in ("whole", "moved")
-    )
-    [through] = ranks.run(jobs.train, whole, world=1)
-    ranks.run(jobs.train, [*moved, "--training.steps=1"], world=2)
-    ranks.run(jobs.train, [*moved, *HSDP, "--training.steps=2"], world=4)
-    [resumed] = ranks.run(jobs.train, moved, world=1)
-    for ours, theirs in zip(resumed.rows, through.rows, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-        assert ours["valid_token_fraction"] == theirs["valid_token_fraction"]
-
-
-def resume_with_another_generator(job: list[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """Resume as where there is a kind of generator that the checkpoint knows nothing of."""
-    correct = restore.rng_tensors
-    taken: list[dict[str, Tensor]] = []
-    restore.rng_tensors = lambda *, rank: {
-        **correct(rank=rank),
-        f"rank_{rank}.cuda": torch.zeros(16, dtype=torch.uint8),
-    }
-    correct_set = restore.set_rng
-    restore.set_rng = lambda states: (taken.append(dict(states)), correct_set(states))
-    try:
-        lines = jobs.logged(job)
-    finally:
-        restore.rng_tensors, restore.set_rng = correct, correct_set
-    return taken[0], lines
-
-
-@pytest.mark.promise("exact-resume")
-def test_a_checkpoint_without_the_generators_of_a_gpu_is_resumed(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """It was saved on CPUs."""
-    job = [*jobs.write_job(tmp_path), "--training.steps=2"]
-    ranks.run(jobs.train, job, world=2)
-    for rank, (taken, lines) in enumerate(ranks.run(resume_with_another_generator, job, world=2)):
-        assert list(taken) == [f"rank_{rank}.cpu"]
-        [said] = [line for line in lines if f"rank_{rank}.cuda" in line]
-        assert "debug.seed" in said

@@ -12,24 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.conftest import OneDevice
-from tests.distributed.jobs import refusal
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import HSDP, TINY
-from tests.naming import naming
 from torchtitan.data.documents import build_text
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
 from torchtitan.models.families import find_model
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import count_valid
-from torchtitan.parallel import tensor
 
 pytestmark = pytest.mark.slow
 
@@ -123,56 +117,3 @@ def test_every_parameters_gradient(
         for name, grad in result.items():
             error = (grad - expected[name]).norm() / expected[name].norm()
             assert error < 2e-6, f"{name} is off by {error}"
-
-
-class Scaled(nn.Embedding):
-    """An embedding that does more than look up."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * 3
-
-
-def look_up(kind: type[nn.Embedding], *, split_over: DeviceMesh | None) -> tuple[Tensor, Tensor]:
-    """Return the first of this rank's rows, and the gradient of the whole table."""
-    torch.manual_seed(0)
-    module, tokens = (
-        kind(12, 4),
-        torch.tensor([[0, 11, 5, 6, 5, 7, 0, 3], [6, 1, 1, 2, 11, 9, 5, 5]]),
-    )
-    weights = torch.rand(2, 8, 4)
-    if split_over is not None:
-        style = tensor.VocabParallelEmbedding(Shard(1))
-        parallelize_module(module, split_over, style, src_data_rank=None)
-        weights = weights.chunk(split_over.size(), dim=1)[split_over.get_local_rank()]
-    rows = module(tokens)
-    (rows * weights).sum().backward()
-    assert module.weight.grad is not None
-    return rows.detach() * 1, jobs.full(module.weight.grad)
-
-
-def look_up_split(kind: type[nn.Embedding]) -> tuple[Tensor, Tensor]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    return look_up(kind, split_over=mesh)
-
-
-@pytest.mark.promise("tp")
-@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
-def test_any_embedding_may_be_split(kind: type[nn.Embedding], ranks: RankPool) -> None:
-    rows, gradient = look_up(kind, split_over=None)
-    results = ranks.run(look_up_split, kind, world=4)
-    for (found, found_gradient), part in zip(results, rows.chunk(4, dim=1), strict=True):
-        assert torch.equal(found, part)
-        torch.testing.assert_close(found_gradient, gradient)
-
-
-@pytest.mark.promise("mistakes")
-def test_sizes_that_do_not_divide_are_refused_before_any_data_is_read(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path), TP2]
-    for message in ranks.run(refusal, job, world=2):
-        assert naming("vocab_size 263", 2, 1).match(message)
-    for message in ranks.run(refusal, [*job, "--training.seq_len=31"], world=2):
-        assert naming(30, "tensor_parallel_degree 2").match(message)
-    assert not (tmp_path / "cache").exists()
-    assert not (tmp_path / "run").exists()

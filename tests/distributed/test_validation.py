@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,6 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_resume import exact
 from tests.jobs import TINY, TINY8, UNSAVED, pipeline
-from tests.naming import naming
-from torchtitan import validate
-from torchtitan.base.errors import NonFiniteError
-from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.data.dataset import PadToBatch
 from torchtitan.job import load_config
@@ -195,29 +190,6 @@ def test_nothing_of_the_training_differs(
         assert not any("validation_loss" in row for row in theirs.rows)
 
 
-def measured(given: list[list[str]]) -> list[float]:
-    """The losses that validations give before training."""
-    validators = [jobs.start(job).validator for job in given]
-    return [v.measure(0)["validation_loss"] for v in validators if v is not None]
-
-
-def test_the_first_batches_alone(ranks: RankPool, tmp_path: Path) -> None:
-    base = [*validated(tmp_path, TINY), UNSAVED]
-    options = [
-        (),
-        ("--validation.steps=2",),  # 2 global batches of 8 hold all 13
-        ("--validation.steps=100",),
-        ("--validation.steps=1",),
-        # the same samples in other batches
-        ("--validation.steps=1", "--validation.local_batch_size=3"),
-    ]
-    [found] = ranks.run(measured, [[*base, *more] for more in options], world=1)
-    every, two, hundred, some, others = found
-    assert two == hundred == every
-    assert some != every
-    assert others == pytest.approx(some, rel=1e-6)
-
-
 def train_to(job: list[str], losses: dict[int, float]) -> list[int]:
     """Train with validations that give these losses; return the steps after which they were."""
     run = jobs.start(job)
@@ -254,62 +226,6 @@ def test_the_best_checkpoints_are_kept(ranks: RankPool, tmp_path: Path) -> None:
     assert validations == [1, 2, 4, 6, 8, 10]
 
 
-def measured_on(given: list[list[str]]) -> list[str]:
-    validators = [jobs.start(job).validator for job in given]
-    return [validator.data for validator in validators if validator is not None]
-
-
-def test_losses_of_other_samples_do_not_compare(ranks: RankPool, tmp_path: Path) -> None:
-    same = [(), ("--validation.steps=2",), ("--validation.local_batch_size=5", "--debug.seed=3")]
-    others = [
-        ("--validation.steps=1",),
-        ("--validation.seq_len=16",),
-        ("--training.attn_mask_type=causal",),
-        ("--training.reset_positions=true",),
-    ]
-    given = [
-        [*validated(tmp_path, TINY, name=str(k), cache=tmp_path / "cache"), *options]
-        for k, options in enumerate([*same, *others])
-    ]
-    [found] = ranks.run(measured_on, given, world=1)
-    assert len(set(found[:3])) == 1
-    assert len(set(found)) == 1 + len(others) == len(found) - 2
-
-
-def losses_of(job: list[str]) -> list[float]:
-    run = jobs.start(job)
-    assert run.validator is not None
-    assert run.validator.loader.dataset.num_drawn == 8  # type: ignore[attr-defined]
-    return [run.validator.measure(0)["validation_loss"]]
-
-
-def test_steps_are_those_of_the_training_in_any_layout(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*validated(tmp_path, TINY), "--training.global_batch_size=4", "--validation.steps=2"]
-    losses = []
-    for number, (world, options) in enumerate(
-        [(1, ["--training.local_batch_size=4"]), (1, ["--validation.local_batch_size=3"]), (2, [])]
-    ):
-        folder = f"--job.dump_folder={tmp_path / str(number)}"
-        small = ["--training.local_batch_size=2", *options, folder]
-        losses += ranks.run(losses_of, [*job, *small], world=world)[0]
-    torch.testing.assert_close(losses, [losses[0]] * 3, rtol=1e-6, atol=0)
-
-
-def stop_after_2(job: list[str]) -> None:
-    stop = StopRequest()
-    trainer = Trainer(jobs.start(job), stop=stop)
-    assert trainer.train(on_step=lambda step: stop.end_after(0 if step == 2 else None)) is not None
-    trainer.close()
-
-
-def test_a_run_that_must_leave_saves_at_once(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*validated(tmp_path, TINY), "--validation.freq=1", "--checkpoint.keep_best=1"]
-    ranks.run(stop_after_2, [*job, "--training.steps=5"], world=1)
-    rows = jobs.read_rows(tmp_path / "run")
-    assert [row["step"] for row in rows if "validation_loss" in row] == [1, 2]
-    assert "validation" not in read_manifest(tmp_path / "run" / "checkpoint" / "step-3")
-
-
 def stop_while_validating(job: list[str]) -> tuple[int, int, str | None]:
     """Ask one rank to stop in the third batch of the validation after step 2."""
     run, stop, counted = jobs.start(job), StopRequest(), 0
@@ -341,80 +257,6 @@ def test_a_signal_is_obeyed_between_batches(ranks: RankPool, tmp_path: Path, wor
     rows = jobs.read_rows(tmp_path / "run")
     assert [row["step"] for row in rows if "validation_loss" in row] == [1]
     assert find_steps(tmp_path / "run" / "checkpoint") == [2]
-
-
-def count_time(job: list[str]) -> list[dict[str, float]]:
-    """Train with validations of a thousand seconds."""
-    run, late = jobs.start(job), [0.0]
-    assert run.validator is not None
-
-    def measure(step: int, **_: Any) -> dict[str, float]:
-        late[0] += 1000
-        return {"validation_loss": 1.0}
-
-    run.validator.measure = measure  # type: ignore[method-assign]
-    run.meter._clock = lambda: time.monotonic() + late[0]
-    trainer = Trainer(run)
-    trainer.train()
-    trainer.close()
-    return jobs.read_rows(load_config(job).job.dump_folder)
-
-
-def test_its_time_is_not_that_of_the_training(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*validated(tmp_path, TINY), UNSAVED, "--training.steps=2"]
-    [rows] = ranks.run(count_time, job, world=1)
-    assert all(row["step_time_s"] < 900 for row in rows)
-
-
-def timeouts_of(job: list[str]) -> list[int]:
-    """Train; return the timeouts that validation set, in their order."""
-    found: list[int] = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in ("set_timeout", "tighten_timeout"):
-            monkeypatch.setattr(validate, name, lambda seconds, groups: found.append(seconds))
-        jobs.train(job)
-    return found
-
-
-def test_the_first_one_of_a_start_has_the_time_to_compile(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*validated(tmp_path, TINY), "--comm.init_timeout_seconds=77"]
-    [timeouts] = ranks.run(
-        timeouts_of,
-        [*job, UNSAVED, "--comm.train_timeout_seconds=55", "--training.steps=2"],
-        world=1,
-    )
-    assert timeouts == [77, 55]
-
-
-def failure_of(job: list[str], loss: float) -> str:
-    run = jobs.start(job)
-    assert run.validator is not None
-    evaluate = run.execution.evaluate
-    run.execution.evaluate = lambda batch: evaluate(batch) * loss  # type: ignore[method-assign]
-    with pytest.raises(NonFiniteError) as caught:
-        Trainer(run).train()
-    return str(caught.value)
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(ranks: RankPool, tmp_path: Path) -> None:
-    job = validated(tmp_path, TINY)
-    [message] = ranks.run(failure_of, job, float("nan"), world=1)
-    assert message.startswith("step 1 must have a finite validation loss, got nan")
-
-
-def test_data_that_are_missing_or_short(ranks: RankPool, tmp_path: Path) -> None:
-    job = validated(tmp_path, TINY)
-    path = write_held_out(tmp_path)
-    [message] = ranks.run(jobs.refusal, [*job, "--validation.dataset_path=no/*.txt"], world=1)
-    assert naming("[validation] dataset_path", "'no/*.txt'").match(message)
-    [message] = ranks.run(jobs.refusal, [*job, "--validation.seq_len=512"], world=1)
-    assert naming("[validation] seq_len", 513).match(message)
-    trained_on = ["--training.dataset=files", f"--training.dataset_path={path}"]
-    few = ["--training.global_batch_size=2", "--checkpoint.enable=false"]
-    [lines] = ranks.run(jobs.logged, [*job, *trained_on, *few], world=1)
-    [line] = [line for line in lines if line.startswith("Validation on ")]
-    for part in ("13 samples of 32 tokens", "7 batches", "every 2 steps", "step 1"):
-        assert part in line
 
 
 def split_job(folder: Path, name: str, cache: Path, *arguments: str) -> list[str]:
@@ -482,22 +324,3 @@ def test_held_out_documents_are_as_if_in_files_of_their_own(
 def validation_losses(result: jobs.Result) -> dict[int, float]:
     """The losses by step."""
     return {r["step"]: r["validation_loss"] for r in result.rows if "validation_loss" in r}
-
-
-def test_another_split_does_not_resume(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
-    def job(*arguments: str) -> list[str]:
-        return split_job(tmp_path, "run", cache, *arguments)
-
-    ranks.run(jobs.train, job("--training.steps=1"), world=1)
-    [message] = ranks.run(jobs.refusal, job("--validation.holdout_fraction=0.2"), world=1)
-    assert naming("validation.holdout_fraction", 0.3, 0.2).match(message)
-    other = job("--validation.holdout_fraction=0.2", "--checkpoint.mode=continue")
-    [message] = ranks.run(jobs.refusal, other, world=1)
-    assert naming("validation.split", 0.3, 0.2).match(message)
-    more = tmp_path / "more.jsonl"
-    more.write_text(write_held_out(tmp_path).read_text() + '{"text": "one more"}\n')
-    [message] = ranks.run(jobs.refusal, job(f"--training.dataset_path={more}"), world=1)
-    assert naming("data", "job.dump_folder").match(message)
-    tiny = split_job(tmp_path, "tiny", cache, "--validation.holdout_fraction=1e-9")
-    [message] = ranks.run(jobs.refusal, tiny, world=1)
-    assert message.startswith("[validation] holdout_fraction: 1e-09")
