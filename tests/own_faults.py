@@ -44,15 +44,6 @@ class Hangs(Data):
         return super().__getitem__(i)
 
 
-class HangsHeldOut(Data):
-    """Gives data to train on, and none to validate on."""
-
-    def __getitem__(self, i: int) -> list[int]:
-        if self.held_out:
-            threading.Event().wait()
-        return super().__getitem__(i)
-
-
 class ExitingSink:
     """Ends its process at the first row."""
 

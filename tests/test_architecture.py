@@ -304,42 +304,20 @@ def test_the_closure_holds_what_an_import_runs() -> None:
 
 PIPELINING = "from torch.distributed.pipelining import PipelineStage"
 PLANTED: list[tuple[Rule, dict[str, str]]] = [
-    (floors, {"torchtitan/base/x.py": "import torchtitan.config.load"}),
     (floors, {"torchtitan/base/x.py": "from torchtitan.models.rope import rope"}),
-    (floors, {"torchtitan/config/x.py": "from torchtitan.base import log"}),
-    (floors, {"torchtitan/config/x.py": "from torchtitan.layout import find_layout"}),
-    (floors, {"torchtitan/config/x.py": "from torchtitan.job import Config"}),
     (floors, {"torchtitan/config/x.py": "from torchtitan.mesh.settings import CommConfig"}),
-    (floors, {"torchtitan/mesh/x.py": "from torchtitan import models"}),
     (floors, {"torchtitan/mesh/x.py": "from ..models import rope"}),
-    (floors, {"torchtitan/mesh/__init__.py": "from ..optim.clip import clip"}),
-    (floors, {"torchtitan/models/x.py": "from torchtitan.job import load_config"}),
     (floors, {"torchtitan/models/x.py": "from torchtitan.mesh.dims import Dims"}),
-    (floors, {"torchtitan/metrics/x.py": "from torchtitan.data.loader import Loader"}),
     (floors, {"torchtitan/optim/x.py": "def f():\n    import torchtitan.parallel.fsdp"}),
-    (floors, {"torchtitan/checkpoint/x.py": "from torchtitan.trainer import Run"}),
     (floors, {"torchtitan/trainer.py": "from torchtitan.build import build_run"}),
-    (floors, {"torchtitan/build.py": "from torchtitan.train import main"}),
-    (floors, {"torchtitan/parallel/x.py": "from torchtitan.finetune.lora import LoRALinear"}),
-    (floors, {"torchtitan/checkpoint/x.py": "from torchtitan.finetune.lora import is_adapter"}),
     (floors, {"torchtitan/cellar/x.py": "import torch"}),
     (floors, {"torchtitan/optim/settings.py": "from torchtitan.base import log"}),
     (models_import_torch_and_base_only, {"torchtitan/models/x.py": "import numpy as np"}),
     (config_is_named_by_few, {"torchtitan/trainer.py": "from torchtitan.config import Config"}),
-    (config_is_named_by_few, {"torchtitan/optim/x.py": "def f(c: schema.Config) -> None: ..."}),
-    (config_is_named_by_few, {"scripts/x.py": "def f(c: Config) -> None: ..."}),
     (no_library_file_imports_scripts, {"torchtitan/train.py": "from scripts.goldens import f"}),
-    (no_library_file_imports_scripts, {"torchtitan/data/x.py": "import scripts.goldens"}),
     (
         moving_torch_apis_live_in_one_file_each,
         {"torchtitan/parallel/x.py": PIPELINING, "torchtitan/models/y.py": PIPELINING},
-    ),
-    (
-        moving_torch_apis_live_in_one_file_each,
-        {
-            "torchtitan/parallel/x.py": "import torch._inductor.config",
-            "torchtitan/train.py": "import torch\ndef f(): torch._inductor.config.x = 1",
-        },
     ),
     (
         moving_torch_apis_live_in_one_file_each,
@@ -360,32 +338,3 @@ def test_rules_can_fail(rule: Rule, planted: dict[str, str]) -> None:
     complaints = list(rule([File(path, source) for path, source in planted.items()]))
     assert len(complaints) == 1, complaints
     assert all(path in complaints[0] for path in planted)
-
-
-LAWFUL: list[tuple[Rule, dict[str, str]]] = [
-    (floors, {"torchtitan/config/x.py": "from torchtitan.base.errors import ConfigError"}),
-    (floors, {"torchtitan/tools/config.py": "from torchtitan.layout import find_layout"}),
-    (floors, {"torchtitan/config/x.py": "from torchtitan.config.settings import Layer"}),
-    (floors, {"torchtitan/mesh/x.py": "from . import dims\nfrom ..base import log"}),
-    (floors, {"torchtitan/metrics/x.py": "from torchtitan.models.spec import ModelSpec"}),
-    (floors, {"torchtitan/models/x.py": "from torchtitan.models.settings import ModelConfig"}),
-    (floors, {"torchtitan/mesh/x.py": "from torchtitan.data.settings import TrainingConfig"}),
-    (floors, {"torchtitan/optim/settings.py": "from torchtitan.config.settings import Text"}),
-    (floors, {"torchtitan/train.py": "from torchtitan.build import build_run"}),
-    (floors, {"torchtitan/build.py": "from torchtitan import __version__"}),
-    (floors, {"scripts/x.py": "from torchtitan.train import main"}),
-    (floors, {"torchtitan/__init__.py": ""}),
-    (config_is_named_by_few, {"torchtitan/tools/plan/x.py": "def f(c: Config) -> None: ..."}),
-    (config_is_named_by_few, {"torchtitan/optim/x.py": "def f(c: TrainingConfig): ..."}),
-    (moving_torch_apis_live_in_one_file_each, {"torchtitan/parallel/x.py": PIPELINING}),
-    (
-        moving_torch_apis_live_in_one_file_each,
-        {"scripts/x.py": "torch.__version__", "scripts/y.py": "torch.__version__\nself._x.y"},
-    ),
-    (hygiene, {"torchtitan/base/__init__.py": "", "scripts/x.py": '"""X."""\nprint(1)'}),
-]
-
-
-@pytest.mark.parametrize(("rule", "files"), LAWFUL)
-def test_rules_allow_what_is_lawful(rule: Rule, files: dict[str, str]) -> None:
-    assert list(rule([File(path, source) for path, source in files.items()])) == []

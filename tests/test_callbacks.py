@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.callbacks import HOOKS, CallbackRunner, build_callbacks
+from torchtitan.callbacks import HOOKS, CallbackRunner
 
 CPU = torch.device("cpu")
 
@@ -76,29 +74,6 @@ class Answers:
         return self.answer
 
 
-@pytest.mark.parametrize("answer", [3, True, {}, 0])
-def test_a_step_answers_with_a_text_or_nothing(answer: object) -> None:
-    hooks = CallbackRunner([Answers(answer)], device=CPU)
-    hooks.step(1, None)
-    assert hooks.has_failed()
-    assert not hooks.stops
-
-
-def test_what_is_no_exception_is_an_error_too_but_an_interrupt_is_none() -> None:
-    class Raises:
-        def __init__(self, error: BaseException) -> None:
-            self.error = error
-
-        def on_checkpoint(self, step: int, path: Path) -> None:
-            raise self.error
-
-    hooks = CallbackRunner([Raises(CheckpointException("x", {}))], device=CPU)
-    hooks.checkpoint(1, Path())
-    assert hooks.has_failed()
-    with pytest.raises(KeyboardInterrupt):
-        CallbackRunner([Raises(KeyboardInterrupt())], device=CPU).checkpoint(1, Path())
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("text", ["enough", ""])
 def test_a_text_asks_for_the_end(text: str) -> None:
@@ -110,28 +85,6 @@ def test_a_text_asks_for_the_end(text: str) -> None:
     assert hooks.end(None) is None  # it finished
     assert (text or "no reason given") in str(hooks.end("a callback"))
     assert hooks.end("a signal") == "a signal"
-
-
-def test_figures_of_a_validation_are_numbers_with_new_names() -> None:
-    row = {"loss": 2.0}
-    assert CallbackRunner([Answers({"a": 1, "b": None})], device=CPU).validation(1, row) == {
-        "a": 1,
-        "b": None,
-    }
-    for answer in (
-        {"loss": 1.0},
-        {"a": "x"},
-        {"a": torch.ones(())},
-        {"a": float("nan")},
-        {"a": 10**400},
-        3,
-    ):
-        hooks = CallbackRunner([Answers(answer)], device=CPU)
-        assert hooks.validation(1, row) == {}
-        assert hooks.has_failed(), answer
-    both = CallbackRunner([Answers({"a": 1}), Answers({"a": 2})], device=CPU)
-    assert both.validation(1, row) == {"a": 1}
-    assert both.has_failed()
 
 
 @pytest.mark.usefixtures("alone")
@@ -157,33 +110,3 @@ def test_the_first_error_is_kept_and_told_with_its_lines() -> None:
     assert "[training] callbacks" in said
     assert "raise ZeroDivisionError(call[0])" in said
     assert said.endswith("ZeroDivisionError: on_start\n(on rank 0)")
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    yield tmp_path
-    sys.modules.pop("my_hooks", None)
-
-
-WRONG = {
-    "none": ("class C:\n def __init__(self, mine): pass", "on_start, on_step"),
-    "misspelt": (
-        "class C:\n def __init__(self, mine): pass\n def on_steps(self): pass",
-        "on_steps",
-    ),
-    "asks too much": ("class C:\n def __init__(self, mine, run): pass", "'run'"),
-    "raises": ("class C:\n def __init__(self, mine): raise KeyError('x')", "KeyError: 'x'"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_callback(case: str, folder: Path) -> None:
-    code, said = WRONG[case]
-    (folder / "my_hooks.py").write_text(code)
-    with pytest.raises(ConfigError) as error:
-        build_callbacks([{"path": "my_hooks:C", "mine": 1}])
-    [mistake] = error.value.mistakes
-    assert mistake.keys == ("training.callbacks",)  # type: ignore[union-attr]
-    assert said in str(mistake)

@@ -6,7 +6,6 @@ Their command lines are run here on processes of this machine, with a small job 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -84,13 +83,6 @@ def test_the_schema_of_kubernetes() -> None:
     assert {codes["containerName"] for codes in by_code.values()} == {container["name"]}
 
 
-@pytest.mark.slow
-def test_the_models_of_kubeflow() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models.trainer_v1alpha1_train_job")
-    [document] = documents("kubeflow.yaml")
-    assert models.TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document
-
-
 def two_nodes(folder: Path, command: Any) -> None:
     """Run what two nodes of a file run, one rank each, on a small job; `command` gives a node's,
     by its number and the port of the first."""
@@ -135,56 +127,6 @@ def test_the_pods_of_kubernetes_meet(tmp_path: Path) -> None:
         return [sys.executable, *words, *settings(tmp_path)], {}
 
     two_nodes(tmp_path, command)
-
-
-@pytest.mark.long
-def test_the_nodes_of_skypilot_meet(tmp_path: Path) -> None:
-    [task] = documents("skypilot.yaml")
-    ours = shlex.join(settings(tmp_path))
-    script = re.sub(r"--job.config_file \S+|--checkpoint\S*( \"\$BUCKET\")?", "", task["run"])
-    script = script.replace("python -m", f"{shlex.quote(sys.executable)} -m").replace("\\\n", " ")
-
-    def command(number: int, port: int) -> tuple[list[str], dict[str, str]]:
-        variables = {
-            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
-            "SKYPILOT_NUM_NODES": "2",
-            "SKYPILOT_NODE_RANK": str(number),
-            "SKYPILOT_NUM_GPUS_PER_NODE": "1",
-        }
-        here = script.rstrip().replace("29500", str(port))
-        return ["bash", "-c", f"{here} {ours}"], variables
-
-    two_nodes(tmp_path, command)
-
-
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({}, "SLURM_JOB_NODELIST: start this file with sbatch"),
-        ({"SLURM_JOB_NODELIST": "a"}, "scontrol"),
-        ({"SLURM_JOB_NODELIST": "a", "HOSTS": "a"}, "--gpus-per-node, or export RANKS_PER_NODE"),
-    ],
-)
-def test_without_hosts_or_ranks_nothing_starts(
-    variables: dict[str, str], said: str, tmp_path: Path
-) -> None:
-    """No launcher alone: that would be as many jobs as there are nodes."""
-    for name, text in (("scontrol", 'echo "$HOSTS"'), ("srun", f"touch {tmp_path}/started")):
-        program = tmp_path / name
-        program.write_text(f"#!/bin/bash\n{text}\n")
-        program.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", str(CLUSTER / "slurm.sbatch")],
-        env={"HOSTS": "", "PATH": path, **variables},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert said in done.stderr
-    assert not (tmp_path / "started").exists()
 
 
 LAUNCHER = """#!/bin/bash
@@ -260,13 +202,3 @@ def test_code_4_alone_queues_the_job_again(
 def test_slurm_queues_a_job_again_that_was_asked_to_leave(tmp_path: Path) -> None:
     said = slurm_campaign.disturb(tmp_path, steps=12, faults=["the signal"])
     assert said.startswith("queued again 1 times, resumed from steps [")
-
-
-def test_the_image_has_what_the_package_needs() -> None:
-    lines = (CLUSTER / "docker" / "Dockerfile").read_text().splitlines()
-    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
-    assert copied[-1] == "."
-    assert all((ROOT / name).exists() for name in copied)
-    [command] = [line.removeprefix("CMD ") for line in lines if line.startswith("CMD ")]
-    words = yaml.safe_load(command)
-    assert (ROOT / words[-1]).is_file()

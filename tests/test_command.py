@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -70,21 +68,6 @@ def test_help_needs_no_torch() -> None:
         assert f"torchtitan {words}" in text or f"torchtitan.{words}" in text
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "train"])
-def test_a_verb_takes_arguments(verb: str) -> None:
-    [parameter] = inspect.signature(import_module(VERBS[verb][0]).main).parameters.values()
-    assert parameter.name in ("argv", "arguments")
-
-
-def test_dtypes_are_those_of_the_generator() -> None:
-    assert verbs.DTYPES == import_module("torchtitan.generate.generator").DTYPES
-
-
 @verbs.report_errors
 def fail(argv: Sequence[str]) -> int:
     raise StoppedError("stopped") if argv else OSError("full")
-
-
-def test_an_error_is_printed_and_gives_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (fail([]), fail(["x"])) == (2, 4)
-    assert capsys.readouterr().err == "error: full\nerror: stopped\n"

@@ -10,7 +10,6 @@ the README must be part of such a command.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -131,28 +130,3 @@ def test_links_lead_somewhere() -> None:
             assert file.exists(), f"{page.name} links to {target}"
             if anchor:
                 assert anchor in anchors(file), f"{page.name} links to {target}"
-
-
-MAX_LINES_OF_THE_TOUR = 3900
-
-
-def lines_of_docstring(file: Path) -> int:
-    """Count the lines of the paragraphs that a module opens with."""
-    return ast.parse(file.read_text()).body[0].end_lineno or 0
-
-
-def lines_to_read(file: Path, names: list[str]) -> int:
-    """Count a file's lines, or those of the named classes, functions and values in it."""
-    if not names:
-        return len(file.read_text().splitlines())
-    found: dict[str, int] = {}
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found[node.name] = (node.end_lineno or 0) - node.lineno + 1
-        elif isinstance(node, ast.AnnAssign | ast.Assign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                found[ast.unparse(target)] = (node.end_lineno or 0) - node.lineno + 1
-    missing = [name for name in names if name not in found]
-    assert not missing, f"docs/tour.md names {', '.join(missing)}, not in {file.name}"
-    return sum(found[name] for name in names)

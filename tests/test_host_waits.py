@@ -139,22 +139,3 @@ def test_a_step_never_waits() -> None:
     assert found["step"] == [0, 2]
     assert found["logged"][0] == 1
     assert run_ranks(count_planted, SETTINGS, ranks=1)["step"] == [1, 2]
-
-
-def test_waits_are_counted() -> None:
-    values, waits = torch.arange(4.0), Waits()
-    copy = HostCopy(values)
-    with waits.counting():
-        values.sum().item()
-        assert values.max() > 2
-        values.tolist()
-        values[values > 1].sum()
-        values.cpu()
-        assert waits.num_waits == 5
-        values.nonzero()
-        values + values.cumsum(0)[1:2]
-        torch.count_nonzero(values)
-        assert waits.num_waits == 6
-        assert copy.read() == [0.0, 1.0, 2.0, 3.0]
-    values.sum().item()
-    assert (waits.num_waits, waits.num_read_later) == (6, 1)

@@ -51,33 +51,6 @@ def test_a_killed_rank(tmp_path: Path) -> None:
     assert failed({0: 4}, folder) == ""  # a signal or the deadline
 
 
-def test_what_an_earlier_run_left_is_not_named(tmp_path: Path) -> None:
-    for name in ("logs/rank_0.log", "comm_traces/gloo_0"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (1.0, 1.0))
-    assert failed({0: 2}, tmp_path, since=2.0) == ""
-    [line] = failed({0: -35}, tmp_path, since=2.0).splitlines()
-    assert "signal 35" in line
-    assert "\x1b" not in failed({0: -9}, tmp_path / "a\x1b]0;b\x07")
-
-
-def test_what_the_ranks_have_printed_is_not_repeated() -> None:
-    assert failed({0: 2, 1: -signal.SIGTERM}, None) == ""
-    said = failed({1: -signal.SIGSEGV}, None)
-    assert "rank 1" in said
-    assert "SIGSEGV" in said
-    assert "resume" not in said
-
-
-def test_the_launcher_reads_what_a_rank_wrote(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    assert RunFiles.read(file, since=0.0) is None
-    file.write_text('{"folder": "a run", "prefix": "a run/waits/b_"}')
-    expected = RunFiles(folder=Path("a run"), prefix=Path("a run/waits/b_"), since=1.0)
-    assert RunFiles.read(file, since=1.0) == expected
-
-
 @pytest.mark.promise("hangs", "exit-codes")
 def test_a_timeout_of_nccl_is_a_hang(tmp_path: Path) -> None:
     """NCCL writes its record and ends the process by SIGABRT; the launcher ends the other ranks."""

@@ -13,12 +13,9 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +34,6 @@ from torchtitan import (
     load_config,
     load_generator,
     load_model,
-    load_tokenizer,
     train,
 )
 from torchtitan.base.errors import NonFiniteError, UserError
@@ -60,30 +56,12 @@ def job(folder: Path, *, name: str = "run", **overrides: object) -> Config:
     return load_config(folder / f"{name}.toml", **own, **overrides)
 
 
-def test_the_functions_are_found_whatever_else_is_imported() -> None:
-    import torchtitan.generate
-    import torchtitan.train
-
-    assert set(torchtitan.__all__) <= set(dir(torchtitan))
-    for name in torchtitan.__all__:
-        assert getattr(torchtitan, name) is getattr(import_module("torchtitan.api"), name)
-    with pytest.raises(AttributeError, match="trian"):
-        torchtitan.trian  # type: ignore[attr-defined] # noqa: B018
-
-
-def test_to_import_it_takes_no_time() -> None:
-    code = "import sys, torchtitan; torchtitan.__version__; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 @pytest.mark.promise("python-api")
 @pytest.mark.parametrize(
     ("path", "overrides", "words"),
     [
         (None, {}, []),
-        (FILE, {}, []),
         (Path(FILE), {"training": {"steps": 20}}, ["--training.steps=20"]),
-        (FILE, {"training.steps": 20}, ["--training.steps=20"]),
         (
             None,
             {
@@ -92,7 +70,6 @@ def test_to_import_it_takes_no_time() -> None:
             },
             ["--training.dataloader.num_workers=1", "--training.dataloader.pin_memory=false"],
         ),
-        (None, {"job": {"config_file": FILE}}, ["--job.config_file", FILE]),
         (
             None,
             {"training": {"dataset": "files", "dataset_path": ("a.txt", Path("b") / "c.txt")}},
@@ -104,21 +81,6 @@ def test_to_import_it_takes_no_time() -> None:
             {"model": {"name": "examples.parallel_block:SPEC", "options": {"branch_scale": 0.5}}},
             ["--model.name=examples.parallel_block:SPEC", "--model.options.branch_scale=0.5"],
         ),
-        (
-            None,
-            {
-                "checkpoint": {
-                    "enable": True,
-                    "initial_load_in_hf": True,
-                    "initial_load_path": Path("a"),
-                }
-            },
-            [
-                "--checkpoint.enable",
-                "--checkpoint.initial_load_in_hf",
-                "--checkpoint.initial_load_path=a",
-            ],
-        ),
     ],
 )
 def test_settings_are_those_of_the_command_line(
@@ -126,33 +88,6 @@ def test_settings_are_those_of_the_command_line(
 ) -> None:
     given = words if path is None else ["--job.config_file", str(path), *words]
     assert to_toml(load_config(path, **overrides)) == to_toml(load_command(given))
-
-
-@pytest.mark.parametrize(
-    ("path", "overrides", "said"),
-    [
-        ("nowhere.toml", {}, ['path = "nowhere.toml"']),
-        (None, {"training": {"stepz": 3}}, ["stepz = 3", "did you mean [training] steps?"]),
-        (None, {"trainig.steps": 3}, ["[trainig] steps", "did you mean"]),
-        (None, {"training": {"steps": "3"}}, ["[training] steps", "must be an integer"]),
-        (None, {"training": {"steps": 2.5}}, ["[training] steps", "must be an integer"]),
-        (None, {"training": 3}, ["training = 3", "[training]"]),
-        (None, {"training": {"steps": {"n": 3}}}, ["[training.steps] n", "[training] steps"]),
-        (
-            None,
-            {"training": {"mixed_precision_param": torch.bfloat16}},
-            ["mixed_precision_param", "did you mean 'bfloat16'?"],
-        ),
-        (None, {"training.steps": 0, "optimizer": {"lr": -1, "lrr": 1}}, ["lr = -1", "lrr = 1"]),
-    ],
-)
-def test_mistakes_are_told_together(path: str | None, overrides: Any, said: list[str]) -> None:
-    with pytest.raises(UserError) as error:
-        load_config(path, **overrides)
-    for part in said:
-        assert part in str(error.value)
-    assert "load_config(...): " in str(error.value)
-    assert "--" not in str(error.value)  # nobody has a command line here
 
 
 @pytest.mark.promise("python-api")
@@ -174,18 +109,6 @@ def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     assert result.tokens == rows[-1]["num_tokens"] > 0
     again = train(config)  # there is nothing left to do
     assert replace(again, rows=rows) == result
-
-
-@pytest.mark.slow
-def test_it_resumes_and_validates(tmp_path: Path) -> None:
-    schedule = {
-        "lr_scheduler.total_steps": 4,
-        "validation": {"enable": True, "holdout_fraction": 0.002},
-    }
-    train(job(tmp_path, **{"training.steps": 2}, **schedule))
-    result = train(job(tmp_path, **{"training.steps": 4}, **schedule))
-    assert [row["step"] for row in result.rows] == [1, 2, 3, 4]
-    assert result.validation_loss == result.rows[-1]["validation_loss"]
 
 
 def interrupt_at(step: int, *, folder: Path) -> threading.Thread:
@@ -217,22 +140,6 @@ def test_ctrl_c_ends_the_run_and_not_the_process(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
-def test_ctrl_c_before_the_first_step_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(job(tmp_path, name="warm_up", **{"training.steps": 1}))
-    before = process_state()
-    monkeypatch.setattr(
-        import_module("torchtitan.train"),
-        "build_run",
-        lambda *args, **options: os.kill(os.getpid(), signal.SIGINT),
-    )
-    with pytest.raises(KeyboardInterrupt):
-        train(job(tmp_path))
-    assert process_state() == before
-
-
 def test_in_another_thread_no_signal_is_taken(tmp_path: Path) -> None:
     results = []
 
@@ -244,48 +151,6 @@ def test_in_another_thread_no_signal_is_taken(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert [result.step for result in results] == [2]
-
-
-def with_group(config: Config) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        train(config)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda config: train("job.toml"), ["needs a Config, got a str", "load_config(path"]),
-        (with_group, ["destroy_process_group()"]),
-        (
-            lambda config: train(
-                replace(config, validation=replace(config.validation, enable=True, dataset="files"))
-            ),
-            ["validation.dataset_path"],
-        ),
-        (
-            lambda config: train(replace(config, model=replace(config.model, flavor="9B"))),
-            ["[model] flavor", "must be one of tiny"],
-        ),
-        (
-            lambda config: train(
-                replace(config, training=replace(config.training, seq_len="64"))  # type: ignore[arg-type]
-            ),
-            ["[training] seq_len", "must be an integer"],
-        ),
-    ],
-)
-def test_a_run_that_cannot_start_says_why(
-    call: Callable[[Config], object], said: list[str], tmp_path: Path
-) -> None:
-    before = process_state()
-    with pytest.raises(UserError) as error:
-        call(job(tmp_path))
-    for part in said:
-        assert part in str(error.value)
-    assert process_state() == before
 
 
 @pytest.mark.slow
@@ -319,20 +184,6 @@ def test_callbacks_follow_a_run(tmp_path: Path) -> None:
     assert callback.seen[:-1] == [(row["step"], row["loss"]) for row in result.rows]
     assert str(callback.seen[-1]) in result.reason
     assert "enough" in result.reason
-
-
-@pytest.mark.parametrize(
-    ("callback", "said"),
-    [
-        (SimpleNamespace(on_stpe=print), ["on_stpe", "on_step"]),
-        (print, ["on_start", "got none"]),
-    ],
-)
-def test_what_is_no_callback_is_refused(callback: object, said: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
-        train(job(tmp_path), callbacks=[callback])
-    for part in said:
-        assert part in str(error.value)
 
 
 TWO_RANKS = """
@@ -397,58 +248,6 @@ def test_a_model_is_a_plain_module(trained: Path) -> None:
     assert halved(TOKENS).dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "lora"),
-    [
-        (
-            {
-                "name": "examples.parallel_block:SPEC",
-                "flavor": "tiny",
-                "options": {"branch_scale": 0.5},
-            },
-            0,
-        ),
-        ({"name": "qwen3", "flavor": "tiny"}, 2),
-    ],
-)
-def test_a_model_of_ones_own_and_one_with_adapters(
-    model: dict[str, object], lora: int, tmp_path: Path
-) -> None:
-    train(job(tmp_path, model=model, lora={"rank": lora} if lora else {}, training={"steps": 1}))
-    loaded = load_model(tmp_path / "run", trust_code=True)
-    logits = loaded(TOKENS)
-    wanted = F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten(), reduction="sum")
-    torch.testing.assert_close(loaded(TOKENS, labels=TOKENS), wanted)
-
-
-def test_tokenizers(trained: Path) -> None:
-    byte = load_tokenizer("byte").encode("naïve")
-    assert load_tokenizer(trained).encode("naïve") == byte
-    assert load_tokenizer(trained / "checkpoint" / "step-2").encode("naïve") == byte
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda folder: load_model(folder), ["the folder of a step", "holds no step"]),
-        (lambda folder: load_model(folder / "no"), ["the folder of a step", "holds no step"]),
-        (lambda folder: load_model(folder, dtype="int8"), ["the folder of a step"]),
-        (lambda folder: load_tokenizer(folder), ["the folder of a step"]),
-        (lambda folder: load_tokenizer("bpe"), ["bpe does not exist"]),
-        (lambda folder: generate(folder, ["a"]), ["the folder of a step"]),
-        (lambda folder: generate(folder, "a"), ["a list of texts"]),
-    ],
-)
-def test_a_folder_without_a_model_is_told(
-    call: Callable[[Path], object], said: list[str], tmp_path: Path
-) -> None:
-    with pytest.raises(UserError) as error:
-        call(tmp_path)
-    for part in said:
-        assert part in str(error.value)
-
-
 @pytest.mark.promise("python-api")
 @pytest.mark.long
 def test_text_is_that_of_the_command(
@@ -472,15 +271,6 @@ def test_text_is_that_of_the_command(
     assert generate(generator, ["def"], max_new_tokens=1) != texts[1:]
 
 
-def test_special_tokens_are_meant_where_that_is_asked_for(trained: Path) -> None:
-    generator, name = load_generator(trained), "<|end_of_text|>"
-    [plain] = generate(generator, [f"a{name}"], max_new_tokens=1)
-    [meant] = generate(generator, [f"a{name}"], special=True, max_new_tokens=1)
-    assert plain.startswith(f"a{name}")
-    assert meant.startswith("a")
-    assert name not in meant
-
-
 def test_a_chat_is_answered(trained: Path) -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
     generator = load_generator(trained, chats=True)
@@ -494,26 +284,6 @@ def test_a_chat_is_answered(trained: Path) -> None:
         chat(generator, [{"role": "robot", "content": "Hi"}])
 
 
-def test_it_starts_from_a_folder_of_hugging_face(trained: Path, tmp_path: Path) -> None:
-    theirs = trained / "checkpoint" / "export" / "step-2"
-    config = load_config(
-        job={"dump_folder": tmp_path / "run"},
-        model={"tokenizer_path": "byte"},
-        checkpoint={"enable": True, "initial_load_in_hf": True, "initial_load_path": theirs},
-        training={"dataset": "synthetic", "dataset_cache": tmp_path, "seq_len": 16, "steps": 1},
-        optimizer={"lr": 1e-9, "weight_decay": 0.0},
-    )
-    assert config.model.flavor == "hf"
-    result = train(config)
-    assert result.step == 1
-    torch.testing.assert_close(load_model(result.folder)(TOKENS), load_model(theirs)(TOKENS))
-
-
-def test_types_of_weights_are_few(trained: Path) -> None:
-    with pytest.raises(UserError, match=naming("dtype", "float32", "int8")):
-        load_model(trained, dtype=torch.int8)
-
-
 def test_all_files_of_the_package_are_shipped(tmp_path: Path) -> None:
     [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as content:
@@ -522,18 +292,6 @@ def test_all_files_of_the_package_are_shipped(tmp_path: Path) -> None:
     names = {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".pyc"}
     assert "torchtitan/py.typed" in names
     assert shipped == names
-
-
-def test_the_package_is_found_above_the_clone(tmp_path: Path) -> None:
-    """A folder of the same name without `__init__.py`, as a clone, would be a namespace."""
-    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["editable"])
-    with zipfile.ZipFile(wheel) as content:
-        content.extractall(tmp_path / "site")
-    (tmp_path / "torchtitan").mkdir()
-    code = "import site, sys; site.addsitedir('site'); import torchtitan; torchtitan.__version__"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-S", "-c", code]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
 
 
 @pytest.mark.slow

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,15 +19,13 @@ from tests.distributed.rank_pool import RankPool
 from tests.jobs import TINY
 from tests.naming import naming
 from tests.test_two_runs import code_of
-from torchtitan.base.errors import ConfigError, StoppedError
+from torchtitan.base.errors import ConfigError
 from torchtitan.base.files import refuse_links
 from torchtitan.job import load_config, written_names
-from torchtitan.tools.convert import main as convert
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 ROOT = Path(__file__).parent.parent
-train_module = import_module("torchtitan.train")  # `from torchtitan import` gives the function
 COLD_PYTHON = sys.executable  # before `warm_starts`
 
 
@@ -141,12 +137,9 @@ def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
     ("arguments", "message"),
     [
         (["--job.config_file=nowhere.toml"], "nowhere.toml"),
-        (["--training.stepz=3"], "did you mean --training.steps?"),
         (["--parallelism.data_parallel_shard_degree=4"], "start NGPU=4 ranks"),
-        (["--model.tokenizer_path=bpe_2048"], "--model.tokenizer_path bpe_2048: "),
         (["--model.flavor=9B"], "--model.flavor 9B: must be one of tiny, tiny8, narrow"),
         (["--training.dataset=files", "--training.dataset_path=no/*.txt"], "no/*.txt"),
-        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree"),
         (["--job.dump_folder=/proc/nowhere"], "/proc/nowhere"),
     ],
 )
@@ -205,14 +198,6 @@ def test_a_loss_that_is_not_finite_ends_in_code_3(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_while_torch_is_imported_ends_a_start(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
-    command = [COLD_PYTHON, "-m", "torchtitan.train", "--job.config_file=a.toml"]
-    done = run(command, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert done.returncode == -signal.SIGINT
-    assert "Traceback" not in done.stderr
-
-
 BEFORE_TORCH = """
 import os, runpy, sys
 
@@ -240,23 +225,6 @@ def test_the_allocator_is_set_before_torch_is_imported(
     assert run([COLD_PYTHON, "-c", BEFORE_TORCH], **environ).stderr.strip() == expected
 
 
-def test_an_error_of_another_rank_does_not_leave_the_bar(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    train_module._report(StoppedError("stopped after step 3"))
-    assert capsys.readouterr().err == "\r\x1b[2Kstopped after step 3\n"
-
-
-@pytest.mark.parametrize("ngpu", ["0", "two"])
-def test_a_number_of_ranks_that_is_none_is_refused(ngpu: str) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = run(["bash", str(ROOT / "run_train.sh")], NGPU=ngpu, PATH=path)
-    assert done.returncode == 2
-    assert done.stderr == f"NGPU must be the number of ranks, 1 or more, got: {ngpu}\n"
-
-
 @pytest.mark.promise("readme")
 @pytest.mark.slow
 def test_run_train_uses_the_given_file_and_ranks(tmp_path: Path) -> None:
@@ -272,26 +240,6 @@ def test_run_train_uses_the_given_file_and_ranks(tmp_path: Path) -> None:
     assert "layout: dp_shard 2" in done.stderr
     assert "step 1 of 2" in done.stderr
     assert len(read_rows(tmp_path / "run")) == 2
-
-
-@pytest.mark.slow
-def test_a_finished_run_says_that_there_is_nothing_to_train(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = [*write_job(tmp_path), "--training.steps=1"]
-    assert code_of(job) == 0
-    assert "training finished" in capsys.readouterr().err
-    assert code_of(job) == 0
-    again = capsys.readouterr().err
-    assert "is at step 1 of 1 already" in again
-    assert "training finished" not in again
-    assert "Starting at" not in again
-    on, _, export = again.rpartition("continue it with ")[2].splitlines()[0].partition("; to write")
-    [_, arguments] = export.split("torchtitan convert ")
-    assert convert(shlex.split(arguments.replace("OUT", str(tmp_path / "out")))) == 0
-    assert (tmp_path / "out" / "config.json").is_file()
-    on = on.replace("steps N", "steps=2")
-    assert code_of([*job, *on.replace("mode continue", "mode=continue").split()]) == 0
 
 
 PATCHED = """
@@ -349,12 +297,6 @@ def test_ranks_without_a_launcher_end_with_one_code(
     assert [rank.returncode for rank in ranks] == [code, code], said
     assert "Traceback" not in "".join(said)
     assert [message in text for text in said].count(True) == times
-
-
-def test_help_is_no_fault() -> None:
-    done = train("--help")
-    assert done.returncode == 0
-    assert "--training.steps" in done.stdout
 
 
 @pytest.mark.promise("exit-codes")

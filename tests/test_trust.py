@@ -5,37 +5,30 @@ The run is a stranger's: its folder holds a module, and its settings name it.
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from torchtitan import api as torchtitan
-from torchtitan.base.custom import load_object
 from torchtitan.base.errors import UserError
 from torchtitan.base.files import read_json
 from torchtitan.checkpoint.checksums import MANIFEST, seal, write_bytes, write_json
-from torchtitan.config.settings import checked, keys, to_toml, value_at
+from torchtitan.config.settings import keys, to_toml, value_at
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.metrics.events import EVENTS
-from torchtitan.models.decoder import Decoder
 from torchtitan.resume_rules import Job
 from torchtitan.tools import convert as convert_hf
 from torchtitan.tools import generate, hang
 from torchtitan.tools.audit import command as explain
-from torchtitan.tools.compare import command as compare
-from torchtitan.tools.compare.layouts import launch
 from torchtitan.tools.evaluate import command as evaluate
 from torchtitan.tools.report import command as report
 
@@ -66,7 +59,6 @@ KEYS = {
     if path == ("model", "name")
     or any("package.module" in getattr(x, "text", "") for x in key.metadata)
 }
-COMPUTES = ("model.name", "training.loss", "optimizer.name", "lr_scheduler.decay_type")
 
 Main = Callable[[Sequence[str]], int]
 TOOLS: dict[str, tuple[Main, list[str], Sequence[str]]] = {
@@ -120,21 +112,6 @@ def workplace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name in {*sys.modules} - before:
         if name.startswith(("outputs", "evil")):
             del sys.modules[name]
-
-
-@pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What processes the trainer is started by; none runs, and each has failed."""
-    seen: list[dict[str, Any]] = []
-
-    def start(command: Sequence[str], **options: Any) -> SimpleNamespace:
-        seen.append({"command": command, **options})
-        return SimpleNamespace(poll=lambda: 1, wait=lambda timeout: 1, returncode=1)
-
-    names = ("DEVNULL", "TimeoutExpired")
-    fake = SimpleNamespace(Popen=start, **{name: getattr(subprocess, name) for name in names})
-    monkeypatch.setattr(launch, "subprocess", fake)
-    return seen
 
 
 def evil(key: str) -> str:
@@ -192,7 +169,7 @@ def test_these_are_the_keys_that_name_code() -> None:
 @pytest.mark.promise("no-code-from-checkpoints")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_a_tool_does_not_need_is_not_imported(
-    tool: str, capsys: pytest.CaptureFixture[str], starts: list[dict[str, Any]]
+    tool: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main, words, needed = TOOLS[tool]
     store(RUN, naming(*(key for key in KEYS if key not in needed)))
@@ -201,7 +178,6 @@ def test_what_a_tool_does_not_need_is_not_imported(
     assert not Path("ran").exists()
     assert "outputs.dl.evil" not in sys.modules
     assert "outputs.dl.evil" not in said
-    assert not starts
     assert code == 0, said
 
 
@@ -210,7 +186,7 @@ def test_what_a_tool_does_not_need_is_not_imported(
     ("tool", "key"), [(tool, key) for tool, (_, _, needed) in TOOLS.items() for key in needed]
 )
 def test_what_a_tool_needs_is_refused(
-    tool: str, key: str, capsys: pytest.CaptureFixture[str], starts: list[dict[str, Any]]
+    tool: str, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main, words, _ = TOOLS[tool]
     store(RUN, naming(key))
@@ -218,7 +194,6 @@ def test_what_a_tool_needs_is_refused(
     said = capsys.readouterr().err
     assert not Path("ran").exists()
     assert "outputs.dl.evil" not in sys.modules
-    assert not starts
     assert "Traceback" not in said
     for part in (key.partition(".")[2], evil(key), str(RUN), "--trust_code"):
         assert part in said
@@ -227,7 +202,6 @@ def test_what_a_tool_needs_is_refused(
 @pytest.mark.parametrize(
     ("tool", "keys"),
     [
-        # but for the optimizer, which it cannot rehearse
         ("explain", ["training.dataset"]),
         *((tool, TOOLS[tool][2]) for tool in ("generate", "evaluate", "average", "convert")),
     ],
@@ -236,7 +210,6 @@ def test_trust_code_imports_it_where_it_is_needed(
     tool: str,
     keys: Sequence[str],
     capsys: pytest.CaptureFixture[str],
-    starts: list[dict[str, Any]],
 ) -> None:
     main, words, _ = TOOLS[tool]
     store(RUN, naming(*keys))
@@ -247,7 +220,6 @@ def test_trust_code_imports_it_where_it_is_needed(
     if tool == "explain":
         assert "the data must be" in said  # these are not what was trained on
         return
-    assert not starts
     assert code == 0, said
 
 
@@ -259,17 +231,6 @@ def test_what_is_imported_already_is_no_more_trusted(
     main, words, _ = TOOLS["generate"]
     assert main(words) == 2
     assert path in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("tool", ["generate", "convert"])
-def test_a_step_beside_the_users_own_module_is_read(tool: str) -> None:
-    shutil.copy(RUN / "evil.py", "evil_mine.py")
-    store(RUN, {"model.name": "evil_mine:model_name"})
-    shutil.copytree(RUN / "checkpoint" / "step-3", "step-3")
-    main, words, _ = TOOLS[tool]
-    words = [word.replace(str(RUN), "step-3") for word in words]
-    assert main(words) == 2
-    assert main([*words, "--trust_code"]) == 0
 
 
 @pytest.mark.promise("no-code-from-checkpoints")
@@ -300,85 +261,6 @@ def test_a_job_that_resumes_in_the_folder_compares_text(key: str) -> None:
         with pytest.raises(UserError, match=name):
             start()
     assert not Path("ran").exists()
-
-
-SHELL = "a\ntouch ran\r\ntouch ran; $(touch ran)`touch ran`' touch ran \" touch ran"
-ESCAPE = "\x1b]0;title\x07"
-
-
-@pytest.mark.parametrize("tool", ["report"])
-def test_half_a_character_is_damage(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
-    store(RUN, {}, layout="\ud800")
-    main, words, _ = TOOLS[tool]
-    assert main(words) == 2
-    assert EVENTS in capsys.readouterr().err
-
-
-def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    (RUN / "logs").mkdir(exist_ok=True)
-    (RUN / "logs" / "rank_1.log").write_text(ESCAPE)
-    group = {"desc": ESCAPE, "ranks": "[0, 1]"}
-    entry = {
-        "is_p2p": False,
-        "process_group": ["0", ESCAPE],
-        "input_sizes": [[1]],
-        "collective_seq_id": 1,
-        "profiling_name": f"{ESCAPE}\ud800",
-        "time_created_ns": 0,
-    }
-    record = {"pg_config": {"0": group}, "entries": [entry]}
-    (RUN / "comm_traces" / "gloo_0").write_bytes(pickle.dumps(record))
-    assert hang.main([str(RUN)]) == 0
-    (RUN / CONFIG_FILE).write_text(f'x = "{ESCAPE.encode("unicode_escape").decode()}"')
-    assert hang.main([str(RUN)]) == 2
-    said = capfd.readouterr()
-    assert "title" in said.out
-    assert ESCAPE not in said.out + said.err
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {
-        "job.dump_folder": "outputs/own",
-        "model": {"flavor": "tiny", "tokenizer_path": "byte"},
-        "training": {"dataset": "synthetic", "steps": 1, "seq_len": 64, "local_batch_size": 1},
-        "checkpoint": {"enable": True, "mode": "continue"},
-    }
-    own_decay = {"lr_scheduler.decay_type": "examples.own_hooks:quadratic"}
-    first = {**settings, **own_decay, "checkpoint": {"enable": True}}
-    torchtitan.train(torchtitan.load_config(**first))
-    settings["training"]["steps"] = 2
-    assert torchtitan.train(torchtitan.load_config(**settings)).step == 2
-
-
-@pytest.mark.parametrize("tool", ["generate", "evaluate"])
-def test_code_that_exits_is_no_success(
-    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    leave = functools.wraps(Decoder.forward)(lambda *args, **kwargs: sys.exit(0))
-    monkeypatch.setattr(Decoder, "forward", leave)
-    main, words, _ = TOOLS[tool]
-    assert main(words) == 2
-    assert "SystemExit(0)" in capsys.readouterr().err
-
-
-def test_a_tools_output_is_no_url() -> None:
-    main, words, _ = TOOLS["evaluate"]
-    tools = ((main, words, "--output"), (compare.main, ["layouts", "job.toml", "dp2"], "--out"))
-    for tool, given, option in tools:
-        with pytest.raises(SystemExit) as ended:
-            tool([*given, f"{option}=s3://bucket/x"])
-        assert ended.value.code == 2
-
-
-def test_a_stored_path_stays_one(tmp_path: Path) -> None:
-    config = Job.stored('[model]\nname = "m:SPEC"\n[training]\ncallbacks = ["m:C"]').config
-    copies = [config, replace(config.model), copy.deepcopy(config), checked(config)]
-    name = copies.pop(1).name  # type: ignore[union-attr]
-    paths = [c for one in copies for c in (one.model.name, one.training.callbacks[0]["path"])]
-    for path in (name, *paths, pickle.loads(pickle.dumps(name))):
-        with pytest.raises(UserError, match="trust_code"):
-            load_object(path, key="model.name")
 
 
 @pytest.mark.slow

@@ -10,13 +10,9 @@ import torch
 
 from examples.sample_log import hash_tokens
 from tests.data.helpers import SEQ_LEN, dataset_of, training, write_texts
-from tests.naming import naming
-from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.documents import build_text
-from torchtitan.data.store import open_writer
-from torchtitan.data.synthetic import labelled_run
-from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
+from torchtitan.data.tokenizer import build_tokenizer
 
 TEXTS = {"a.txt": "the first document, ", "b.txt": "a second one, and ", "c.txt": "x" * 200}
 
@@ -70,13 +66,6 @@ def test_order_does_not_depend_on_the_number_of_epochs(tmp_path: Path) -> None:
     datasets[2][10**9]
 
 
-def test_seeds_change_the_order_alone(tmp_path: Path) -> None:
-    datasets = [dataset_of(tmp_path, seed=seed, num_epochs=1) for seed in range(2)]
-    orders = [[hash_tokens(d[k]["tokens"]) for k in range(d.num_samples or 0)] for d in datasets]
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) == sorted(orders[1])
-
-
 @pytest.mark.promise("mixtures")
 def test_weights(tmp_path: Path) -> None:
     texts = {"a.txt": "a" * 999, "b.txt": "b" * 2999}
@@ -97,31 +86,6 @@ def test_weights(tmp_path: Path) -> None:
     assert drawn["a"] == 2 * num_a
     assert drawn["b"] < num_b
     assert chr(sample(dataset, dataset.num_samples - 1)[0]) == "a"
-
-
-def test_stores_and_texts_without_weights_are_one_source(tmp_path: Path) -> None:
-    texts = {"a.txt": "a" * 99, "b.jsonl": '{"body": "b"}\n' * 50}
-    paths = write_texts(tmp_path / "texts", texts)
-    for name, length in (("c", 65), ("d", 113)):
-        with open_writer(tmp_path / name, vocab_size=258) as writer:
-            ids = ByteTokenizer().encode_batch([name * length])
-            writer.add(ids[0], ends_document=True)
-    entries = [*paths, str(tmp_path / "c"), str(tmp_path / "d.bin")]
-    dataset = dataset_of(tmp_path, dataset_path=entries, dataset_text_key="body", num_epochs=1)
-    expected = [
-        *cuts(stream(["a" * 99, *["b"] * 50])),
-        *cuts([ord("c")] * 65),
-        *cuts([ord("d")] * 113),
-    ]
-    assert Counter(sample(dataset, k) for k in range(len(expected))) == Counter(expected)
-    assert dataset.num_samples == len(expected)
-
-
-def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "store", vocab_size=2**16) as writer:
-        writer.add(torch.full((99,), 300).numpy(), ends_document=True)
-    with pytest.raises(DataError, match=naming(257, 300)):
-        dataset_of(tmp_path, dataset_path=[str(tmp_path / "store")])
 
 
 @pytest.mark.promise("mixtures", "other-data")
@@ -145,21 +109,3 @@ def test_fingerprint_tells_what_changed(tmp_path: Path) -> None:
     )
     changes = build_text(job, tokenizer=build_tokenizer("bpe_2048"), seed=0).fingerprint
     assert [key for key in base if changes[key] != base[key]] == ["data", "tokenizer"]
-
-
-def test_masked_labels(tmp_path: Path) -> None:
-    plain = dataset_of(tmp_path, dataset="synthetic")
-    masked = dataset_of(tmp_path, dataset="synthetic_masked")
-    again = dataset_of(tmp_path, dataset="synthetic_masked")
-    counts = Counter()
-    for k in range(500):
-        item = masked[k]
-        valid = item["labels"] != -100
-        counts[int(valid.sum())] += 1
-        assert torch.equal(item["tokens"], plain[k]["tokens"])
-        assert torch.equal(item["labels"][valid], plain[k]["labels"][valid])
-        assert torch.equal(item["labels"], again[k]["labels"])
-    assert set(counts) == set(range(SEQ_LEN + 1))
-    assert masked.fingerprint != plain.fingerprint
-    runs = [[labelled_run(k, seq_len=SEQ_LEN, seed=seed) for k in range(20)] for seed in (0, 1)]
-    assert runs[0] != runs[1]

@@ -59,19 +59,6 @@ def test_a_store_of_megatrons(tmp_path: Path, code: int) -> None:
     assert_boundaries(TokenStore(tmp_path / "theirs"), [sum(map(len, d)) for d in documents])
 
 
-def test_few_places_of_the_index_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_writer(tmp_path / "many", vocab_size=300) as writer:
-        for _ in range(5000):
-            writer.add(np.zeros(7), ends_document=True)
-    store, seen = TokenStore(tmp_path / "many"), []
-    correct = TokenStore.first_token
-    monkeypatch.setattr(
-        TokenStore, "first_token", lambda self, n: seen.append(n) or correct(self, n)
-    )
-    assert store.boundaries(20_000, 20_030) == [20_006, 20_013, 20_020, 20_027]
-    assert len(seen) <= 13 + 5  # log2 of 5000, the four and the next one
-
-
 def dataset(tmp_path: Path, attention: str = "block_causal", positions: bool = True) -> Dataset:
     lines = "".join(f'{{"text": "{text}"}}\n' for text in TEXTS)
     paths = write_texts(tmp_path / "text", {"texts.jsonl": lines})
@@ -110,33 +97,6 @@ def test_lengths_and_labels_of_samples(tmp_path: Path, attention: str, positions
     assert any(len(ends) == 1 for ends in seen.values())
     assert any(len(ends) > 2 for ends in seen.values())
     assert any(number[first + SEQ_LEN - 1] != number[first + SEQ_LEN] for first in seen)
-
-
-def test_masked_labels_stay_masked(tmp_path: Path) -> None:
-    how = {"dataset": "synthetic_masked", "seq_len": 200}
-    plain = dataset_of(tmp_path, **how)  # type: ignore[arg-type]
-    within = dataset_of(tmp_path, attn_mask_type="block_causal", **how)  # type: ignore[arg-type]
-    fewer = 0
-    for k in range(50):
-        ours, theirs = within[k]["labels"], plain[k]["labels"]
-        assert ((ours == theirs) | (ours == -100)).all()
-        ends = within[k]["document_lengths"].cumsum(0)[:-1] - 1
-        assert (ours[ends] == -100).all()
-        fewer += int((ours != theirs).sum())
-    assert fewer > 10
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_holds_the_lengths_of_all_its_samples(tmp_path: Path, num_workers: int) -> None:
-    ours = dataset(tmp_path)
-    loader = loader_of(ours, batch=2, accumulation=2, num_workers=num_workers)
-    step = next(loader)
-    loader.close()
-    for number, batch in enumerate(step):
-        parts = [ours[2 * number + i] for i in range(2)]
-        assert torch.equal(batch["tokens"], torch.stack([part["tokens"] for part in parts]))
-        lengths = [part["document_lengths"] for part in parts]
-        assert batch["document_lengths"].tolist() == torch.cat(lengths).tolist()
 
 
 @pytest.mark.promise("no-square")

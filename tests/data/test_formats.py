@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from tests.data.helpers import dataset_of
 from torchtitan.base.errors import DataError
 from torchtitan.data import readers
 from torchtitan.data.corpus import file_corpus
@@ -243,13 +242,3 @@ def test_faults_name_their_file_and_row(tmp_path: Path, name: str) -> None:
         with pytest.raises(DataError, match=values or None) as caught:
             read(file)
         assert str(file) in str(caught.value)
-
-
-def test_a_template_is_part_of_the_data(tmp_path: Path) -> None:
-    file = tmp_path / "a.csv"
-    file.write_bytes(table(ROWS))
-    plain, template = (
-        dataset_of(tmp_path, dataset_path=[str(file)], dataset_text_template=template)
-        for template in (None, "{id} {text}")
-    )
-    assert plain.fingerprint["data"] != template.fingerprint["data"]

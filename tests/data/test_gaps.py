@@ -46,12 +46,3 @@ def test_the_others_keep_their_order(
     assert seen == set(order[:16])
     assert again == set(order[19:30] + order[41:54])
     assert {loader.position for loader in then} == {54}
-
-
-def test_the_end_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    dataset = dataset_of(tmp_path, num_epochs=1)
-    assert dataset.num_samples is not None
-    skipped = SkippedSamples([(10, dataset.num_samples - 3)])
-    loaders = [loader_of(dataset, rank=rank, degree=2, skipped=skipped) for rank in range(2)]
-    assert [len(list(loader)) for loader in loaders] == [12 // 4] * 2
-    assert all(loader.exhausted for loader in loaders)

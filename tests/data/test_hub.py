@@ -13,7 +13,7 @@ import torch
 
 from tests.data.helpers import SEQ_LEN, dataset_of, loader_of, rows, training
 from tests.naming import naming
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import ConfigError
 from torchtitan.data.custom import build_custom
 from torchtitan.data.hub import HubText
 from torchtitan.data.loader import MapSamples
@@ -78,10 +78,3 @@ def test_a_release_that_resumes_wrongly_is_refused(
     monkeypatch.setattr("datasets.__version__", "5.0.0")
     with pytest.raises(ConfigError, match=naming("dataset_options", "5.0.0")):
         hub_text(files)
-
-
-def test_a_wrong_name_or_key_is_named(tmp_path: Path, files: list[str]) -> None:
-    with pytest.raises(DataError, match=naming("HubText", "none.jsonl")):
-        stream(tmp_path, name="json", data_files=(str(tmp_path / "none.jsonl"),))
-    with pytest.raises(DataError, match=naming("'body'", "'text'")):
-        stream(tmp_path, name="json", data_files=tuple(files), text_key="body")[0]

@@ -10,7 +10,6 @@ import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,6 @@ from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.loader import Loader
-from torchtitan.data.store import open_writer
 
 Rows = list[tuple[int, ...]]
 
@@ -141,40 +139,11 @@ def test_workers_change_nothing_and_end(dataset: Dataset) -> None:
     assert set(multiprocessing.active_children()) == others
 
 
-def test_close_ends_workers_in_the_middle(dataset: Dataset) -> None:
-    others = set(multiprocessing.active_children())
-    loader = loader_of(dataset, num_workers=2)
-    next(loader)
-    loader.close()
-    assert set(multiprocessing.active_children()) == others
-    assert rows(next(loader)) == in_order(dataset, 4)[2:]
-    loader.close()
-
-
 def read_and_be_killed(folder: Path, pipe: Connection) -> None:
     loader = loader_of(dataset_of(folder), num_workers=2)
     next(loader)
     pipe.send([child.pid for child in multiprocessing.active_children()])
     signal.pause()
-
-
-def read_and_leave(folder: Path) -> None:
-    next(loader_of(dataset_of(folder), num_workers=2))
-    kept.append(loader_of(dataset_of(folder), num_workers=2))
-    next(kept[0])
-
-
-kept: list[Loader] = []
-
-
-@pytest.mark.slow
-def test_a_loader_that_is_not_closed_does_not_keep_its_process(tmp_path: Path) -> None:
-    start_server()
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=read_and_leave, args=(tmp_path,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
 
 
 def is_alive(process: int) -> bool:
@@ -221,22 +190,3 @@ def test_reading_draws_no_random_numbers(dataset: Dataset, num_workers: int) -> 
         next(loader)
     loader.close()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_fault_in_the_data_is_one_message(tmp_path: Path, num_workers: int) -> None:
-    path = tmp_path / "store"
-    tokens = torch.arange(10 * SEQ_LEN + 1) % 258
-    with open_writer(path, vocab_size=2**16) as writer:
-        writer.add(tokens.numpy(), ends_document=True)
-    dataset = dataset_of(tmp_path, dataset_path=[str(path)])
-    # damaged after it was opened
-    damaged = np.fromfile(f"{path}.bin", "<u2")
-    damaged[5 * SEQ_LEN] = 999
-    damaged.tofile(f"{path}.bin")
-    loader = loader_of(dataset, batch=10, num_workers=num_workers)
-    with pytest.raises(DataError) as caught:
-        next(loader)
-    loader.close()
-    assert "257" in str(caught.value)
-    assert "Traceback" not in str(caught.value)

@@ -11,15 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
-from tests.data.helpers import SEQ_LEN, check_resume, loader_of, rows, training
-from tests.naming import naming
+from tests.data.helpers import check_resume, loader_of, rows, training
 from torchtitan.base.errors import DataError
 from torchtitan.data.custom import CustomStream, build_custom
-from torchtitan.data.dataset import build_samples
 from torchtitan.data.loader import Loader, MapSamples
-from torchtitan.data.settings import DataLoaderConfig
 from torchtitan.data.tokenizer import ByteTokenizer
 
 MODULE = '''
@@ -119,102 +115,6 @@ def test_samples_by_number_are_shuffled_each_epoch_and_seen_once(tmp_path: Path)
     assert len(set(epochs[0])) == 24
 
 
-def test_a_stream_begins_again(tmp_path: Path) -> None:
-    data = build("Stream", tmp_path)
-    first = [data[k]["tokens"][0].item() for k in range(25)]
-    assert first == [7 * (k % 10) for k in range(25)]
-
-
-def test_labels_and_documents_are_taken_as_given(tmp_path: Path) -> None:
-    sample = build("Labelled", tmp_path)[2]
-    assert sample["labels"].tolist() == [-100] * 15 + [3]
-    assert set(sample) == {"tokens", "labels"}
-    told = build("Documents", tmp_path, attn_mask_type="block_causal")[0]
-    assert told["document_lengths"].tolist() == [4, 12]
-    assert set(build("Documents", tmp_path)[0]) == {"tokens", "labels"}
-    plain = build("Indexed", tmp_path)[0]
-    assert plain["tokens"].dtype == plain["labels"].dtype == torch.int64
-    assert torch.equal(plain["tokens"][1:], plain["labels"][:-1])
-    assert len(plain["tokens"]) == SEQ_LEN
-
-
-def test_what_is_held_out_is_other_data(tmp_path: Path) -> None:
-    one, other = (build("Indexed", tmp_path, held_out=held_out) for held_out in (False, True))
-    assert one.fingerprint["data"] != other.fingerprint["data"]
-    assert one[0]["tokens"].tolist() != other[0]["tokens"].tolist()
-
-
-def test_a_dataset_gets_its_options(tmp_path: Path) -> None:
-    plain, shifted = (
-        build("Indexed", tmp_path, dataset_options=options) for options in ({}, {"first": 1})
-    )
-    assert plain.sources[0][1]["tokens"].tolist() == shifted.sources[0][0]["tokens"].tolist()  # type: ignore[attr-defined]
-
-
-def test_no_documents_are_held_out_of_custom_data(tmp_path: Path) -> None:
-    job = training(tmp_path / "cache", dataset="my_data:Indexed")
-    with pytest.raises(DataError, match=r"validation\] holdout_fraction: .*my_data:Indexed"):
-        build_samples(
-            job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, holdout_fraction=0.1
-        )
-
-
-def test_workers_read_it_too(tmp_path: Path) -> None:
-    data = build("Indexed", tmp_path)
-    alone, helped = loader_of(data), loader_of(data, num_workers=1)
-    assert steps(alone, 3) == steps(helped, 3)
-    helped.close()
-
-
-INIT = "def __init__(self, **options)"
-WRONG: list[tuple[str, str, dict[str, Any], str]] = [
-    ("", "Nothing", {}, "Nothing"),
-    (f"class D:\n {INIT}: pass", "D", {}, "__iter__"),
-    (f"class D:\n {INIT}: pass\n def __iter__(self): yield 1", "D", {}, "load_state_dict"),
-    ("", "Indexed", {"dataset_options": {"fist": 1}}, "'fist'"),
-    (f"class D:\n {INIT}: raise OSError('gone')", "D", {}, "OSError: gone"),
-    ("class D(Indexed):\n def __len__(self): return 0", "D", {}, ""),
-    ("", "Stream", {"num_epochs": 1}, ""),
-    ("", "Stream", {"dataloader": DataLoaderConfig(num_workers=1)}, ""),
-]
-
-
-@pytest.mark.parametrize(("code", "name", "settings", "value"), WRONG)
-def test_data_that_are_none(
-    code: str, name: str, settings: dict[str, Any], value: str, tmp_path: Path, module: Path
-) -> None:
-    module.write_text(f"{MODULE}\n{code}\n")
-    with pytest.raises(DataError) as error:
-        build(name, tmp_path, **settings)
-    assert "my_data" in str(error.value)
-    assert value in str(error.value)
-    assert error.value.key in ("dataset", "num_epochs", "dataloader.num_workers")
-
-
-BAD_SAMPLES = {
-    "[1, 2]": "(16,)",
-    "[0.5] * 17": "torch.float32",
-    "[1000] * 17": "1000",
-    "[-1] * 17": "-1",
-    "{'tokens': [1] * 16}": "'labels'",
-    "{'tokens': [1] * 16, 'labels': [1] * 15}": "(15,)",
-    "1 / 0": "ZeroDivisionError",
-}
-
-
-@pytest.mark.parametrize(("code", "value"), BAD_SAMPLES.items())
-def test_a_sample_that_is_none(code: str, value: str, tmp_path: Path, module: Path) -> None:
-    module.write_text(f"{MODULE}\nclass D(Indexed):\n def __getitem__(self, i): return {code}\n")
-    with pytest.raises(DataError, match=naming("my_data:D", value)):
-        build("D", tmp_path)[0]
-
-
-def test_documents_must_be_told_where_they_are_kept_apart(tmp_path: Path) -> None:
-    data = build("Labelled", tmp_path, attn_mask_type="block_causal")
-    with pytest.raises(DataError, match="document_lengths"):
-        data[0]
-
-
 OTHERS = """
 from torch.utils.data import IterableDataset
 import torch
@@ -244,18 +144,6 @@ class Reused(Indexed):
 def others(module: Path) -> ModuleType:
     module.write_text(MODULE + OTHERS)
     return import_module("my_data")
-
-
-@pytest.mark.usefixtures("others")
-def test_torchs_iterable_dataset_is_a_stream(tmp_path: Path) -> None:
-    torchs, plain = (build(name, tmp_path) for name in ("Torchs", "Stream"))
-    assert all(torch.equal(torchs[k]["tokens"], plain[k]["tokens"]) for k in range(3))
-
-
-@pytest.mark.usefixtures("others")
-def test_memory_that_is_filled_again_makes_other_samples(tmp_path: Path) -> None:
-    reused, plain = (steps(loader_of(build(n, tmp_path)), 3) for n in ("Reused", "Indexed"))
-    assert reused == plain
 
 
 @pytest.mark.promise("streams")

@@ -85,26 +85,6 @@ def test_tokenised_once_and_again_after_a_change(tmp_path: Path) -> None:
     assert len(entries(cache)) == 4
 
 
-def test_content_does_not_depend_on_where_the_text_lies(tmp_path: Path) -> None:
-    hashes = [
-        cached_store(
-            corpus_of(tmp_path / place, ["one", "two"]),
-            tokenizer=ByteTokenizer(),
-            cache=str(tmp_path / f"cache {place}"),
-        ).content_hash()
-        for place in ("here", "there")
-    ]
-    assert hashes[0] == hashes[1]
-
-
-def test_a_fault_leaves_nothing(tmp_path: Path) -> None:
-    corpus = corpus_of(tmp_path / "texts", ["one", "two"])
-    corpus.files[1].write_bytes(b"\xff")
-    with pytest.raises(DataError, match=naming(corpus.files[1], "0xff")):
-        cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
-    assert entries(tmp_path / "cache") == []
-
-
 @pytest.mark.promise("token-stores")
 def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
     cache = tmp_path / "cache"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import write_texts
-from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.corpus import Corpus, file_corpus
 from torchtitan.data.files import find_files
@@ -99,14 +96,6 @@ def test_the_mistakes_of_all_files_are_told(tmp_path: Path, num_workers: int) ->
     assert all(str(corpus.files[number]) in lines[number - 1] for number in (1, 2))
 
 
-def test_a_first_file_that_is_wrong_leaves_nothing(tmp_path: Path) -> None:
-    corpus = corpus_of(tmp_path / "texts")
-    corpus.files[0].write_text("{")
-    with pytest.raises(DataError, match=naming(corpus.files[0])):
-        prepare(corpus, tmp_path / "store", 1)
-    assert [*tmp_path.iterdir()] == [tmp_path / "texts"]
-
-
 @pytest.mark.slow
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     paths = write_texts(tmp_path, {f"{i}.txt": f"{i} words " * 3_000_000 for i in range(2)})
@@ -126,32 +115,3 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
 
 def held_out(prefix: Path) -> list[Path]:
     return sorted(prefix.parent.glob(f"{prefix.name}.holdout-*"))
-
-
-def test_no_documents_are_held_out_of_an_earlier_store(tmp_path: Path) -> None:
-    corpus, tokenizer = corpus_of(tmp_path / "texts"), build_tokenizer(NAME)
-    for fraction, num_files in ((0.5, 2), (0.3, 2), (None, 0)):
-        prefix = tmp_path / "store"
-        prepare_files(corpus, prefix=str(prefix), tokenizer=tokenizer, holdout_fraction=fraction)
-        assert len(held_out(prefix)) == num_files
-        assert all(str(fraction) in file.name for file in held_out(prefix))
-
-
-def test_a_full_disk_leaves_no_held_out_store_beside_an_earlier_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its documents are part of the earlier store, which would be trained on."""
-    corpus, tokenizer = corpus_of(tmp_path / "texts"), build_tokenizer(NAME)
-    prefix = tmp_path / "out"
-    prepare_files(corpus, prefix=str(prefix), tokenizer=tokenizer)
-    sync, calls = os.fsync, iter(range(9))
-
-    def fail_third(handle: int) -> None:
-        if next(calls) == 2:
-            raise OSError(errno.ENOSPC, "no space")
-        sync(handle)
-
-    monkeypatch.setattr(os, "fsync", fail_third)
-    with pytest.raises(OSError, match="no space"):
-        prepare_files(corpus, prefix=str(prefix), tokenizer=tokenizer, holdout_fraction=0.5)
-    assert not Path(f"{prefix}.idx").exists()

@@ -14,7 +14,6 @@ import torch
 
 from tests.data.helpers import loader_of, training, write_texts
 from tests.finetune.chats import write_lines
-from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data.corpus import file_corpus
 from torchtitan.data.dataset import Dataset
@@ -142,16 +141,6 @@ def test_added_documents_move_none(tmp_path: Path) -> None:
     assert len(after) > len(before)
 
 
-def test_a_larger_fraction_holds_out_the_same_and_more(tmp_path: Path) -> None:
-    job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
-    found = [
-        set(documents_of(build(job, Holdout(fraction, held_out=True))))
-        for fraction in (0.1, 0.2, 0.7)
-    ]
-    assert found[0] < found[1] < found[2]
-    assert [round(len(held_out) / len(TEXTS), 1) for held_out in found] == [0.1, 0.2, 0.7]
-
-
 @pytest.mark.promise("validation")
 def test_copies_are_on_one_side(tmp_path: Path) -> None:
     """In a file twice, and in another one that is a source of its own."""
@@ -164,32 +153,6 @@ def test_copies_are_on_one_side(tmp_path: Path) -> None:
         dataset = build(job, side)
         ours = [text for text in TEXTS if is_held_out(text) == side.held_out]
         assert dataset.num_tokens == 3 * sum(len(text) + 1 for text in ours)
-
-
-@BOTH
-def test_too_few_documents(tmp_path: Path, side: Holdout) -> None:
-    """One document is on one side, so that the other has none."""
-    text = next(text for text in TEXTS if len(text) > 20 and is_held_out(text) != side.held_out)
-    paths = write_texts(tmp_path, {"book.txt": text})
-    with pytest.raises(DataError, match=naming("holdout_fraction", *paths, 0.3)):
-        build(job_of(tmp_path / "cache", paths), side)
-    lines = write_lines(tmp_path / "one.jsonl", [{"prompt": "ab", "completion": "c"}])
-    sides = [Holdout(fraction, held_out=side.held_out) for fraction in (1e-9, 1 - 1e-9)]
-    with pytest.raises(DataError, match=r"^holdout_fraction: "):
-        examples_of(tmp_path / "cache", lines, side=sides[not side.held_out])
-    examples_of(tmp_path / "cache", lines, side=sides[side.held_out])
-
-
-def test_another_split_or_other_data_are_other_data(tmp_path: Path) -> None:
-    job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
-    state = loader_of(build(job, TRAINED)).state_dict()
-    loader_of(build(job, TRAINED)).load_state_dict(state)
-    for side, now in ((Holdout(0.2, held_out=False), "0.2"), (ALL, "none")):
-        with pytest.raises(DataError, match=naming("validation.split", 0.3, now)):
-            loader_of(build(job, side)).load_state_dict(state)
-    write(tmp_path / "a.jsonl", TEXTS[1:])
-    with pytest.raises(DataError, match="data: "):
-        loader_of(build(job, TRAINED)).load_state_dict(state)
 
 
 def examples_of(cache: Path, paths: list[str], *, side: Holdout = ALL, **settings: Any) -> Dataset:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import struct
 from itertools import pairwise
 from pathlib import Path
@@ -86,27 +85,6 @@ def test_others_read_what_is_written(tmp_path: Path, vocab_size: int, code: int)
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["ours.bin", "ours.idx"]
 
 
-def test_long_documents_and_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MAX_SEQUENCE", 4)
-    for module in (store_module,):
-        monkeypatch.setattr(module, "CHUNK", 3)
-    lengths = [9, 4, 5, 1, 0, 12]
-    with open_writer(tmp_path / "long", vocab_size=300) as writer:
-        for i, length in enumerate(lengths):
-            writer.add(np.full(length, i), ends_document=True)
-    _, documents = read_by_hand(tmp_path / "long")
-    assert [[len(s) for s in d] for d in documents] == [
-        [4, 4, 1],
-        [4],
-        [4, 1],
-        [1],
-        [0],
-        [4, 4, 4],
-    ]
-    joined = [[t for s in d for t in s] for d in documents]
-    assert joined == [[i] * length for i, length in enumerate(lengths)]
-
-
 @pytest.mark.promise("token-stores")
 def test_an_interrupted_writer_leaves_the_old_store(tmp_path: Path) -> None:
     write_by_hand(tmp_path / "kept", DOCUMENTS, code=8)
@@ -173,27 +151,3 @@ def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk:
         damage(tmp_path)
         with pytest.raises(DataError, match=named):
             TokenStore(tmp_path / "s")
-
-
-def test_content_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_by_hand(tmp_path / "a", DOCUMENTS, code=8)
-    write_by_hand(tmp_path / "b", DOCUMENTS, code=8)
-    write_by_hand(tmp_path / "c", [[[1, 2, 3]], [[4]], [[5, 6], [7, 101]]], code=8)
-    write_by_hand(tmp_path / "d", [[[1, 2]], [[3, 4]], [[5, 6], [7, 100]]], code=8)
-    a, b, c, d = (TokenStore(tmp_path / name).content_hash() for name in "abcd")
-    assert a == b
-    assert len({a, c, d}) == 3
-    # large files are sampled: both ends, and evenly between
-    monkeypatch.setattr(store_module, "CHUNK", 10)
-    offsets = list(store_module._hashed_offsets(7_000))
-    assert (offsets[0], offsets[-1], len(offsets)) == (0, 6_990, 64)
-    assert {y - x for x, y in pairwise(offsets)} == {110, 111}
-
-
-def test_a_store_travels_as_its_path(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "big", vocab_size=300) as writer:
-        writer.add(np.arange(100_000) % 300, ends_document=True)
-    store = TokenStore(tmp_path / "big")
-    message = pickle.dumps(store)
-    assert len(message) < 1000
-    assert np.array_equal(pickle.loads(message).tokens, store.tokens)

@@ -7,29 +7,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiktoken
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.data import prepare
-from torchtitan.data.corpus import file_corpus
-from torchtitan.data.prepare import cached_store
-from torchtitan.data.text import cut_point, split_text
+from torchtitan.base.errors import DataError
+from torchtitan.data.text import split_text
 from torchtitan.data.tokenizer import (
     BUILT_IN,
     LLAMA3_PATTERN,
     MAX_CHARS,
-    ByteTokenizer,
     build_tokenizer,
-    check_vocabulary,
 )
 
 SAMPLES = [
@@ -102,34 +94,6 @@ def test_llama3_special_tokens(tmp_path: Path) -> None:
     assert {i: tokenizer.decode([i]) for i in known} == known
 
 
-DAMAGE = [
-    (lambda data: data[: len(data) // 2], ""),
-    (lambda data: b"\n".join(data.splitlines()[:100]), "256"),
-    (lambda data: data.replace(b"\n", b" 7\n", 1), ""),
-    (lambda data: data.splitlines()[0] + b"\n" + data, "once"),
-    (lambda data: b"", "256"),
-    (lambda data: b"\n\x0e\n\x05<unk>", ""),
-    (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-]
-
-
-def test_damaged_tiktoken_file(tmp_path: Path) -> None:
-    file = tmp_path / "damaged.model"
-    for damage, value in DAMAGE:
-        file.write_bytes(damage(BUILT_IN["bpe_2048"].read_bytes()))
-        with pytest.raises(DataError, match=value) as caught:
-            build_tokenizer(str(file))
-        assert str(file) in str(caught.value)
-
-
-def test_paths_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(BUILT_IN["bpe_2048"].read_bytes())
-    others = ("no/such/file", "meta-llama/Llama-3.1-8B", "x" * 5000, "~nobody-such/t")
-    for path in (str(tmp_path), *others):  # a folder without tokenizer.json
-        with pytest.raises(DataError, match=r"^\[model\] tokenizer_path: "):
-            build_tokenizer(path)
-
-
 def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
     lines = BUILT_IN["bpe_2048"].read_bytes().splitlines()
     fewer = tmp_path / "fewer.tiktoken"
@@ -139,12 +103,6 @@ def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
     prints = [build_tokenizer(n).fingerprint for n in (*BUILT_INS, str(fewer))]
     assert len(set(prints)) == 3
     assert build_tokenizer(str(same)).fingerprint == prints[1]
-
-
-def test_vocabulary_must_fit_the_model() -> None:
-    check_vocabulary(ByteTokenizer(), model_vocab_size=258)
-    with pytest.raises(ConfigError, match=naming("[model] tokenizer_path", 258, 257)):
-        check_vocabulary(ByteTokenizer(), model_vocab_size=257)
 
 
 @pytest.mark.promise("tokenizers")
@@ -160,16 +118,6 @@ def test_long_texts_get_the_ids_of_the_whole() -> None:
 def test_endless_runs_do_not_overflow(text: str) -> None:
     tokenizer = build_tokenizer("bpe_2048")
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_split_text_keeps_all_and_cuts_between_words() -> None:
-    rng = np.random.default_rng(0)
-    text = "".join(rng.choice(list("ab \n"), size=2000))
-    pieces = list(split_text(text, limit=50))
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= 50
-    assert cut_point("word " * 20, limit=52) == 49
-    assert cut_point("a\nb\n\n cc", limit=6) == 2
 
 
 @pytest.mark.parametrize(
@@ -224,78 +172,6 @@ def test_hugging_face(hf_folder: Path) -> None:
     assert max(ids) == 256
     assert [i.tolist() for i in tokenizer.encode_batch(["the", ""])] == [ids[:2], []]
     tokenizer.decode([10**6, 0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "encodes_pieces"),
-    [
-        ({}, True),
-        ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, False),
-        ({"pre_tokenizer": pre_tokenizers.Metaspace("_", prepend_scheme="always")}, False),
-        ({"normalizer": normalizers.Prepend("_")}, False),  # Llama 2's
-    ],
-)
-def test_long_text_is_not_cut_for_what_begins_each_text(
-    hf_folder: Path,
-    tmp_path: Path,
-    change: dict[str, Any],
-    encodes_pieces: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prepare, "PIECE_CHARS", 1600)
-    with_change = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
-    for part, value in change.items():
-        setattr(with_change, part, value)
-    with_change.save(str(hf_folder / "tokenizer.json"))
-    tokenizer = build_tokenizer(str(hf_folder))
-    assert tokenizer.encodes_pieces == encodes_pieces
-    text = "word \nother word\n" * (prepare.PIECE_CHARS // 16 + 9)
-    (tmp_path / "long.txt").write_text(text)
-    corpus = file_corpus((tmp_path / "long.txt",), "text")
-    store = cached_store(corpus, tokenizer=tokenizer, cache=str(tmp_path / "cache"))
-    assert store.tokens[:-1].tolist() == tokenizer.encode(text)
-
-
-def test_hugging_face_in_threads(hf_folder: Path) -> None:
-    tokenizer = build_tokenizer(str(hf_folder))
-    batches = [["the " * i, "", f"{i}"] for i in range(60)]
-    alone = [[tokenizer.encode(text) for text in batch] for batch in batches]
-    with ThreadPoolExecutor(4) as threads:
-        together = threads.map(tokenizer.encode_batch, batches)
-        assert [[ids.tolist() for ids in batch] for batch in together] == alone
-
-
-def test_a_document_too_long_to_be_encoded_whole_is_encoded_in_parts(
-    hf_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prepare, "DOCUMENT_CHARS", 250)
-    edited(normalizer={"type": "Prepend", "prepend": "_"})(hf_folder)
-    tokenizer = build_tokenizer(str(hf_folder))
-    (tmp_path / "long.txt").write_text("one two\n" * 100)
-    corpus = file_corpus((tmp_path / "long.txt",), "text")
-    store = cached_store(corpus, tokenizer=tokenizer, cache=str(tmp_path / "cache"))
-    assert 1 < tokenizer.decode(store.tokens.tolist()).count("_") <= 4
-
-
-def test_hugging_face_words_without_a_token_for_unknown_ones(hf_folder: Path) -> None:
-    model = {"type": "WordLevel", "vocab": {"</s>": 0, "e4": 1}, "unk_token": "?"}
-    edited(model=model, added_tokens=[], pre_tokenizer={"type": "Whitespace"})(hf_folder)
-    tokenizer = build_tokenizer(str(hf_folder))
-    assert tokenizer.encode("e4 e4") == [1, 1]
-    with pytest.raises(DataError, match=naming(hf_folder)):
-        tokenizer.encode("e5")
-
-
-@pytest.mark.parametrize("eos", ["<stop>", {"content": "<stop>"}])
-def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> None:
-    by_name = build_tokenizer(str(hf_folder / "tokenizer.json"))
-    (hf_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-    tokenizer = build_tokenizer(str(hf_folder))
-    assert tokenizer.eos_id == 257
-    assert tokenizer.fingerprint != by_name.fingerprint
 
 
 @pytest.mark.promise("tokenizers")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import UNSAVED
-from tests.naming import naming
 from torchtitan.base.errors import DataError
 from torchtitan.data import files
 from torchtitan.data.files import find_files
@@ -39,17 +37,6 @@ def find(cache: Path) -> Callable[[str], dict[str, str]]:
     return named
 
 
-def test_what_a_url_names(faulty: Any, tmp_path: Path) -> None:
-    named = find(tmp_path)
-    assert named("faulty://bucket/corpus/a.txt") == {"a.txt": "a"}
-    assert named("faulty://bucket/corpus/*.txt") == {"a.txt": "a", "b.txt": "b"}
-    assert named("faulty://bucket/corpus/**/*.txt") == {
-        "a.txt": "a",
-        "b.txt": "b",
-        "deep/c.txt": "c",
-    }
-
-
 @pytest.mark.parametrize("name", ["tokens", "tokens.idx", "tokens.bin", "tok*.bin", "*"])
 def test_a_token_store_comes_whole(name: str, faulty: Any, tmp_path: Path) -> None:
     for half in (".idx", ".bin"):
@@ -57,13 +44,6 @@ def test_a_token_store_comes_whole(name: str, faulty: Any, tmp_path: Path) -> No
     [index] = find_files(f"faulty://bucket/stores/{name}", cache=str(tmp_path))
     assert index.name == "tokens.idx"
     assert index.with_suffix(".bin").read_text() == ".bin"
-
-
-def test_a_saved_dataset(faulty: Any, tmp_path: Path) -> None:
-    state = {"_data_files": [{"filename": "data-0.arrow"}]}
-    faulty().pipe_file("/bucket/saved/state.json", json.dumps(state).encode())
-    faulty().pipe_file("/bucket/saved/data-0.arrow", b"rows")
-    assert find(tmp_path)("faulty://bucket/saved") == {"data-0.arrow": "rows"}
 
 
 def test_what_is_there_is_not_copied_again(faulty: Any, tmp_path: Path) -> None:
@@ -92,29 +72,6 @@ def test_a_copy_that_broke_off_goes_on(faulty: Any, tmp_path: Path) -> None:
     assert read == ["/bucket/corpus/b.txt"]
 
 
-def test_a_copy_of_another_size_is_refused(faulty: Any, tmp_path: Path) -> None:
-    faulty.answer = staticmethod(lambda path, content: content * 2)
-    with pytest.raises(DataError, match=naming(2, 1, "/bucket/corpus/a.txt")):
-        find(tmp_path)("faulty://bucket/corpus/a.txt")
-    assert not [*tmp_path.rglob("a.txt")]
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "faulty://bucket/nothing/*.txt",
-        "faulty://bucket/corpus",
-        "faulty://key:secret@bucket/a.txt",
-        "nowhere://bucket/a.txt",
-        "https://host/a.txt?X-Amz-Signature=secret",
-    ],
-)
-def test_refusals(url: str, faulty: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^dataset_path: ") as error:
-        find(tmp_path)(url)
-    assert "secret" not in str(error.value)
-
-
 def test_a_store_that_does_not_answer_is_not_empty(faulty: Any, tmp_path: Path) -> None:
     def fail(kind: str, path: str) -> None:
         if kind == "look":
@@ -129,12 +86,6 @@ def test_no_copy_leaves_its_folder(faulty: Any, tmp_path: Path) -> None:
     entries = {"bucket/x/../../a.txt": {"size": 1}, "bucket/b.txt": {"size": 1}}
     with pytest.raises(ValueError, match=r"\.\."):
         files._copy(faulty(), entries, cache=tmp_path / "in", url="")
-
-
-def test_hidden_objects_are_left_out(faulty: Any, tmp_path: Path) -> None:
-    faulty().pipe_file("/bucket/corpus/.part/x.txt", b"x")
-    assert "x" not in find(tmp_path)("faulty://bucket/corpus/**/*.txt").values()
-    assert not [*tmp_path.rglob("x.txt")]
 
 
 def test_no_secret_is_shown(faulty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

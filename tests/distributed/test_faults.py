@@ -11,17 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import DDP, FSDP
 from tests.naming import naming
-from torchtitan.base.device import HostCopy
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import find_steps, read_state
 from torchtitan.data.loader import Loader
-from torchtitan.mesh import sync as agreement
 from torchtitan.mesh.stop import StopRequest, WaitInterrupted
 from torchtitan.models.interface import HeadLoss
 from torchtitan.trainer import Run, Trainer
@@ -129,58 +126,6 @@ def test_a_step_that_was_left_out_is_not_saved_when_a_run_is_stopped(
     [message] = ranks.run(stop_while_waiting, job, world=1)
     assert "step 3" in message
     assert find_steps(tmp_path / "run" / "checkpoint") == []
-
-
-class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a device."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero)
-        return func(*args, **(kwargs or {}))
-
-
-def waits_by_step(job: list[str]) -> tuple[list[int], list[int]]:
-    """Count, up to the end of each step, what waits, and the norms that have been read."""
-    run, counts, norms_read = jobs.start(job), list[int](), list[int]()
-    num_read = 0
-
-    class Counted(HostCopy):
-        def read(self) -> list[float]:
-            nonlocal num_read
-            numbers = super().read()
-            num_read += len(numbers) == 1
-            return numbers
-
-    def note(step: int) -> None:
-        counts.append(waits.count)
-        norms_read.append(num_read)
-
-    with pytest.MonkeyPatch.context() as patch, Waits() as waits:
-        patch.setattr(agreement, "HostCopy", Counted)
-        Trainer(run).train(on_step=note)
-    return counts, norms_read
-
-
-@pytest.mark.promise("no-waits")
-@pytest.mark.parametrize("layout", [FSDP, ("--parallelism.context_parallel_degree=2",)])
-def test_no_step_waits_but_those_that_are_reported(
-    layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path), *layout, "--training.steps=6", "--checkpoint.enable=false"]
-    for counts, norms_read in ranks.run(waits_by_step, [*job, "--metrics.log_freq=100"], world=2):
-        assert counts[0] == counts[-2], counts
-        # a step's norm is read in the next step, but for the first one's and the last one's
-        assert norms_read == [1, 1, 2, 3, 4, 6]
-
-
-def test_a_wait_would_be_seen() -> None:
-    with Waits() as waits:
-        torch.ones(1).item()
-    assert waits.count == 1
 
 
 def in_epochs(folder: Path, text: str) -> list[str]:
