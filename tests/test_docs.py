@@ -82,39 +82,6 @@ def test_the_first_two_commands_of_the_readme() -> None:
     assert commands(ROOT / "README.md")[:2] == ["./run_train.sh", "./scripts/run_tests.sh"]
 
 
-def rows(readme: str) -> list[tuple[str, list[Path]]]:
-    """The command of each table row of the README that holds one, and the pages it links to."""
-    found = []
-    for line in readme.splitlines():
-        cells = re.split(r"\s*\|\s*", line)[1:-1] if line.startswith("| ") else []
-        command = re.fullmatch(r"`(.*)`", cells[1]) if len(cells) > 1 else None
-        if command is not None:
-            links = re.findall(r"\]\((docs/[a-z_]+\.md)\)", line)
-            found.append((command[1], [ROOT / link for link in links]))
-    return found
-
-
-def is_part(command: str, whole: str) -> bool:
-    """Whether the words of `command` are words of `whole`, in their order."""
-    words = iter(whole.split())
-    return all(word in words for word in command.split())
-
-
-@pytest.mark.parametrize(("command", "pages"), rows((ROOT / "README.md").read_text()))
-def test_the_tables_of_the_readme_hold_commands_that_are_run(
-    command: str, pages: list[Path]
-) -> None:
-    if command.startswith(NOT_RUN):  # with the tests that it selects
-        assert all((ROOT / name).exists() for name in command.split()[1:])
-        return
-    run = [whole for page in [*(pages or PAGES), ROOT / "README.md"] for whole in commands(page)]
-    assert any(is_part(command, whole) for whole in run), f"no ```bash block runs {command}"
-
-
-def test_the_readme_has_a_table_of_commands() -> None:
-    assert len(rows((ROOT / "README.md").read_text())) > 20
-
-
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)

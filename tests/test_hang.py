@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.jobs import write_job
 from tests.naming import naming
 from torchtitan.base.errors import DataError
-from torchtitan.tools.hang import Call, Group, describe, find_blocked, find_unlike, main, read_calls
+from torchtitan.tools.hang import Call, Group, describe, find_blocked, find_unlike, read_calls
 
 ROOT = Path(__file__).parent.parent
 WORLD: Group = ("gloo", "default_pg", (0, 1, 2, 3))
@@ -72,14 +72,6 @@ def run_module(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([str(tmp_path)], [f"--job.dump_folder={tmp_path}", "--training.steps=3"]):
-        assert main(words) == 2
-        assert str(tmp_path / "config.toml") in capsys.readouterr().err
-    with pytest.raises(DataError, match=naming(tmp_path, "comm.trace_buf_size", "logs")):
-        read_calls(tmp_path, prefix="rank_")
-
-
 def call(group: Group, number: int, *, what: str = "all_reduce of 4", at: float = 100.0) -> Call:
     return Call(group=group, number=number, what=what, at=at, where="x.py:1 (f)")
 
@@ -108,20 +100,6 @@ def test_a_chain_leads_to_where_it_began(tmp_path: Path) -> None:
     assert 3 not in find_blocked(calls, late=50)
     assert find_blocked(calls, late=50)[2].waits_for == (3,)
     assert 2 not in find_blocked(calls, late=52)
-
-
-def test_ranks_that_call_different_things(tmp_path: Path) -> None:
-    calls = {rank: [call(LEFT, 1), call(LEFT, 2)] for rank in (0, 1)}
-    assert "No rank waits" in describe(calls, late=50, logs=tmp_path)
-    calls[1][0] = call(LEFT, 1, what="all_gather of 4")
-    text = describe(calls, late=50, logs=tmp_path)
-    assert "Ranks called different collectives" in text
-    assert "  rank 1: all_gather of 4, number 1 of tp" in text
-    # only the root of a scatter has inputs, as in each save of a checkpoint
-    save = ("gloo", "undefined", (0, 1))
-    for rank, sizes in ((0, "9 9"), (1, "nothing")):
-        calls[rank] = [call(save, 1, what=f"scatter of {sizes}")]
-    assert not find_unlike(calls)
 
 
 def nccl(

@@ -219,19 +219,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TOKENS = torch.arange(24).view(2, 12)
 
 
-def test_a_model_is_the_same_from_each_folder(trained: Path) -> None:
-    folders = [
-        trained,
-        trained / "checkpoint",
-        trained / "checkpoint" / "step-2",
-        trained / "checkpoint" / "export" / "step-2",
-    ]
-    logits = [load_model(folder)(TOKENS) for folder in folders]
-    assert logits[0].shape == (2, 12, 263)
-    for other in logits[1:]:
-        assert torch.equal(other, logits[0])
-
-
 @pytest.mark.promise("python-api")
 def test_a_model_is_a_plain_module(trained: Path) -> None:
     model = load_model(str(trained), device="cpu", dtype="float32")

@@ -47,14 +47,6 @@ def test_one_rank_without_it_makes_all_compute_in_float32(
     assert ranks in reason
 
 
-def test_what_is_said_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = "--training.mixed_precision_param="
-    assert settled(monkeypatch, f"{asked}bfloat16", has=False) == ("bfloat16", "as set")
-    assert settled(monkeypatch, f"{asked}float32", has=True) == ("float32", "as set")
-    kind, reason = settled(monkeypatch, "--training.dtype=bfloat16", has=False)
-    assert (kind, reason) == ("bfloat16", "auto: as the weights are stored")
-
-
 def test_another_machine_does_not_change_a_run_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
     for has in (True, False):

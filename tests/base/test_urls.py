@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.data.files import find_files
+from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 
 UNSUPPORTED = (
@@ -56,18 +51,6 @@ def test_where_a_path_is_needed_every_url_is_refused(key: str, value: str) -> No
     said = refusal(key, value)
     assert key in said
     assert value in said
-
-
-@pytest.mark.parametrize("value", ["checkpoint", "a/b::c", "run 1: lower lr", "12:30/x"])
-def test_other_names_are_folders(value: str) -> None:
-    assert load_config([f"--checkpoint.folder={value}"]).checkpoint.local_folder == value
-
-
-@pytest.mark.parametrize("url", UNSUPPORTED)
-def test_data_of_an_unsupported_url(url: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=naming("dataset_path", url)):
-        find_files(url, cache=str(tmp_path))
-    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.promise("object-stores")

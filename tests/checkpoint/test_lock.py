@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import multiprocessing
 import os
 import platform
@@ -65,25 +63,6 @@ def test_a_folder_has_one_holder_until_that_one_is_killed(
         process.join()
         lock.hold(folder)
     assert (folder / lock.LOCK).read_text().startswith(f"process {os.getpid()} on host")
-
-
-@pytest.mark.long
-def test_a_run_that_is_ending_is_waited_for(tmp_path: Path) -> None:
-    with holder(tmp_path) as process:
-        process.kill()
-        lock.hold(tmp_path)
-
-
-def test_a_file_system_without_locks_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    lock.hold(tmp_path)
-    [said] = [record.getMessage() for record in caplog.records]
-    assert naming(tmp_path, "No locks available").match(said)
 
 
 @pytest.mark.promise("one-run-per-folder")

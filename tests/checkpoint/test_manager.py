@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from tests.jobs import TINY
 from tests.naming import naming
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.tools.compare.compare_runs import StoredTensors
 from torchtitan.trainer import Trainer
 
 
@@ -41,39 +37,6 @@ def test_cadence_and_retention(
     job = [*jobs.write_job(tmp_path), "--training.steps=5", *overrides]
     ranks.run(jobs.train, job, world=world)
     assert steps(tmp_path) == expected
-
-
-@pytest.mark.slow
-def test_an_optimizer_without_state_is_resumed(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), "--optimizer.name=SGD"]
-    ranks.run(jobs.train, [*job, "--training.steps=1"], world=2)
-    result = ranks.run(jobs.train, [*job, "--training.steps=2"], world=2)[0]
-    assert [row["step"] for row in result.rows] == [1, 2]
-
-
-@pytest.mark.slow
-def test_retention_that_cannot_delete_ends_no_run(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), "--checkpoint.interval=1", "--checkpoint.keep_latest_k=1"]
-    assert ranks.run(fail_to_delete, [*job, "--training.steps=3"], world=1) == ["no error"]
-    assert steps(tmp_path) == [3]
-
-
-def refuse_to_remove(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an NFS server does while a file is open: the folder is not empty."""
-    correct = shutil.rmtree
-
-    def rmtree(path: Path, *args: object, **kwargs: object) -> None:
-        if ".deleted" in str(path):
-            raise OSError(errno.ENOTEMPTY, "Directory not empty")
-        correct(path, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-
-
-def fail_to_delete(job: list[str]) -> str:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        refuse_to_remove(monkeypatch)
-        return jobs.failure(job)
 
 
 def fail_in_the_background(job: list[str]) -> tuple[str, int]:
@@ -143,58 +106,6 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
         world=1,
     )
     assert naming("checkpoint.load_step", "step 3").match(message)
-
-
-@pytest.mark.slow
-def test_commands_of_torchtitan_in_a_folder_with_steps(ranks: RankPool, tmp_path: Path) -> None:
-    """A run that reached its end is trained for longer, and parts are left out, once."""
-    toml = TINY.replace("total_steps = 20", "").replace("warmup_steps = 5", "warmup_steps = 1")
-    job = [*jobs.write_job(tmp_path, toml), "--checkpoint.interval=2"]
-    longer, excluding = "--training.steps=6", "--checkpoint.exclude_from_loading=optimizer"
-    [message] = ranks.run(jobs.refusal, [*job, excluding], world=1)
-    assert "checkpoint.exclude_from_loading" in message
-    ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
-    for options, values in (
-        ([longer, "--debug.seed=1"], [4, 6, "debug.seed", 0, 1]),
-        (["--training.steps=3"], [4, 3]),
-    ):
-        [message] = ranks.run(jobs.refusal, [*job, *options], world=1)
-        values += ["lr_scheduler.total_steps", "--checkpoint.mode continue"]
-        assert naming(*values).match(message)
-    way = [*job, longer, excluding]
-    [lines] = ranks.run(jobs.logged, [*way, "--optimizer.lr=1e-3"], world=1)
-    assert any(map(naming("optimizer.lr", 0.0008, 0.001).match, lines))
-    [lines] = ranks.run(jobs.logged, way, world=1)
-    assert any(line.endswith("loaded: model, dataloader, train_state") for line in lines)
-    assert any("Reading weights" in line and "step-4" in line and "GiB" in line for line in lines)
-    assert any(map(naming("lr_scheduler.total_steps", 4, 6).match, lines))
-    shutil.copytree(tmp_path / "run", tmp_path / "other")
-    by_mode = [*way, "--checkpoint.mode=continue", f"--job.dump_folder={tmp_path}/other"]
-    [expected] = ranks.run(jobs.train, by_mode, world=1)
-    [trained] = ranks.run(jobs.train, way, world=1)
-    assert [row["loss"] for row in trained.rows] == [row["loss"] for row in expected.rows]
-    assert ranks.run(first_step, way, world=1) == [6]
-    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-6")
-    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-4")
-    # it had not reached its end there
-    [message] = ranks.run(jobs.refusal, [*job, longer], world=1)
-    assert naming("lr_scheduler.total_steps", 4, 6).match(message)
-
-
-@pytest.mark.slow
-def test_an_export_has_a_type_of_its_own_and_is_read_in_the_jobs(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    last = ("--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16")
-    job = [*jobs.write_job(tmp_path), "--training.steps=2", *last]
-    [result] = ranks.run(jobs.train, job, world=1)
-    export = tmp_path / "run" / "checkpoint" / "export" / "step-2"
-    weights = StoredTensors(export, "model", skip=())
-    assert {weights[name].dtype for name in weights} == {torch.bfloat16}
-    assert all(torch.equal(weights[n], result.final[n].bfloat16()) for n in weights)
-    tuned = [*jobs.write_job(tmp_path, name="tuned"), f"--checkpoint.initial_load_path={export}"]
-    [found] = ranks.run(jobs.train, [*tuned, "--training.steps=0"], world=1)
-    assert all(torch.equal(found.final[n], weights[n].float()) for n in weights)
 
 
 @pytest.mark.promise("kill-save")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import pickletools
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +152,6 @@ def test_the_attacks_are_real(attack: Callable[[Metadata], None], folder: Path) 
     assert Path("run").exists()
 
 
-def test_names_within_names_are_refused(folder: Path) -> None:
-    evil = b"\x80\x04\x8c\x29torch.distributed.checkpoint.metadata\x8c\x0bMetadata.os\x93."
-    evil = evil.replace(b"\x29", bytes([len("torch.distributed.checkpoint.metadata")]))
-    pickletools.dis(evil, out=open(os.devnull, "w"))  # noqa: SIM115 - it is a valid pickle
-    (folder / ".metadata").write_bytes(evil)
-    with pytest.raises(CheckpointError, match=naming(f"{PLACE}.Metadata.os")):
-        read(folder)
-
-
 def text(value: str) -> bytes:
     """Push a text."""
     return b"\x8c" + bytes([len(value)]) + value.encode()
@@ -278,39 +267,6 @@ def test_what_a_file_holds_is_what_the_metadata_say(
         read(folder)
 
 
-def save_own_part(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = {"a": distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)]), "b": torch.ones(2)}
-    if dist.get_rank() == 0:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-
-
-def test_a_folder_of_one_rank_of_several_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_own_part, tmp_path / "model", world=2)
-    into = {"a": torch.zeros(5, 3), "b": torch.zeros(2)}
-    with pytest.raises(CheckpointError, match=naming(tmp_path / "model", "'a'", 9, 15)):
-        read_tensors(tmp_path, "model", into=into, group=None)
-    read_tensors(tmp_path, "model", into={"b": into["b"]}, group=None)  # what is whole is read
-    assert torch.equal(into["b"], torch.ones(2))
-
-
-def save_uneven(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    write(
-        folder / "step-1",
-        {"model": Component(tensors={"a": distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)])})},
-        manifest={},
-        group=dist.group.WORLD,
-    )
-
-
-def test_ranks_without_a_part_of_a_tensor_leave_it_whole(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_uneven, tmp_path, world=4)
-    into = {"a": torch.zeros(2, 3)}
-    read_tensors(tmp_path / "step-1", "model", into=into, group=None)
-    assert torch.equal(into["a"], torch.ones(2, 3))
-
-
 @pytest.mark.promise("no-code-from-checkpoints")
 def test_raw_bytes_are_never_loaded(folder: Path) -> None:
     def make_bytes(metadata: Metadata) -> None:
@@ -338,28 +294,3 @@ def test_a_crafted_payload_is_refused_and_nothing_runs(protocol: str, folder: Pa
     assert not Path("run").exists()
     torch.load(payload, weights_only=False)  # the attack is real
     assert Path("run").exists()
-
-
-def test_damaged_metadata_are_named_whatever_pickle_makes_of_them(folder: Path) -> None:
-    correct = (folder / ".metadata").read_bytes()
-    for length in range(len(correct)):
-        (folder / ".metadata").write_bytes(correct[:length])
-        with pytest.raises(CheckpointError, match=r"model/\.metadata"):
-            read_metadata(folder)
-
-
-class PicklerOfOtherPython(pickle.Pickler):
-    """Python 3.11.0 to 3.11.3 pickle the member of an enumeration as an attribute of it."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Enum):
-            return getattr, (type(value), value.name)
-        return NotImplemented
-
-
-def test_members_of_enumerations_are_read_whatever_python_wrote_them(folder: Path) -> None:
-    expected, metadata = read_metadata(folder), dcp.FileSystemReader(folder).read_metadata()
-    with (folder / ".metadata").open("wb") as file:
-        PicklerOfOtherPython(file).dump(metadata)
-    assert b"getattr" in (folder / ".metadata").read_bytes()
-    assert read_metadata(folder) == expected

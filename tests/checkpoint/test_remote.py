@@ -130,20 +130,6 @@ def test_a_run_resumes_from_the_store_alone(
             assert store.read(f"export/step-4/{path.name}") == path.read_bytes()
 
 
-def test_a_restart_fetches_only_what_the_disk_lost(
-    runs: Runs, undisturbed: dict[int, list[str]], tmp_path: Path
-) -> None:
-    runs.run(steps=1)
-    _, lines = runs.run(steps=2)
-    assert not any(line.startswith("Fetching") for line in lines)
-    step = tmp_path / "run" / "checkpoint" / "step-2"
-    (step / "optimizer" / "__0_0.distcp").write_bytes(b"damaged")
-    (step / "model" / "__0_0.distcp").unlink()
-    states, lines = runs.run(steps=3)
-    assert any(line.startswith("Fetching") for line in lines)
-    assert states == undisturbed[1][2:3]
-
-
 @pytest.mark.promise("kill-upload")
 def test_an_upload_that_did_not_end_is_ended(runs: Runs, undisturbed: dict[int, list[str]]) -> None:
     on_two: dict[str, Any] = {"world": 2, "own_disks": True}
@@ -156,20 +142,6 @@ def test_an_upload_that_did_not_end_is_ended(runs: Runs, undisturbed: dict[int, 
     assert len({name.split("/")[1] for name in store.list("step-2")}) == 2  # manifest, attempt
     assert find_stored(store) == [1, 2, 3]
     assert states == undisturbed[2][2:3]
-
-
-def test_an_upload_that_nobody_can_end_is_removed(
-    runs: Runs, undisturbed: dict[int, list[str]], tmp_path: Path
-) -> None:
-    runs.run(steps=2)
-    store = runs.store
-    store.remove(["step-2/manifest.json"])
-    shutil.rmtree(tmp_path / "run")
-    states, lines = runs.run("interval=3", steps=3)
-    assert any(line.startswith(f"Fetching {runs.url}/step-1") for line in lines)
-    assert store.list("step-2") == {}
-    assert find_stored(store) == [1, 3]
-    assert states == undisturbed[1][1:3]
 
 
 @pytest.mark.promise("kill-upload")
@@ -235,19 +207,6 @@ def test_disks_of_their_own_resume_in_another_layout(runs: Runs, tmp_path: Path)
     assert find_stored(runs.store) == [1, 2, 3]
 
 
-def test_a_run_starts_from_another_in_a_store(
-    runs: Runs, ranks: RankPool, undisturbed: dict[int, list[str]], tmp_path: Path
-) -> None:
-    runs.run(steps=3)
-    (tmp_path / "other").mkdir()
-    for url, words in ((f"{runs.url}/step-2", ()), (runs.url, ("load_step=2",))):
-        words = (f"initial_load_path={url}", "initial_load_model_only=false", *words)
-        job = runs.job(3, *words, name="other")
-        [(states, _)] = ranks.run(apart, False, train, job, world=1)
-        assert states == undisturbed[1][2:3]
-        shutil.rmtree(tmp_path / "other")
-
-
 @pytest.mark.promise("kill-upload")
 def test_two_runs_do_not_share_a_store(runs: Runs, ranks: RankPool) -> None:
     job = runs.job(2, f"folder={runs.url}")
@@ -300,23 +259,6 @@ def order_of_writes(job: list[str]) -> tuple[list[str], str]:
         store.before = staticmethod(refuse)
         message = jobs.failure([*job, "--checkpoint.upload_timeout_seconds=1"])
         return order, message
-
-
-def refused_apart(store: str, job: list[str]) -> str:
-    """Start a job on a rank with disks of its own; `store` is a folder on one of them."""
-    rank = dist.get_rank()
-    words = [f"--checkpoint.folder=file://{store}-{rank}"] if store else []
-    return jobs.refusal([*job, *words, f"--job.dump_folder={_folder_of(job)}-{rank}"])
-
-
-@pytest.mark.parametrize("has_store", [True, False])
-def test_ranks_that_do_not_share_a_place_are_refused(
-    has_store: bool, ranks: RankPool, tmp_path: Path
-) -> None:
-    store, job = str(tmp_path / "store") if has_store else "", jobs.write_job(tmp_path)
-    for message in ranks.run(refused_apart, store, job, world=2):
-        assert "checkpoint.folder" in message
-        assert str(tmp_path) in message
 
 
 def commit_as_files_come(folder: Path) -> list[list[int]]:

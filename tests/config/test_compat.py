@@ -136,7 +136,6 @@ def test_every_default_of_one_old_file_together() -> None:
         ("[checkpoint]\ncreate_seed_checkpoint = true", "no seed checkpoint"),
         ('[model]\nconverters = ["quantize.linear.mx"]', "float8"),
         ("[memory_estimation]\nenable = true", "torchtitan plan memory"),
-        ("[memory_estimation]\nenabled = true", "torchtitan plan memory"),
         ("[fault_tolerance]\nenable = true", "checkpoint.interval"),
     ],
 )
@@ -171,13 +170,6 @@ def test_old_names_set_todays_keys_with_a_notice(old: str, value: object, new: s
     )
 
 
-def test_old_and_new_name_agree_or_contradict() -> None:
-    [mistake] = loaded("[training]\nseed = 1\n[debug]\nseed = 2").mistakes
-    assert mistake.startswith(f"{FILE}[training] seed = 1: ")
-    assert "[debug] seed" in mistake
-    assert changed(loaded("[training]\nseed = 2\n[debug]\nseed = 2")) == {"debug.seed": 2}
-
-
 def test_an_old_name_takes_part_in_overriding() -> None:
     base = "[training]\nseed = 1"
     assert changed(loaded("[debug]\nseed = 2", base=base)) == {"debug.seed": 2}
@@ -185,14 +177,6 @@ def test_an_old_name_takes_part_in_overriding() -> None:
     assert changed(loaded("[debug]\nseed = 4", "--training.seed", "5")) == {"debug.seed": 5}
     switch = "[memory_estimation]\nenable ="
     assert not loaded(f"{switch} false", base=f"{switch} true").mistakes
-
-
-def test_their_data_load_where_nothing_reads_them() -> None:
-    line = 'dataset = "c4_validation"'
-    job = loaded(f"[validation]\n{line}")
-    assert changed(job) == {}
-    assert job.notices[0].startswith(f"{FILE}[validation] {line}: has no effect")
-    assert loaded(f"[validation]\nenable = true\n{line}").mistakes
 
 
 @pytest.mark.promise("old-names")
@@ -204,7 +188,6 @@ def test_their_data_load_where_nothing_reads_them() -> None:
         '[model]\nconverters = ["float8"]\n[quantize.linear.float8]\n'
         "enable_fsdp_float8_all_gather = true",
         '[activation_checkpoint]\nmode = "full"\ndebug = true',
-        '[mx]\nrecipe_name = "mxfp8"',
         '[model]\nhf_assets_path = "./tests/assets/tokenizer"',
     ],
 )

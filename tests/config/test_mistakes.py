@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.config.jobs import Jobs, loaded
-from torchtitan.job import Config
 
 
 @pytest.mark.parametrize(
@@ -24,12 +23,6 @@ def test_wrong_names(text: str, place: str, meant: str) -> None:
     assert meant in mistake
 
 
-@pytest.mark.parametrize("text", ["[training]", "[quantize]", "[quantize.linear]"])
-def test_empty_known_tables_load(text: str) -> None:
-    assert loaded(text).config == Config()
-    assert loaded(f"{text[:-1]}x]").mistakes
-
-
 @pytest.mark.promise("settings")
 @pytest.mark.parametrize(
     ("section", "line"),
@@ -46,11 +39,6 @@ def test_empty_known_tables_load(text: str) -> None:
 def test_types_in_files_are_strict(section: str, line: str) -> None:
     [mistake] = loaded(f"[{section}]\n{line}").mistakes
     assert mistake.startswith(f"job.toml: [{section}] {line}: must ")
-
-
-def test_a_long_value_is_cut_short() -> None:
-    [mistake] = loaded("[training]\nsteps = '" + "x" * 500 + "'").mistakes
-    assert len(mistake) < 200
 
 
 @pytest.mark.promise("mistakes")
@@ -77,41 +65,6 @@ def test_all_mistakes_come_together(jobs: Jobs) -> None:
         "--chekpoint.enable true",
     }
     assert len(mistakes) == 10
-
-
-def test_a_rule_is_silent_while_one_of_its_keys_is_wrong() -> None:
-    assert len(loaded('[training]\ndataset = "file"\ndataset_path = "x"').mistakes) == 1
-    [mistake] = loaded('[training]\ndataset = "c4"\ndataset_path = "x"').mistakes
-    assert mistake.startswith('job.toml: [training] dataset = "c4"')
-    both = loaded("[training]\nsteps = 'x'\nglobal_batch_size = 3\nlocal_batch_size = 2").mistakes
-    assert [mistake.split(" = ")[0] for mistake in both] == [
-        "job.toml: [training] steps",
-        "job.toml: [training] global_batch_size",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "rate"),
-    [
-        ("[training]\nsteps = 60", "[training] steps", "0.00024"),
-        ("[lr_scheduler]\nwarmup_steps = 100\n[training]\nsteps = 25", "warmup_steps", "0.0002"),
-        (
-            "[lr_scheduler]\nwarmup_ratio = 0.5\ntotal_steps = 100\n[training]\nsteps = 25",
-            "warmup_ratio",
-            "0.0004",
-        ),
-    ],
-)
-def test_a_warmup_longer_than_the_run_is_warned_of(text: str, key: str, rate: str) -> None:
-    [notice] = loaded(text).notices
-    assert key in notice
-    assert rate in notice
-
-
-def test_a_warmup_that_the_run_can_hold_is_not() -> None:
-    """Nor one of a try of a few steps."""
-    for text in ("steps = 200", "steps = 9", "steps = 10\n[lr_scheduler]\nwarmup_ratio = 1.0"):
-        assert loaded(f"[training]\n{text}").notices == []
 
 
 def test_the_last_source_chooses_steps_or_ratio_of_the_warmup(jobs: Jobs) -> None:

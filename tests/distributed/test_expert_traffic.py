@@ -27,10 +27,6 @@ NUM_LAYERS = 2  # with experts: the first of them is dense
 E, K, H, C = 8, 2, 24, 32
 B, S = 8, 16
 STEP = ("--model.num_layers=3", "--training.steps=1", f"--training.seq_len={S}")
-COLLECTIVES = {  # of FSDP, as versions of torch call them
-    "gathered": ("all_gather_into_tensor", "all_gather_single"),
-    "scattered": ("reduce_scatter_tensor", "reduce_scatter_single"),
-}
 FREED = "--parallelism.fsdp_reshard_after_forward=always"
 
 
@@ -45,8 +41,6 @@ class Traffic:
     leaving: int = 0
     """Those of them for other ranks."""
     calls: Counter[str] = field(default_factory=Counter)
-    experts: Counter[str] = field(default_factory=Counter)
-    """Numbers of experts' weights that are gathered, and of their gradients that are scattered."""
 
 
 def in_turn(scores_BSE: Tensor, bias_E: Tensor | None) -> Tensor:
@@ -54,8 +48,8 @@ def in_turn(scores_BSE: Tensor, bias_E: Tensor | None) -> Tensor:
     return torch.arange(batch * seq_len * K).remainder(E).view(batch, seq_len, K)
 
 
-def count(job: list[str], *, held: int) -> Traffic:
-    """Train a step on this rank; a layer's experts are `held` numbers where they are gathered."""
+def count(job: list[str]) -> Traffic:
+    """Train a step on this rank."""
     found = Traffic()
     tell, all_to_all = Exchange._exchange_counts, dist.all_to_all_single
 
@@ -73,14 +67,6 @@ def count(job: list[str], *, held: int) -> Traffic:
             found.leaving += x.numel() - sent[rank] * x.shape[1]
         return all_to_all(out, x, came, sent, **k)
 
-    def weighing(what: str, collective: Any) -> Any:
-        def weigh(*args: Any, **k: Any) -> Any:
-            largest = max(x.numel() for x in (*args, *k.values()) if isinstance(x, Tensor))
-            found.experts[what] += largest if largest == held else 0
-            return collective(*args, **k)
-
-        return weigh
-
     run = jobs.start(job)
     for part in run.model:
         for block in part.layers.values():
@@ -92,9 +78,6 @@ def count(job: list[str], *, held: int) -> Traffic:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Exchange, "_exchange_counts", telling)
         patch.setattr(dist, "all_to_all_single", exchanging)
-        for what, names in COLLECTIVES.items():
-            for name in filter(partial(hasattr, dist), names):
-                patch.setattr(dist, name, weighing(what, getattr(dist, name)))
         trainer = Trainer(run)
         trainer.train()
         trainer.close()
@@ -121,26 +104,12 @@ def test_rows_travel_as_often_as_said(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     world, degree, size, how, times = LAYOUTS[layout]
-    held = 3 * E // degree * H * C
     job = [*jobs.write_job(tmp_path, MOE, cache=cache), *STEP, *how, ep(degree), FREED]
     job += [UNSAVED, f"--training.local_batch_size={size}"]
     microbatches = 2 if "accumulating" in layout else 1
     num_runs = NUM_LAYERS * microbatches
-    for found in ranks.run(count, job, held=held, world=world):
+    for found in ranks.run(count, job, world=world):
         assert found.num_told == found.calls["numbers of rows"] == num_runs
         assert found.calls["rows"] == times * num_runs
         assert found.numbers == NUM_LAYERS * times * B * S * K // world * C
         assert found.leaving * degree == found.numbers * (degree - 1)
-        alone = world == degree  # each expert is whole on its rank
-        assert found.experts["gathered"] == (0 if alone else 2 * num_runs * held)
-        assert found.experts["scattered"] == (0 if alone else num_runs * held)
-
-
-def test_without_expert_parallelism_weights_travel(
-    ranks: RankPool, tmp_path: Path, cache: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *STEP, FREED, UNSAVED]
-    held = 3 * E * H * C
-    for found in ranks.run(count, job, held=held, world=2):
-        assert (found.num_told, found.calls.total(), found.numbers) == (0, 0, 0)
-        assert found.experts == {"gathered": 2 * NUM_LAYERS * held, "scattered": NUM_LAYERS * held}

@@ -12,10 +12,8 @@ it, and rows are sent to experts by the trainer's own exchange.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._functional_collectives import wait_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -35,18 +33,15 @@ from torchtitan.job import Config, load_config
 from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import build_mesh
 from torchtitan.models.init import local_part
-from torchtitan.models.interface import RouterModule
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline import schedules
 from torchtitan.resume_rules import resolve_model
-from torchtitan.tools.plan import rehearse as rehearsing
 from torchtitan.tools.plan.devices import DEVICES
 from torchtitan.tools.plan.job import plan_job
 from torchtitan.tools.plan.memory import staged
 from torchtitan.tools.plan.records import rehearse_rank
 from torchtitan.tools.plan.rehearse import record_step, rehearse
 from torchtitan.tools.plan.tape import MESSAGES, Entry, Record, Tape
-from torchtitan.tools.plan.world import load_evenly
 from torchtitan.trainer import Trainer
 
 pytestmark = pytest.mark.long
@@ -64,7 +59,6 @@ DEEPSEEK = ("--model.name=deepseek_v3", "--model.flavor=tiny")
 WIDE = "--model.vocab_size=264"
 EP2 = "--parallelism.expert_parallel_degree=2"
 EP4 = "--parallelism.expert_parallel_degree=4"
-EVERY_2 = (SELECTIVE, "--activation_checkpoint.selective_ac_option=2")
 IN_TWOS = "--parallelism.pipeline_parallel_microbatch_size=2"
 LAYERS4 = ("--model.flavor=tiny8", "--model.num_layers=4")
 
@@ -76,26 +70,17 @@ def cp(degree: int, method: str) -> tuple[str, ...]:
     )
 
 
-NUM_CHOSEN = 2
-"""Experts of a token in `EXPERTS`."""
 RNG_STATE = 5056
 """Bytes of the CPU's generator, which a block keeps to be recomputed; no operator makes them."""
 FEW = 200
 """Bytes of numbers of rows by expert, which are converted without an operator."""
-SMALL = 128
 TINY = 64
 """Bytes of scalars that torch has kept from earlier jobs of the same process: 40 were seen."""
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one device": (1, ()),
     "one device, bfloat16": (1, (BF16,)),
     "one device, recomputed": (1, (RECOMPUTED,)),
-    "one device, by operator": (1, BY_OPERATOR),
-    "one device, every 2": (
-        1,
-        (*EVERY_2, *LAYERS4),
-    ),
     "one device, documents": (1, ("--training.attn_mask_type=block_causal",)),
-    "one device, chunks": (1, ("--training.loss_chunks=3",)),
     "one device, bfloat16, chunks": (
         1,
         (BF16, "--training.loss_chunks=3", *LAYERS4, "--model.vocab_size=4096", "--model.dim=512"),
@@ -103,27 +88,18 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one device, accumulating": (1, ("--training.global_batch_size=8",)),
     "fsdp 2": (2, ()),
     "fsdp 4, bfloat16, recomputed": (4, (BF16, RECOMPUTED)),
-    "fsdp 2, kept": (2, ("--parallelism.fsdp_reshard_after_forward=never",)),
-    "fsdp 2, accumulating": (2, ("--training.global_batch_size=16",)),
     "fsdp 2, offloaded": (2, ("--training.enable_cpu_offload=true",)),
     "fsdp 2, frozen": (2, ('--optimizer.frozen_params=["tok_embeddings.*","layers.0.*"]',)),
     "fsdp 2, lora": (2, ("--lora.rank=4", "--lora.alpha=8.0")),
-    "fsdp 2, bfloat16, by operator": (2, (BF16, *BY_OPERATOR)),
-    "fsdp 2, every 2": (2, (*EVERY_2, *LAYERS4)),
     "ddp 2": (2, DDP),
     "hsdp 2x2, bfloat16": (4, (*HSDP, BF16)),
-    "tp 2": (2, (TP2, *LAYERS4)),
     "tp 2, stream copied": (2, (TP2, COPIED, *LAYERS4)),
     "tp 2, logits gathered": (2, (TP2, WHOLE_LOGITS, *LAYERS4)),
     "fsdp 2 x tp 2, bfloat16": (4, (TP2, BF16, *LAYERS4)),
-    "cp 2 ring": (2, cp(2, "alltoall")),
     "cp 2 ring, by operator": (2, (*cp(2, "alltoall"), *BY_OPERATOR)),
-    "cp 2 allgather": (2, cp(2, "allgather")),
     "cp 2 ulysses": (2, cp(2, "ulysses")),
     "cp 2 ulysses, documents": (2, (*cp(2, "ulysses"), "--training.attn_mask_type=block_causal")),
     "fsdp 2 x cp 2, bfloat16": (4, (*cp(2, "alltoall"), BF16)),
-    "pp 2, 1F1B": (2, (*pipeline("1F1B"), *LAYERS4)),
-    "pp 2, GPipe": (2, (*pipeline("GPipe"), *LAYERS4)),
     "pp 2, Interleaved1F1B": (2, (*pipeline("Interleaved1F1B"), *LAYERS4)),
     "pp 2, ZBV": (2, (*pipeline("ZBVZeroBubble"), *LAYERS4)),
     "pp 2, DualPipeV": (2, (*pipeline("DualPipeV"), *LAYERS4)),
@@ -133,15 +109,11 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         (*pipeline("1F1B"), *LAYERS4, TP2, IN_TWOS),
     ),
     "pp 2 ZBV x fsdp 2": (4, (*pipeline("ZBVZeroBubble"), *LAYERS4)),
-    "experts": (1, EXPERTS),
     "experts, bfloat16": (1, (*EXPERTS, BF16)),
     "experts, fsdp 2, ep 2": (2, (*EXPERTS, EP2)),
     "experts, fsdp 4, ep 2, bfloat16, by operator": (4, (*EXPERTS, EP2, BF16, *BY_OPERATOR)),
-    "experts, fsdp 4, ep 4": (4, (*EXPERTS, EP4)),
-    "experts, tp 2, ep 2": (2, (*EXPERTS, EP2, TP2)),
     "experts, fsdp 2 x tp 2, ep 4, stream copied": (4, (*EXPERTS, EP4, TP2, COPIED)),
     "deepseek_v3": (1, DEEPSEEK),
-    "deepseek_v3, fsdp 4, ep 2": (4, (*DEEPSEEK, EP2)),
     "deepseek_v3, tp 2, balanced": (
         2,
         (*DEEPSEEK, TP2, WIDE, "--router.sequence_loss_weight=0.01"),
@@ -301,52 +273,6 @@ def test_a_copy_to_save_is_as_planned(name: str, ranks: RankPool, tmp_path: Path
     plan = plan_job(job, world_size=world, device=DEVICES["H100"], gpus_per_node=8)
     for rank in plan.first_ranks():
         assert staged(plan, rehearse_rank(plan, rank)) == real[rank] > 0
-
-
-def in_turn(module: RouterModule, scores_BSE: Tensor, *_: Any) -> Tensor:
-    """Choose experts so that each gets as many tokens as any other, and from any part of them."""
-    *tokens, num_experts = scores_BSE.shape
-    ids = torch.arange(math.prod(tokens) * NUM_CHOSEN) % num_experts
-    return ids.reshape(*tokens, NUM_CHOSEN)
-
-
-def route_in_turn(model: nn.Module, **_: Any) -> None:
-    for module in model.modules():
-        if isinstance(module, RouterModule):
-            module.choose = partial(in_turn, module)
-
-
-def route_evenly(model: nn.Module, **settings: Any) -> None:
-    route_in_turn(model)
-    load_evenly(model, **settings)
-
-
-def record_routed(job: list[str]) -> Record:
-    """Record a real step without what stands in for the load of experts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsing, "load_evenly", route_in_turn)
-        return record(job)
-
-
-def coarse(record: Record) -> list[list[tuple[object, ...]]]:
-    """Return entries without the numbers of rows by expert, which are read where they are known
-    beforehand; what dies together when a function returns dies in any order."""
-    entries = [entry[:5] for entry in record.entries if entry.size > SMALL]
-    runs = groupby(entries, key=lambda entry: entry[0] == "death")
-    return [sorted(run) if are_deaths else list(run) for are_deaths, run in runs]
-
-
-@pytest.mark.promise("plan-real")
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "ep 2, bfloat16" in name])
-def test_an_even_load_is_what_even_routes_give(
-    name: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, arguments = LAYOUTS[name]
-    job = [*write_job(tmp_path, TOML), *arguments]
-    reals = ranks.run(record_routed, job, world=world)
-    monkeypatch.setattr(rehearsing, "load_evenly", route_evenly)
-    fake = rehearsed(job, world=world, rank=1)
-    assert coarse(reals[1]) == coarse(fake)
 
 
 PROFILED = {

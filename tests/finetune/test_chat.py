@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -69,10 +68,6 @@ def test_a_question_and_the_end_of_its_answer(tmp_path: Path, name: str) -> None
     assert found(folder).end_of_turn() == ends.get(name, "<|im_end|>")
 
 
-def test_an_answer_may_have_no_end() -> None:
-    assert template_of("{% for m in messages %}{{ m.content }}\n{% endfor %}").end_of_turn() is None
-
-
 @pytest.mark.promise("chat-masks", "tokenizers")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
@@ -121,55 +116,6 @@ def test_prefixes_find_what_marks_say(tmp_path: Path) -> None:
     assert np.array_equal(*rows)
 
 
-def test_where_templates_are_found(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path / "a", template="stored {{ bos_token }}{{ unk_token }}")
-    assert found(folder).render(Conversation(CHAT, None, "here")) == "stored <|begin|>"
-    assert (
-        found(folder / "tokenizer.json").render(Conversation(CHAT, None, "here"))
-        == "stored <|begin|>"
-    )
-    named = [{"name": "rag", "template": "other"}, {"name": "default", "template": "named"}]
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
-    assert found(folder).source == "named"
-    (folder / "chat_template.jinja").write_text("beside {{ eos_token }}")
-    assert found(folder).render(Conversation(CHAT, None, "here")) == "beside <|end|>"
-    (tmp_path / "mine.jinja").write_text("mine")
-    assert found(folder, str(tmp_path / "mine.jinja")).source == "mine"
-    with pytest.raises(DataError, match=naming("chat_template", tmp_path / "none.jinja")):
-        found(folder, str(tmp_path / "none.jinja"))
-    bare = write_tokenizer(tmp_path / "bare")
-    assert find_template(
-        None, tokenizer=build_tokenizer(str(bare)), tokenizer_path=str(bare)
-    ) is None  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("source", "value"),
-    [
-        ("a\n{% for x in %}", "line 2"),
-        ("{% generation %}a", "'generation'"),
-        ("{{ 1 | nofilter }}", "'nofilter'"),
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "x.jinja"),
-        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "x.jinja"),
-    ],
-)
-def test_what_is_no_template(source: str, value: object) -> None:
-    with pytest.raises(DataError, match=naming("chat_template", "x.jinja", value)):
-        template_of(source)
-
-
-def test_many_at_once_are_each_as_one_alone(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path, template=CHATML)
-    encoder = Encoder(build_tokenizer(str(folder)), template_of(CHATML))
-    chats = [Conversation(CHAT[:n], None, "") for n in (1, 2, 3, 4)] * 2
-    rows = encoder.encode(chats)
-    for row, example in zip(rows, chats, strict=True):
-        (alone,) = encoder.encode([example])
-        assert (row is None) == (alone is None)
-        assert row is None or alone is None or row.tolist() == alone.tolist()
-
-
 @pytest.mark.promise("no-code-from-data")
 @pytest.mark.parametrize(
     ("source", "cause"),
@@ -198,32 +144,6 @@ def test_templates_that_fail(source: str, cause: type[Exception]) -> None:
         divided(template_of(source), chat, "f.jsonl line 7")
     assert type(error.value.__cause__) is cause
     assert chat == CHAT
-
-
-def test_what_templates_may_ask_for() -> None:
-    source = (
-        "{% if not tools and not enable_thinking and other is not defined %}"
-        "{{ strftime_now('%Y') | length }}{% for i in range(9) %}{% break %}{% endfor %}"
-        "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ {'a': 'é<'} | tojson }}"
-        "{% endif %}"
-    )
-    assert template_of(source).render(Conversation(CHAT, None, "here")) == '42{"a": "é<"}'
-
-
-def test_an_answer_that_changes_later_is_refused() -> None:
-    drops = (
-        "{% for m in messages %}{{ m.role }}:"
-        "{{ m.content if loop.last or m.role == 'user' else m.content[:3] }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    prompts = CHATML.replace("assistant\\n' }}", "assistant\\n<think>' }}")
-    for source in (drops, prompts):
-        with pytest.raises(
-            DataError, match=naming("f line 1", "message 2", "x.jinja", "{% generation %}")
-        ):
-            divided(template_of(source), CHAT, "f line 1")
-    # one answer, the last: nothing changes after it
-    assert len(divided(template_of(drops), CHAT[:2], "f line 1").spans) == 1
 
 
 def learnt_of(source: str, messages: list[dict[str, object]]) -> list[str]:
@@ -261,19 +181,6 @@ def test_an_answer_without_a_question(content: str) -> None:
     assert learnt_of(late, [start])[0] == f"{content}<|im_end|>"
 
 
-def test_whose_a_marked_part_is_must_be_clear() -> None:
-    one = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
-    assert len(learnt_of(one, CHAT)) == 1
-    with pytest.raises(DataError, match=naming("f line 1", "x.jinja")):
-        learnt_of(one, [*CHAT[:3], {**CHAT[3], "weight": 0}])
-
-
-def test_a_template_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "a.jinja").write_text("\ufeff{{ messages[0]['content'] }}", encoding="utf-8")
-    template = found(write_tokenizer(tmp_path, template=CHATML), str(tmp_path / "a.jinja"))
-    assert template.render(Conversation(CHAT[:1], None, "here")) == CHAT[0]["content"]
-
-
 THINKING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
 {%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
 {{- m.content.split('</think>')[-1] }}<|im_end|>
@@ -289,12 +196,6 @@ def test_a_first_answer_is_learnt_as_a_later_one(answer: dict[str, str]) -> None
     first, later = learnt_of(THINKING, [said, {"role": "user", "content": "Hi"}, said])
     assert first == later
     assert first.endswith("Hello.<|im_end|>")
-
-
-def test_a_first_answer_that_begins_otherwise_is_refused() -> None:
-    other = CHATML.replace("'<|im_start|>assistant", "'<|im_start|>assistant:")
-    with pytest.raises(DataError, match=naming("1", "x.jinja")):
-        learnt_of(other, [{"role": "assistant", "content": "Hello."}])
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe_2048"])

@@ -18,7 +18,6 @@ from torchtitan.finetune.chat import Conversation, find_template
 from torchtitan.finetune.encoder import (
     Encoder,
     is_answered,
-    overlaps_spans,
 )
 from torchtitan.finetune.examples import Completion, Example
 from torchtitan.finetune.sources import example_files, label_all
@@ -57,50 +56,6 @@ def test_lines_become_examples(tmp_path: Path) -> None:
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(file.read_bytes()))
     assert len(read_examples(packed)) == 3
-
-
-def test_a_completion_is_learnt_with_its_end() -> None:
-    row = encoder().encode([Completion("ab", "<|end", "here")])[0]
-    assert row is not None
-    assert (row >> 1).tolist() == [*b"ab<|end", 257]
-    assert (row & 1).tolist() == [0, 0, *[1] * 6]
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        Completion("a", "", "here"),
-        Completion("", "", "here"),
-        Conversation([say("user", "a")], None, "here"),
-        Conversation([say("user", "a"), say("assistant", "")], None, "here"),
-        Conversation([say("user", "a"), {**say("assistant", "b"), "weight": 0}], None, "here"),
-    ],
-)
-def test_nothing_to_learn(example: Conversation | Completion) -> None:
-    [row] = encoder().encode([example])
-    assert not is_answered(row)
-
-
-def test_a_token_of_two_is_the_answers() -> None:
-    # tokens 0-2, 2-5, 5-6 and two more of the character 5-6, 6-9; the answer is 4-6
-    ends = [2, 5, 6, 6, 6, 9]
-    assert overlaps_spans(ends, spans=[(4, 6)]).tolist() == [False, True, True, True, True, False]
-    assert overlaps_spans(ends, spans=[(0, 2), (6, 7)]).tolist() == [True, *[False] * 4, True]
-    assert overlaps_spans(ends, spans=[]).tolist() == [False] * 6
-    assert overlaps_spans([], spans=[(0, 1)]).tolist() == []
-
-
-def test_where_tokens_end() -> None:
-    text = "né\U0001f600<|end_of_text|>b"
-    encoded = BYTE.encode_special([text])[0]
-    assert list(encoded.ids) == [*"né\U0001f600".encode(), 257, ord("b")]
-    assert list(encoded.ends) == [1, 2, 2, 3, 3, 3, 3, 18, 19]
-    for name in ("byte", "bpe_2048"):
-        tokenizer = build_tokenizer(name)
-        assert tokenizer.encode_special([""])[0].ends == []
-        whole = tokenizer.encode_special([text])[0]
-        assert whole.ends[-1] == len(text)
-        assert tokenizer.decode(whole.ids) == text
 
 
 @pytest.mark.promise("tokenizers")
@@ -189,14 +144,6 @@ def test_a_prompt_begins_as_in_inference(
     assert is_answered(encoder.encode([Completion("", "then", "here")])[0])
 
 
-def test_who_puts_a_token_before_a_text(tmp_path: Path) -> None:
-    assert list(build_tokenizer("byte").begin_ids) == []
-    assert list(build_tokenizer("bpe_2048").begin_ids) == []
-    assert list(build_tokenizer(str(write_tokenizer(tmp_path / "a"))).begin_ids) == []
-    begins = build_tokenizer(str(write_tokenizer(tmp_path / "b", begins=True)))
-    assert list(begins.begin_ids) == [begins.special_tokens["<|begin|>"]]
-
-
 def mistakes_of(*files: Path) -> list[str]:
     source = example_files(files)
     with pytest.raises(DataError) as raised:
@@ -220,9 +167,3 @@ def test_mistakes_of_all_files_and_rows_are_told_at_once(tmp_path: Path) -> None
         assert sum(place in line for line in lines) == 1, (place, lines)
     assert len(lines) == 7
     assert sum("special_tokens_in_examples" in line for line in lines) == 1
-
-
-def test_messages_without_a_template() -> None:
-    with pytest.raises(DataError) as raised:
-        Encoder(BYTE, None).encode([Conversation(CHAT, None, "here")])
-    assert raised.value.key == "chat_template"

@@ -4,7 +4,6 @@ and a whole run that starts from its folder and ends in one."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.distributed import jobs
-from tests.distributed.rank_pool import RankError, RankPool
-from tests.finetune.chats import CHATML, SPECIAL, write_lines, write_tokenizer
+from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, family_name, random_decoder, reference_of
 from tests.naming import naming
 from torchtitan.api import load_generator
-from torchtitan.base.errors import CheckpointError
 from torchtitan.finetune.lora import apply_lora, is_adapter
 from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.names import Names
@@ -28,7 +25,6 @@ from torchtitan.hf.peft import AdapterExport
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.spec import ModelSpec
-from torchtitan.tools.convert import to_hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 263
@@ -165,50 +161,3 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     assert naming("'layers.0.attention.wk.lora_a'", "[2, 32]", "[3, 32]").match(said)
     [said] = ranks.run(jobs.refusal, fresh, world=1)
     assert "28 unexpected: 'layers.0.attention.wk.lora_a'" in said
-
-
-@pytest.mark.slow
-def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path) -> None:
-    job = [*jobs.write_job(tmp_path), "--training.steps=1"]
-    [base] = ranks.run(jobs.train, job, world=1)
-    job = [*jobs.write_job(tmp_path, name="tuned"), "--lora.rank=2", "--lora.export_format=adapter"]
-    job += [f"--checkpoint.initial_load_path={tmp_path / 'run'}", "--checkpoint.last_save_in_hf"]
-    job += ["--training.steps=1"]
-    [tuned, *_] = ranks.run(jobs.train, job, world=2)
-    for name, weight in tuned.initial.items():
-        assert is_adapter(name) or torch.equal(weight, base.final[name]), name
-    # what its job wanted alone can still be added to the weights
-    assert "adapter" in to_hf(tmp_path / "tuned", tmp_path / "alone").partition(" of ")[0]
-    assert "merged" in to_hf(tmp_path / "tuned", tmp_path / "merged", lora="merged")
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "merged").model.layers[0].self_attn
-    wv, a, b = (tuned.final[f"layers.0.attention.wv.{n}"] for n in ("weight", "lora_a", "lora_b"))
-    torch.testing.assert_close(theirs.v_proj.weight, wv + 16 / 2 * b @ a)
-    assert not torch.equal(theirs.v_proj.weight, wv)
-    names = [path.name for path in (tmp_path / "merged").iterdir()]
-    assert not any(name.startswith("adapter") for name in names)
-    with pytest.raises(CheckpointError, match="--lora"):
-        to_hf(tmp_path / "run", tmp_path / "none", lora="adapter")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_special_tokens_without_trained_rows_are_refused(
-    world: int, tmp_path: Path, ranks: RankPool
-) -> None:
-    """A base pads its vocabulary with zeros, and adapters do not train them."""
-    model = random_decoder(replace(MODELS["llama3"].flavors["tiny"], vocab_size=420))
-    ends = SPECIAL.index("<|im_end|>")
-    model.tok_embeddings.weight.data[ends] = 0
-    base = write_tokenizer(tmp_path / "base", template=CHATML)
-    reference_of(model).save_pretrained(base)
-    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
-    file = write_lines(tmp_path / "chats.jsonl", [{"messages": chat}] * 40)
-    job = [
-        *jobs.write_job(tmp_path),
-        *("--training.dataset=examples", f"--training.dataset_path={file}", "--training.steps=1"),
-        *("--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={base}"),
-        *("--lora.rank=2", "--training.seq_len=64", "--model.flavor=hf"),
-    ]
-    with pytest.raises(RankError, match=naming("train_embeddings", "<|im_end|>")):
-        ranks.run(jobs.train, job, world=world)
-    ranks.run(jobs.train, [*job, "--lora.train_embeddings"], world=world)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from examples.sample_log import hash_tokens
 from tests.data.helpers import loader_of, rows, training
-from tests.finetune.chats import CHAT, CHATML, write_lines, write_tokenizer
+from tests.finetune.chats import CHAT, write_lines
 from tests.models.reference import TINY, random_decoder
 from tests.naming import naming
-from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.holdout import ALL, Holdout
-from torchtitan.data.store import open_writer
-from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
+from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.finetune.data import build_examples
 from torchtitan.models.interface import Documents
 
@@ -128,19 +124,6 @@ def test_the_order_is_a_pure_function_of_data_and_seed(tmp_path: Path) -> None:
     assert examples_of(tmp_path)[10**9]["tokens"].shape == (SEQ_LEN,)
 
 
-def test_a_sample_is_the_same_wherever_it_is_asked_for(tmp_path: Path) -> None:
-    dataset = examples_of(tmp_path, packing="packed")
-    message = pickle.dumps(dataset)
-    assert len(message) < 2000
-    copy = pickle.loads(message)
-    for k in (7, 3, 100, 7):
-        sample, again = dataset[k], copy[k]
-        assert all(torch.equal(sample[key], again[key]) for key in sample)
-        # whoever writes into a sample spoils nobody else's
-        for tensor in (*sample.values(), *again.values()):
-            tensor.fill_(-7)
-
-
 @pytest.mark.promise("data-order")
 def test_any_layout_reads_the_same_samples(tmp_path: Path) -> None:
     dataset = examples_of(tmp_path, num_epochs=2)
@@ -215,32 +198,6 @@ def test_long_examples_are_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert naming("3 examples", "long_examples: truncate").match(caplog.text)
 
 
-def test_long_examples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        dataset = examples_of(tmp_path, LONG, num_epochs=1, long_examples="skip")
-    assert dataset.num_samples == 1
-    assert naming("1 of 4 examples", "1 sample").match(caplog.text)
-    assert naming("3 examples", "long_examples: skip").match(caplog.text)
-
-
-def test_a_store_is_no_file_of_examples(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "s", vocab_size=9) as writer:
-        writer.add(np.arange(9), ends_document=True)
-    with pytest.raises(DataError, match=naming(".jsonl", tmp_path / "s.idx")):
-        examples_of(tmp_path, dataset_path=str(tmp_path / "s"))
-
-
-def test_no_example_is_left(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=naming("a.jsonl", 1)):
-        examples_of(tmp_path, [{"prompt": "a", "completion": ""}])
-    with pytest.raises(DataError, match=naming("seq_len", 24, 1)):
-        examples_of(tmp_path, [{"prompt": "a" * 99, "completion": "b"}])
-    with pytest.raises(DataError, match=naming("dataset_path", "nowhere/*.jsonl")):
-        examples_of(tmp_path, dataset_path="nowhere/*.jsonl")
-    # what failed left nothing that a later start would take for whole
-    assert not list((tmp_path / "cache").glob("*.tmp"))
-
-
 def test_fingerprints_tell_what_changed(tmp_path: Path) -> None:
     def changed(values: list[Any] | None = None, **settings: Any) -> list[str]:
         now = examples_of(tmp_path / "b", values, **settings).fingerprint
@@ -259,37 +216,6 @@ def test_fingerprints_tell_what_changed(tmp_path: Path) -> None:
     assert changed(chat_template=str(template)) == ["chat template"]
 
 
-def test_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = examples_of(tmp_path)
-    monkeypatch.setattr(ByteTokenizer, "encode", None)
-    again = examples_of(tmp_path, dataset_path=str(tmp_path / "lines" / "a.jsonl"))
-    assert [hash_tokens(first[k]["tokens"]) for k in range(9)] == [
-        hash_tokens(again[k]["tokens"]) for k in range(9)
-    ]
-
-
-def test_chats_by_a_hugging_face_tokenizer(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path / "tokenizer", template=CHATML)
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}])
-    job = training(tmp_path / "cache", dataset="examples", dataset_path=path, seq_len=200)
-    tokenizer = build_tokenizer(str(folder))
-    dataset = build_examples(job, tokenizer=tokenizer, tokenizer_path=str(folder), seed=0)
-    labels = dataset[0]["labels"]
-    learnt = tokenizer.decode(labels[labels != -100].tolist())
-    assert learnt == "".join(message["content"] + "<|im_end|>" for message in CHAT[1::2])
-    assert dataset[0]["tokens"][-1] == tokenizer.special_tokens["<|end|>"]
-
-
-@pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_built_in_examples(tmp_path: Path, packing: str) -> None:
-    job = training(tmp_path, dataset="synthetic_examples", packing=packing, seq_len=128)
-    tokenizer = build_tokenizer("bpe_2048")
-    dataset = build_examples(job, tokenizer=tokenizer, tokenizer_path="bpe_2048", seed=0)
-    texts = [tokenizer.decode(dataset[k]["tokens"].tolist()) for k in range(50)]
-    assert any("What follows" in text for text in texts)
-    assert any("What follows" not in text for text in texts) or packing == "packed"
-
-
 def test_another_template_makes_other_tokens(tmp_path: Path) -> None:
     """The data are what templates write: that of another is not taken from the cache."""
     settings: dict[str, Any] = {
@@ -304,120 +230,3 @@ def test_another_template_makes_other_tokens(tmp_path: Path) -> None:
     assert changed == ["data", "chat template"]
     text = ByteTokenizer().decode(other[0]["tokens"].tolist())
     assert text.startswith(f"user: {CHAT[0]['content']}\nassistant")
-
-
-def test_other_settings_have_samples_of_their_own(tmp_path: Path) -> None:
-    """The tokens are those of the cache, what is planned with them is not."""
-
-    def num_samples(**settings: Any) -> int | None:
-        return examples_of(tmp_path, LONG * 3, num_epochs=1, **settings).num_samples
-
-    assert num_samples() == 9
-    assert num_samples(long_examples="skip") == 3
-    assert num_samples(seq_len=64) == 12
-    # 40 and 24 places fill one, 26 and 25 share another
-    assert num_samples(seq_len=64, packing="packed") == 6
-    packs = [examples_of(tmp_path, packing="packed", seed=seed) for seed in (0, 1)]
-    shared = [{tuple(dataset[k]["tokens"].tolist()) for k in range(20)} for dataset in packs]
-    assert shared[0] != shared[1]
-
-
-def test_written_special_tokens_need_a_setting(tmp_path: Path) -> None:
-    end = "<|end_of_text|>"
-    values = [
-        {"prompt": f"a{end}", "completion": "b"},
-        {"messages": [CHAT[0], {"role": "assistant", "content": f"a{end}b"}]},
-    ]
-    path = write_lines(tmp_path / "a.jsonl", values)
-    with pytest.raises(DataError) as raised:
-        examples_of(tmp_path, dataset_path=[path])
-    assert all(f"{path} line {i}:" in str(raised.value) for i in (1, 2))
-    meant = {"special_tokens_in_examples": "encode", "seq_len": 400, "num_epochs": 1}
-    assert examples_of(tmp_path, dataset_path=[path], **meant).num_samples == 2
-
-
-def test_keys_that_nothing_reads_are_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    answer = {"role": "assistant", "content": "b", "weight": 1, "train": True, "empty": None}
-    chat = [CHAT[0], {**answer, "mood": "good", "reasoning": "c"}, CHAT[2], {**answer, "mood": 1}]
-    row = {"messages": chat, "chat_template_kwargs": {"style": "short"}}
-    template = tmp_path / "a.jinja"
-    template.write_text(
-        CHATML.replace("message.content", "(message['reasoning_content'] or '') + message.content")
-    )
-    for setting, expected in (
-        (None, ["mood", "reasoning_content", "style"]),
-        (str(template), ["mood", "style"]),
-    ):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            examples_of(tmp_path, [row] * 3, seq_len=200, chat_template=setting)
-        unread = [message for message in caplog.messages if "nothing reads" in message]
-        assert [
-            key for key in expected if any(repr(key) in message for message in unread)
-        ] == expected
-        assert len(unread) == len(expected)
-        assert all(naming("3 examples").match(message) for message in unread)
-
-
-WHOLE = {
-    "each as JSON": "{{ message | tojson }}",
-    "its items": "{% for k, v in message.items() %}{{ k }}: {{ v }}, {% endfor %}",
-    "only the user's": "{{ message | tojson if message.role == 'user' else message.content }}",
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_keys_of_messages_that_are_written_whole_are_read(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ends = "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
-    template = tmp_path / "a.jinja"
-    template.write_text(f"{{% for message in messages %}}{WHOLE[name]}{ends}{{% endfor %}}")
-    chat = [{**CHAT[0], "mood": "good"}, {**CHAT[1], "name": "b"}]
-    with caplog.at_level(logging.WARNING):
-        examples_of(tmp_path, [{"messages": chat}] * 3, seq_len=400, chat_template=str(template))
-    assert "'mood'" not in caplog.text
-    assert ("'name'" in caplog.text) == (name == "only the user's")
-
-
-def test_null_arguments_and_a_missing_end_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    template = tmp_path / "a.jinja"
-    template.write_text(
-        "{% for m in messages %}{% generation %}{{ m.content }}"
-        "{{ m.tool_calls | tojson if m.tool_calls is defined }}"
-        "{% endgeneration %}<|end_of_text|>{% endfor %}"
-    )
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
-    chat = [CHAT[0], {**CHAT[1], "tool_calls": [call]}]
-    with caplog.at_level(logging.WARNING):
-        examples_of(tmp_path, [{"messages": chat}] * 2, seq_len=400, chat_template=str(template))
-    assert [naming("2 examples", "null").match(m) is not None for m in caplog.messages].count(True)
-    assert [
-        naming("2 examples", "endgeneration").match(m) is not None for m in caplog.messages
-    ].count(True)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [  # Vicuna's and GLM's way: nothing after an answer, or the next speaker's marker
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-    ],
-)
-@pytest.mark.parametrize("num_messages", [2, 4])
-def test_answers_that_nothing_ends_are_warned_of(
-    template: str, num_messages: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    if "add_generation_prompt" not in template:
-        template += "{% if add_generation_prompt %}assistant: {% endif %}"
-    (tmp_path / "a.jinja").write_text(template)
-    rows = [{"messages": CHAT[:num_messages]}] * 3
-    with caplog.at_level(logging.WARNING):
-        examples_of(tmp_path, rows, seq_len=400, chat_template=str(tmp_path / "a.jinja"))
-    assert any(naming("3 examples", "learn to stop").match(m) for m in caplog.messages)
-    assert "endgeneration" not in caplog.text

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.finetune.chats import CHAT, read_examples, write_lines
-from torchtitan.base.errors import DataError
 from torchtitan.finetune.chat import Conversation
 from torchtitan.finetune.examples import Completion, parse_example
 
@@ -91,71 +90,6 @@ def test_calls_of_tools_as_sharegpt_has_them(value: object, calls: list[Any]) ->
     row = {"conversations": turns, "tools": json.dumps(TOOLS), "system": ""}
     messages = [ASK[0], {"role": "assistant", "tool_calls": calls}, say("tool", "1")]
     assert parse_example(row, where="here") == Conversation(messages, TOOLS, "here")
-
-
-@pytest.mark.parametrize("given", ["", "[]", [], None])
-def test_no_tools(given: object) -> None:
-    row = {"messages": ASK, "tools": given}
-    assert parse_example(row, where="here") == Conversation(ASK, None, "here")
-
-
-FAULTS: list[tuple[object, tuple[str, ...]]] = [
-    ([1], ("[1]",)),
-    (5, ("5",)),
-    ({}, ("none",)),
-    ({"text": "a"}, ("'text'",)),
-    ({"prompt": "a"}, ("'prompt'",)),
-    ({"completion": "a", "output": "b"}, ("'completion'",)),
-    ({"prompt": "ask", "chosen": "answer", "rejected": "no"}, ("'chosen'", "'rejected'")),
-    ({"prompt": 3, "completion": "a"}, ("'prompt'", "3")),
-    ({"prompt": "\ud800", "completion": "a"}, ("character 0",)),
-    ({"messages": [], "prompt": "a"}, ("messages", "[]")),
-    ({"messages": ["a"]}, ("messages", "['a']")),
-    ({"messages": {}}, ("messages", "{}")),
-    ({"messages": ASK, "tools": "f"}, ("tools", "'f'")),
-    ({"messages": ASK, "tools": '{"name": "f"}'}, ("tools", "{'name': 'f'}")),
-    (
-        {"conversations": [turn("human", "a"), {"from": "gpt", "text": "b"}]},
-        ("message 2", "content"),
-    ),
-    ({"conversations": "a"}, ("conversations", "'a'")),
-    ({"conversations": []}, ("messages", "[]")),
-    ({"conversations": [turn("human", "a"), turn("bot", "b")]}, ("from", "turn 2", "'bot'")),
-    ({"conversations": [turn(["gpt"], "a")]}, ("from", "turn 1", "['gpt']")),
-    ({"conversations": [turn("human", 3)]}, ("message 1", "content", "3")),
-    ({"conversations": [turn("gpt", "a", weight=3)]}, ("message 1", "weight", "3")),
-    *[
-        ({"conversations": [turn("function_call", said)]}, ("turn 1", repr(said)))
-        for said in ("f(1)", "", "[]", '["f"]', '{"arguments": {}}', None)
-    ],
-    *[
-        ({"messages": [ASK[0], message]}, ("message 2", *named))
-        for message, *named in (
-            (say("bot", "a"), "role", "'bot'"),
-            ({"content": "a"}, "role", "none"),
-            (say(["user"], "a"), "role", "['user']"),
-            ({"role": "assistant"}, "content", "none"),
-            (say("user", [{"type": "image_url", "image_url": "x"}]), "content", "image_url"),
-            (say("user", "a", train=True), "train", "user", "True"),
-            *((say("assistant", "a", train=v), "train", repr(v)) for v in (0, 1, "false", 0.0)),
-            *((say("assistant", "a", weight=v), "weight", repr(v)) for v in (2, -1, True, "0")),
-        )
-    ],
-]
-
-
-@pytest.mark.parametrize(("value", "named"), FAULTS)
-def test_faults(value: object, named: tuple[str, ...]) -> None:
-    with pytest.raises(DataError) as raised:
-        parse_example(value, where="here")
-    said = str(raised.value)
-    assert said.startswith("here")
-    assert [name for name in named if name not in said] == []
-
-
-def test_a_call_of_a_tool_needs_no_content() -> None:
-    call = {"role": "assistant", "tool_calls": [{"function": {}}]}
-    parse_example({"messages": [ASK[0], call]}, where="here")
 
 
 def test_examples_of_any_format(tmp_path: Path) -> None:

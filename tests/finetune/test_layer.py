@@ -9,9 +9,6 @@ import torch
 from torch.func import functional_call
 
 from tests.models.reference import VARIANTS, random_decoder
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError
-from torchtitan.base.patterns import check_pattern
 from torchtitan.finetune.lora import (
     ADAPTERS,
     LoRALinear,
@@ -83,12 +80,6 @@ def test_loss_and_gradients_are_those_of_the_product_added_to_the_weight(variant
         torch.testing.assert_close(grad, other, rtol=1e-7, atol=1e-10)
 
 
-def test_only_the_layers_that_are_named_have_an_adapter() -> None:
-    model = adapted(random_decoder(VARIANTS["tied"]), ["layers.1.attention.w[qv]"])
-    names = [n for n, p in model.named_parameters() if is_adapter(n)]
-    assert names == [f"layers.1.attention.w{w}.lora_{f}" for w in "qv" for f in "ab"]
-
-
 def test_patterns_choose_what_is_trained() -> None:
     names = ["a.weight", "a.lora_a", "a.lora_b", "b.weight"]
     every = TrainableParams(frozen=("b.*",))
@@ -100,14 +91,3 @@ def test_patterns_choose_what_is_trained() -> None:
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in model.named_parameters() if not n.startswith(("layers.0.", "norm."))
     }
-
-
-def test_patterns_that_cannot_be_meant_are_refused_with_names_that_come_near() -> None:
-    names = [name for name, _ in random_decoder(VARIANTS["grouped"]).named_parameters()]
-    with pytest.raises(ConfigError, match=naming("frozen_params", "'outptu.*'", "output.weight")):
-        TrainableParams(frozen=("norm.*", "outptu.*")).check(names)
-    with pytest.raises(ConfigError, match=naming("[optimizer] frozen_params", "*")):
-        TrainableParams(frozen=("*",)).check(names)
-    linears = linear_names(random_decoder(VARIANTS["grouped"]))
-    with pytest.raises(ConfigError, match=naming("[lora] modules", "'wq'", "attention.wq")):
-        check_pattern("wq", linears, key="lora.modules", noun="linear layer")

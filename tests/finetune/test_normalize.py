@@ -12,8 +12,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.finetune.chats import read_examples, write_lines, write_tokenizer
-from tests.naming import naming
-from torchtitan.base.errors import DataError
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.finetune.chat import Conversation, find_template
@@ -132,20 +130,6 @@ def test_conversations_with_tools_have_their_template(tmp_path: Path) -> None:
     }
 
 
-def test_the_template_gets_the_variables_of_a_row(tmp_path: Path) -> None:
-    row = {"messages": [HI, HELLO], "chat_template_kwargs": {"mood": "good"}}
-    [example] = read_examples(Path(write_lines(tmp_path / "a.jsonl", [row])))
-    folder = write_tokenizer(tmp_path, template="{{ mood }}" + HERMES)
-    template = find_template(
-        None, tokenizer=build_tokenizer(str(folder)), tokenizer_path=str(folder)
-    )
-    oracle = AutoTokenizer.from_pretrained(folder)
-    assert template is not None
-    assert isinstance(example, Conversation)
-    expected = oracle.apply_chat_template([HI, HELLO], mood="good", tokenize=False)
-    assert template.render(example) == expected
-
-
 CONCATENATED = """{% for m in messages %}{{ m.role + ': ' }}{% for c in m.tool_calls or [] %}
 {{- '```json ' + c.function.arguments + ' ```' }}{% else %}{{ m.content }}{% endfor %}<|end|>
 {%- endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
@@ -164,16 +148,3 @@ def test_a_template_may_concatenate_the_text_of_arguments(tmp_path: Path) -> Non
     assert isinstance(example, Conversation)
     oracle = AutoTokenizer.from_pretrained(folder)
     assert template.render(example) == oracle.apply_chat_template(messages, tokenize=False)
-
-
-def test_a_row_has_one_system_message(tmp_path: Path) -> None:
-    said = {"role": "system", "content": "Be kind."}
-    for system, messages in (("Be kind.", [HI, HELLO]), ("Be kind.", [said, HI, HELLO])):
-        row = {"messages": messages, "system": system}
-        [example] = read_examples(Path(write_lines(tmp_path / "a.jsonl", [row])))
-        assert isinstance(example, Conversation)
-        assert example.messages == [said, HI, HELLO]
-    row = {"messages": [said, HI, HELLO], "system": "Be brief."}
-    file = Path(write_lines(tmp_path / "a.jsonl", [row]))
-    with pytest.raises(DataError, match=naming(f"{file} line 1", "system")):
-        read_examples(file)

@@ -10,8 +10,6 @@ import pytest
 
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.generate.test_text import random_generator
-from tests.naming import naming
-from torchtitan.base.errors import DataError
 from torchtitan.generate.chat import Chat, talk
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.text import answer
@@ -87,20 +85,6 @@ def test_reset_forgets_all_but_the_system_message(generator: Generator) -> None:
     assert "".join(fed.pieces) == f"{alone}\n"
 
 
-def test_a_system_message_may_be_given_at_the_start(generator: Generator) -> None:
-    fed = Fed("Who?", "Why?")
-    fed.run(Chat(generator, system="Be brief.", **SETTINGS))
-    answers = expected(generator, ["Who?", "Why?"], "Be brief.")
-    assert "".join(fed.pieces) == "".join(f"{text}\n" for text in answers)
-
-
-def test_quit_ends_it_and_help_names_all_commands(generator: Generator) -> None:
-    fed = Fed("/help", "/quit", "Who?")
-    assert fed.run(Chat(generator, **SETTINGS)) == 2
-    assert fed.pieces == []
-    assert all(name in fed.told[0] for name in ("/reset", "/system", "/help", "/quit"))
-
-
 def test_an_interrupt_ends_the_answer_alone(generator: Generator) -> None:
     fed = Fed("Who?", "Why?")
     before = signal.getsignal(signal.SIGINT)
@@ -133,28 +117,3 @@ def test_special_tokens_in_an_answer_break_no_later_question(generator: Generato
     fed.run(chat)
     assert any(name in "".join(fed.pieces) for name in generator.tokenizer.special_tokens)
     assert not any(name in str(chat.messages) for name in generator.tokenizer.special_tokens)
-
-
-MISTAKES = [
-    ("/rest", "'/rest'"),
-    ("/", "'/'"),
-    ("a<|im_end|>b", "'<|im_end|>'"),
-    ("\udcff", "character 0"),
-]
-
-
-@pytest.mark.parametrize(("line", "said"), MISTAKES)
-def test_a_mistake_is_told_and_the_chat_goes_on(generator, line, said) -> None:
-    fed = Fed("Who?", line, "Why?")
-    fed.run(Chat(generator, **SETTINGS), stops=False)
-    assert len(fed.told) == 1
-    assert fed.told[0].startswith("error: ")
-    assert said in fed.told[0]
-    answers = expected(generator, ["Who?", "Why?"])  # as if it had not been
-    assert "".join(fed.pieces) == "".join(f"{text}\n" for text in answers)
-
-
-@pytest.mark.parametrize(("line", "said"), MISTAKES)
-def test_a_mistake_ends_what_nobody_can_mend(generator, line, said) -> None:
-    with pytest.raises(DataError, match=naming(said)):
-        Fed(line, "Who?").run(Chat(generator, **SETTINGS))

@@ -11,14 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.models.own_family import load_family, write_family
 from tests.models.reference import VARIANTS, random_decoder, reference_of
-from tests.naming import naming
 from tests.tools.evaluate.helpers import write_model
 from torchtitan.api import load_generator
-from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.generate.generator import Generator, Pretrained, build_generator
+from torchtitan.generate.generator import Generator
 from torchtitan.generate.sampling import generate
 from torchtitan.generate.text import complete
 
@@ -89,13 +85,6 @@ def test_a_text_begins_as_in_transformers(tmp_path: Path) -> None:
             assert text == prompt + generator.tokenizer.decode(ids)
 
 
-def test_weights_are_of_the_type_that_is_stored_or_asked_for(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, "normed heads", torch.bfloat16)
-    for options, dtype in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
-        parameters = list(opened(folder, **options).model.parameters())
-        assert {p.dtype for p in parameters} == {dtype}
-
-
 @pytest.mark.promise("generation")
 def test_text_ends_where_transformers_ends_it(tmp_path: Path) -> None:
     """By generation_config.json, one token or several, else by config.json."""
@@ -121,61 +110,3 @@ def test_text_ends_where_transformers_ends_it(tmp_path: Path) -> None:
         assert new == their_text(folder, PROMPTS[0])
         assert new[-1] == stops[0]
         assert generator.stop_ids >= {257}  # the tokenizer's own
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_key_value_heads": 3}, "num_kv_heads"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads"),
-        ({"vocab_size": -1}, "vocab_size"),
-        ({"num_hidden_layers": 10**9}, "10000"),
-        ({"hidden_size": 10**30}, "100000000"),
-        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
-        ({"head_dim": 5}, "head_dim"),
-        ({"head_dim": 6}, "wq.weight"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
-        ({"dtype": "int8"}, "'int8'"),
-        ({"eos_token_id": ["a"]}, "eos_token_id"),
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-    ],
-)
-def test_a_config_that_makes_no_model_is_refused(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    folder = folder_of(tmp_path, "normed heads")
-    (folder / "generation_config.json").unlink()
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    with pytest.raises(CheckpointError, match=naming(said)):
-        opened(folder)
-
-
-def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, "tied")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=naming(folder, "model.safetensors", ".bin")):
-        opened(folder)
-
-
-def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=naming(tmp_path, "lora.export_format")):
-        opened(tmp_path)
-
-
-def test_a_model_without_a_cache_generates_no_text(tmp_path: Path) -> None:
-    family: Any = load_family(write_family(tmp_path))
-    found = Pretrained(
-        spec=family.SPEC,
-        model=family.SPEC.build_meta(family.SIZES),
-        weights=Checkpoint(path=tmp_path, group=None),
-        dtype="float32",
-        tokenizer="byte",
-        chat_template=None,
-        stop_ids=frozenset(),
-    )
-    with pytest.raises(ConfigError, match=naming("parallel", "`cache`")):
-        build_generator(found, device=torch.device("cpu"))

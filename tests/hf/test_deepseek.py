@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
-import re
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -17,24 +14,14 @@ from torch import Tensor
 
 from tests.hf.test_folders import (
     change_config,
-    change_tensors,
     equal,
     exported,
     flavor_of,
     imported,
-    spec_of,
     theirs,
 )
-from tests.models.reference import LATENT, VARIANTS, random_decoder
-from tests.naming import naming
-from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.checkpoint.source import ParameterFilter
-from torchtitan.hf.config import architecture_of, read_config, sizes_of
-from torchtitan.hf.folder import open_folder
+from tests.models.reference import LATENT, VARIANTS
 from torchtitan.hf.weights import ScaledMatrix
-from torchtitan.job import load_config
-from torchtitan.layout import find_layout
-from torchtitan.models.families import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -151,53 +138,6 @@ SAID_BY_ALL = (
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"scoring_func": "softmax"}, naming("scoring_func", "sigmoid", "softmax")),
-        ({"topk_method": "greedy"}, naming("topk_method", "noaux_tc", "greedy")),
-        ({"rope_interleave": False}, naming("rope_interleave", True, False)),
-        ({"n_group": 3}, naming("num_experts", 3, 256)),
-        ({"num_key_value_heads": 64}, naming(64, 128)),
-        ({"qk_rope_head_dim": 63}, naming("qk_rope_head_dim", 63)),
-        ({"routed_scaling_factor": "2"}, naming("routed_scaling_factor", "'2'")),
-        ({"quantization_config": {"quant_method": "gptq"}}, naming("quant_method", "gptq")),
-        (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
-            naming("weight_block_size", None),
-        ),
-    ],
-)
-def test_what_is_not_built_is_refused(
-    changes: dict[str, Any], said: re.Pattern[str], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**V3, **changes}))
-    with pytest.raises(CheckpointError, match=said):
-        flavor_of(tmp_path)
-
-
-def test_what_is_not_there_is_said_by_a_number(tmp_path: Path) -> None:
-    """No dense layer, no shared expert, no groups: 0, 0 and 1, and null for queries' latents."""
-    none = {
-        "num_dense_layers": None,
-        "num_shared_experts": None,
-        "num_expert_groups": None,
-        "num_limited_groups": None,
-        "q_lora_rank": None,
-    }
-    config = dataclasses.replace(LATENT, **none)
-    folder = exported(random_decoder(config), tmp_path)
-    said = json.loads((folder / "config.json").read_text())
-    keys = ("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group", "q_lora_rank")
-    assert [said[key] for key in keys] == [0, 0, 1, 1, None]
-    assert said["num_nextn_predict_layers"] == 0
-    assert "head_dim" not in said
-    found = architecture_of(read_config(folder), spec=MODELS["deepseek_v3"])
-    assert sizes_of(found, MODELS["deepseek_v3"].hf) == sizes_of(config, MODELS["deepseek_v3"].hf)
-    assert (found.num_dense_layers, found.num_shared_experts) == (None, None)  # type: ignore[attr-defined]
-    assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
-
-
 @pytest.mark.promise("round-trip")
 @pytest.mark.parametrize("variant", ["latent", "latent, softmax"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -221,43 +161,6 @@ def test_what_was_read_is_written_byte_for_byte(
         written = load_file(out / "model.safetensors")
         assert equal(written, found)
         assert all(written[name].dtype == torch.float32 for name in biases)
-
-
-def test_layers_that_predict_further_tokens_are_not_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = theirs(tmp_path, LATENT)
-
-    def add(tensors: dict[str, Tensor]) -> None:
-        last = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
-        tensors |= {n.replace(".2.", ".3.", 1): t.clone() for n, t in last.items()}
-        tensors["model.layers.3.eh_proj.weight"] = torch.ones(32, 64)
-
-    change_tensors(add)(folder)
-    with caplog.at_level(logging.INFO):
-        model = imported(folder, LATENT)
-    assert equal(model.state_dict(), random_decoder(LATENT).state_dict())
-    [said] = [line for line in caplog.messages if "are not read" in line]
-    assert "model.layers.3.eh_proj.weight" in said
-    # other families have no such layers
-    folder = theirs(tmp_path / "v2", VARIANTS["latent, softmax"])
-    change_tensors(add)(folder)
-    with pytest.raises(CheckpointError, match=naming(15, "layers.3.attention.kv_norm.weight")):
-        imported(folder, VARIANTS["latent, softmax"])
-
-
-def test_layers_that_the_job_lacks_are_no_layers_behind_the_last(tmp_path: Path) -> None:
-    """Also where something is left out, so that names and shapes are compared in place of sizes."""
-    folder = theirs(tmp_path / "theirs", LATENT)
-    fewer = dataclasses.replace(LATENT, num_layers=LATENT.num_layers - 1)
-    with pytest.raises(CheckpointError, match=r"layers\.2\.attention"):
-        open_folder(
-            folder,
-            spec=MODELS["deepseek_v3"],
-            architecture=fewer,
-            filter=ParameterFilter(exclude=("output.weight",)),
-            group=None,
-        )
 
 
 def in_float8(tensors: dict[str, Tensor], *, block: int) -> dict[str, Tensor]:
@@ -307,49 +210,3 @@ def test_any_part_of_a_matrix_in_float8(tmp_path: Path) -> None:
             for cols in (slice(0, 19), slice(5, 6), slice(6, 19), slice(7, 13)):
                 rows = slice(top, bottom)
                 assert torch.equal(scaled[rows, cols], whole[rows, cols])
-
-
-GATE = "model.layers.0.mlp.gate_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (change_tensors(lambda t: t.pop(f"{GATE}_scale_inv")), f"'{GATE}_scale_inv'"),
-        (
-            change_tensors(lambda t: t.update({f"{GATE}_scale_inv": torch.ones(3, 3)})),
-            r"\[6, 2\], .* F32 \[3, 3\]",
-        ),
-        (change_config(quantization_config=None), "F8_E4M3"),
-    ],
-)
-def test_scales_that_do_not_fit_are_refused(damage: Any, said: str, tmp_path: Path) -> None:
-    folder, _ = float8_folder(tmp_path)
-    damage(folder)
-    with pytest.raises(CheckpointError, match=said):
-        open_folder(folder, spec=spec_of(LATENT), architecture=LATENT, group=None)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "said"),
-    [
-        ("deepseek_v3", {"flavor": "16B"}, "expert_score must be sigmoid, got softmax"),
-        (
-            "deepseek_v2",
-            {"num_expert_groups": "2", "num_limited_groups": "1"},
-            "num_expert_groups must be None, got 2",
-        ),
-        ("qwen3_moe", {"expert_score": "sigmoid"}, "expert_score must be softmax, got sigmoid"),
-    ],
-)
-def test_what_no_config_would_say_is_not_exported(
-    name: str, sizes: dict[str, str], said: str, tmp_path: Path
-) -> None:
-    options = {"flavor": "tiny", **sizes}
-    job = [f"--model.{key}={value}" for key, value in options.items()]
-    job += [f"--model.name={name}", "--checkpoint.enable", "--checkpoint.last_save_in_hf"]
-    config = load_config([*job, f"--job.dump_folder={tmp_path}"])
-    with pytest.raises(ConfigError) as error:
-        find_layout(config, world_size=1)
-    assert "last_save_in_hf" in str(error.value)
-    assert said in str(error.value)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import pickle
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.models.reference import (
@@ -29,20 +25,16 @@ from tests.models.reference import (
     reference_of,
 )
 from tests.naming import naming
-from torchtitan.api import load_model
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.rows import runs, to_their_rows
-from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.hf import config as hf_config
 from torchtitan.hf import export as hf_export
 from torchtitan.hf.config import architecture_of, read_config, sizes_of
 from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.folder import open_folder
-from torchtitan.hf.model import chosen_rotation
 from torchtitan.hf.names import Names
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.families import MODELS, find_model, to_settings
-from torchtitan.models.settings import ModelConfig, RopeScaling
+from torchtitan.models.families import MODELS
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.tools.dcp_folder import to_dcp
@@ -180,29 +172,6 @@ def test_there_and_back(name: str, shard_size: str, tmp_path: Path) -> None:
     assert ("lm_head.weight" in ours) != config.tie_embeddings
 
 
-def test_old_versions_find_the_factor_of_yarn(tmp_path: Path) -> None:
-    """They stretch by max_position_embeddings over the original one, and pass `factor` over."""
-    for name in ("yarn", "yarn by hand"):
-        carried = {"max_position_embeddings": 4096}
-        folder = exported(random_decoder(VARIANTS[name]), tmp_path / name, carried=carried)
-        said = json.loads((folder / "config.json").read_text())
-        original = said["rope_scaling"]["original_max_position_embeddings"]
-        assert said["max_position_embeddings"] / original == said["rope_scaling"]["factor"] == 8.0
-    folder = exported(random_decoder(VARIANTS["scaled"]), tmp_path, carried=carried)
-    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 4096
-
-
-def test_no_file_is_larger_than_the_limit_but_for_a_single_tensor(tmp_path: Path) -> None:
-    folder = exported(random_decoder(VARIANTS["grouped"]), tmp_path, max_file_bytes=20_000)
-    held = [load_file(file) for file in folder.glob("*.safetensors")]
-    sizes = [[tensor.nbytes for tensor in file.values()] for file in held]
-    assert all(sum(file) <= 20_000 or len(file) == 1 for file in sizes)
-    assert max(map(len, sizes)) > 1
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(map(sum, sizes))
-    assert set(index["weight_map"]) == {name for file in held for name in file}
-
-
 @pytest.mark.promise("hf")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_another_type(dtype: torch.dtype, tmp_path: Path) -> None:
@@ -332,17 +301,6 @@ def test_a_plain_dcp_folder(tmp_path: Path) -> None:
     assert equal(state, random_decoder(config).state_dict())
 
 
-@pytest.mark.parametrize("name", ["yarn by hand", "interpolated", "scaled", "single kv head"])
-def test_the_sizes_of_a_folder_as_settings(name: str, tmp_path: Path) -> None:
-    """What is written from a job with [model.rope_scaling] is read without it, and said."""
-    config = dataclasses.replace(VARIANTS[name], num_layers=3)
-    folder = exported(random_decoder(config), tmp_path)
-    found = architecture_of(read_config(folder), spec=LLAMA)
-    spec, again = find_model(to_settings(LLAMA, found))
-    assert spec == LLAMA
-    assert sizes_of(again, LLAMA.hf) == sizes_of(found, LLAMA.hf) == sizes_of(config, LLAMA.hf)
-
-
 @pytest.mark.promise("round-trip")
 def test_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
     """Byte for byte: one tensor per expert, as published folders have them."""
@@ -360,59 +318,8 @@ def test_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
     assert architecture == config
 
 
-def test_experts_in_any_number_of_files(tmp_path: Path) -> None:
-    """An expert is never split, and a layer's may be in several files."""
-    model = random_decoder(VARIANTS["experts"])
-    folder = exported(model, tmp_path, max_file_bytes=8_000)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(5)]
-    assert len({index[name] for name in names}) > 1
-    assert equal(imported(folder, model.config).state_dict(), model.state_dict())
-
-
 def without(part: str) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: [tensors.pop(name) for name in [*tensors] if part in name]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"mlp_only_layers": [1]}, naming("mlp_only_layers", "[1]")),
-        ({"mlp_only_layers": [0, 1]}, naming("2 of 2")),
-        ({"num_experts_per_tok": 9}, naming("num_experts", 9, 5)),
-        ({"num_local_experts": 0}, naming("num_experts", 0)),
-    ],
-)
-def test_experts_that_no_model_has_are_refused(
-    changes: dict[str, Any], said: re.Pattern[str], tmp_path: Path
-) -> None:
-    folder = theirs(tmp_path, VARIANTS[EXPERTS])
-    change_config(**changes)(folder)
-    with pytest.raises(CheckpointError, match=said):
-        architecture_of(read_config(folder), spec=MODELS["qwen3_moe"])
-
-
-def test_what_some_writers_leave_in_a_folder_is_not_read(tmp_path: Path) -> None:
-    """The head of tied embeddings, and the rotation's frequencies of old versions."""
-    config = VARIANTS["tied"]
-    folder = theirs(tmp_path, config)
-    state = load_file(folder / "model.safetensors")
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(state, folder / "model.safetensors")
-    assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
-
-
-def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
-    """Reading it as tied gives other logits, and so does any guess."""
-    folder = theirs(tmp_path, VARIANTS["tied"])
-    state = load_file(folder / "model.safetensors")
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    state["lm_head.weight"][262, 31] += 1
-    save_file(state, folder / "model.safetensors")
-    for read in (lambda: imported(folder, VARIANTS["tied"]), lambda: load_model(folder)):
-        with pytest.raises(CheckpointError, match=naming("tie_word_embeddings", "lm_head.weight")):
-            read()
 
 
 def change_config(**changes: Any) -> Callable[[Path], None]:
@@ -551,64 +458,6 @@ def test_what_does_not_fit_is_named(
     assert said in str(error.value)
 
 
-def test_one_file_may_have_an_index(tmp_path: Path) -> None:
-    config = VARIANTS["grouped"]
-    folder = theirs(tmp_path, config)
-    with_index({})(folder)
-    assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
-
-
-def test_what_is_left_out_may_be_of_another_size(tmp_path: Path) -> None:
-    """Another vocabulary, and fewer layers than the model's; nothing else."""
-    there = dataclasses.replace(VARIANTS["grouped"], vocab_size=300, num_layers=1)
-    folder = theirs(tmp_path, there)
-    architecture = VARIANTS["grouped"]
-    excluded = ("tok_embeddings.*", "output.*", "layers.1.*")
-    patterns = ParameterFilter(exclude=excluded)
-    found = open_folder(folder, spec=LLAMA, architecture=architecture, filter=patterns, group=None)
-    assert found.tensors["norm.weight"].name == "model.norm.weight"
-    for left in excluded:
-        fewer = ParameterFilter(exclude=tuple(pattern for pattern in excluded if pattern != left))
-        with pytest.raises(CheckpointError, match=re.escape(left.removesuffix("*"))):
-            open_folder(folder, spec=LLAMA, architecture=architecture, filter=fewer, group=None)
-    other = dataclasses.replace(architecture, norm_eps=1e-6)
-    with pytest.raises(CheckpointError, match="rms_norm_eps"):
-        open_folder(folder, spec=LLAMA, architecture=other, filter=patterns, group=None)
-
-
-def test_a_rotation_that_the_job_sets_may_differ(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Longer contexts begin from weights of shorter ones, and the log says so."""
-    caplog.set_level(logging.INFO)
-    folder = theirs(tmp_path, VARIANTS["scaled"])
-    for other in (VARIANTS["yarn"], VARIANTS["interpolated"]):
-        with pytest.raises(CheckpointError, match="rope_scaling"):
-            open_folder(folder, spec=LLAMA, architecture=other, group=None)
-        caplog.clear()
-        chosen = {"rope_scaling", "rope_theta"}
-        open_folder(folder, spec=LLAMA, architecture=other, may_differ=chosen, group=None)
-        [line] = caplog.messages
-        assert str(sizes_of(other, LLAMA.hf)["rope_scaling"]) in line
-    settings = ModelConfig(rope_theta=100.0, rope_scaling=RopeScaling(type="none"))
-    assert chosen_rotation(settings) == {"rope_theta", "rope_scaling"}
-    assert chosen_rotation(ModelConfig()) == set()
-
-
-def test_a_real_head_is_not_lost_to_tied_embeddings(tmp_path: Path) -> None:
-    """Names that are left out free no size that they say nothing of."""
-    folder = theirs(tmp_path, VARIANTS["grouped"])
-    tied = VARIANTS["tied"]
-    with pytest.raises(CheckpointError, match=naming("output.weight", "lm_head.weight")):
-        open_folder(
-            folder,
-            spec=LLAMA,
-            architecture=tied,
-            filter=ParameterFilter(exclude=("norm.weight",)),
-            group=None,
-        )
-
-
 @pytest.mark.promise("hf")
 def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
     model = random_decoder(VARIANTS["grouped"])
@@ -630,99 +479,3 @@ def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
         "config.json",
         "model.safetensors",
     ]
-
-
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda block: delattr(block.feed_forward, "w3"), "layers.1.feed_forward.w3"),
-        (lambda block: setattr(block, "gate", nn.Linear(2, 2)), "layers.1.gate.b"),
-    ],
-)
-def test_a_checkpoint_of_other_parameters_writes_no_folder(
-    change: Any, part: str, tmp_path: Path
-) -> None:
-    model = random_decoder(VARIANTS["grouped"])
-    change(model.layers["1"])
-    with pytest.raises(CheckpointError, match=part):
-        exported(model, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-
-
-def test_a_name_of_experts_that_is_missing_is_found() -> None:
-    spec = MODELS["qwen3_moe"]
-    sizes = spec.flavors["tiny8"]
-    ours = [name for name, _ in spec.build_meta(sizes).named_parameters()]
-    assert Names(spec.hf, sizes).find_mismatch(ours) is None
-    some = {n: theirs for n, theirs in spec.hf.names.items() if not n.endswith("experts.w3")}
-    found = Names(replace(spec.hf, names=some), sizes).find_mismatch(ours)
-    assert found is not None
-    assert "no name for layers.1.moe.experts.w3" in found
-
-
-def test_a_checkpoint_of_a_part_of_a_tensor_writes_no_folder(tmp_path: Path) -> None:
-    model = random_decoder(VARIANTS["grouped"])
-    step = checkpoint_of(model, tmp_path / "step-1")
-    metadata = dcp.FileSystemReader(step / "model").read_metadata()
-    metadata.state_dict_metadata["norm.weight"].chunks[0].sizes = torch.Size([3])
-    (step / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
-    settings = HFExport(names=Names(family_of(model.config).hf, model.config))
-    with pytest.raises(CheckpointError, match=naming("norm.weight", 3, 32)):
-        export(step, tmp_path / "out", settings=settings, group=None)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-
-
-def test_a_width_of_heads_that_a_folder_leaves_out_is_the_one_it_states(tmp_path: Path) -> None:
-    """Else a run from the folder would not resume after the folder was saved again."""
-    folder = theirs(tmp_path, VARIANTS["grouped"])
-    sizes = []
-    for width in (None, 8):
-        rewrite(folder / "config.json", lambda content, n=width: content.update(head_dim=n))
-        sizes.append(architecture_of(read_config(folder), spec=LLAMA))
-    assert sizes[0] == sizes[1]
-
-
-@pytest.mark.parametrize(
-    ("table", "expected"),
-    [
-        ({**YARN, "type": "default"}, "yarn"),
-        ({"type": "linear", "factor": 2.0, "rope_type": None}, "linear"),
-        ({"rope_type": "default", "type": "mrope"}, None),
-    ],
-)
-def test_rope_type_comes_before_type(table: dict, expected: str | None, tmp_path: Path) -> None:
-    folder = theirs(tmp_path, VARIANTS["grouped"])
-    rewrite(folder / "config.json", lambda content: content.update(rope_parameters=table))
-    scaling = architecture_of(read_config(folder), spec=LLAMA).rope_scaling
-    assert (None if scaling is None else scaling.type) == expected
-
-
-def test_an_adapter_is_no_base(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    spec = MODELS["llama3"]
-    sizes = {"spec": spec, "architecture": spec.flavors["tiny"], "group": None}
-    for read in (
-        lambda: open_folder(tmp_path, **sizes),
-        lambda: load_model(tmp_path),
-        lambda: read_config(tmp_path),
-    ):
-        with pytest.raises(CheckpointError, match="adapter"):
-            read()
-
-
-def test_experts_packed_in_memory_are_named(tmp_path: Path) -> None:
-    folder = theirs(tmp_path, VARIANTS[EXPERTS])
-    state = load_file(folder / "model.safetensors")
-    state["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(2, 2)
-    save_file(state, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=naming("gate_up_proj", "one tensor per expert")):
-        imported(folder, VARIANTS[EXPERTS])
-
-
-def test_a_factor_of_yarn_that_transformers_ignores(tmp_path: Path) -> None:
-    config = VARIANTS["yarn"]
-    folder = theirs(tmp_path, config)
-    scaling = json.loads((folder / "config.json").read_text())
-    key = "rope_parameters" if "rope_parameters" in scaling else "rope_scaling"
-    change_config(**{key: {**scaling[key], "attn_factor": 0.8782488562869419}})(folder)
-    assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())

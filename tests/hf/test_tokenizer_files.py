@@ -49,18 +49,6 @@ def test_the_template_that_was_trained_on_is_what_transformers_finds(
         assert AutoTokenizer.from_pretrained(out).chat_template == expected
 
 
-@pytest.mark.parametrize(("there", "expected"), [(8, 32), (32, 32), (100, 100)])
-def test_the_context_is_the_longest_the_weights_have_met(
-    there: int, expected: int, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": there}))
-    job = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--training.seq_len=32"]
-    job += ["--model.name=llama3", "--model.flavor=tiny"]
-    config = load_config([*job, f"--checkpoint.initial_load_path={tmp_path}"])
-    carried = describe_export(config, dtype=None).carried
-    assert carried["max_position_embeddings"] == expected
-
-
 @pytest.mark.promise("no-code-from-data")
 def test_an_export_keeps_keys_of_the_base_but_none_that_names_code(tmp_path: Path) -> None:
     kept = {"attention_dropout": 0.1, "initializer_range": 0.04, "pad_token_id": 5}
@@ -135,32 +123,3 @@ def test_transformers_stops_where_an_answer_stops(tmp_path: Path) -> None:
     ours = load_generator(tmp_path / "out", device=torch.device("cpu"), chats=True)
     _, stop_ids = encode_chats(ours, [[{"role": "user", "content": "Who?"}]])
     assert stop_ids == {*GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id}
-
-
-def test_the_files_generation_config_stays_where_no_turn_is_known(tmp_path: Path, caplog) -> None:
-    base = base_with({"eos_token_id": END}, tmp_path / "base")
-    (tmp_path / "silent.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    (tmp_path / "fails.jinja").write_text("{{ raise_exception('no') }}")
-    plain = tuning(base)
-    plain = replace(plain, training=replace(plain.training, dataset="python_stdlib"))
-    silent, fails = (
-        tuning(base, f"--training.chat_template={tmp_path / name}.jinja")
-        for name in ("silent", "fails")
-    )
-    for config, is_warned in ((plain, False), (silent, False), (fails, True)):
-        caplog.clear()
-        settings = describe_export(config, dtype=None)
-        assert settings.generation is None
-        assert settings.files[GENERATION_CONFIG] == base / GENERATION_CONFIG
-        assert ("eos_token_id" in caplog.text) == is_warned
-
-
-def test_named_templates_are_exported(tmp_path: Path) -> None:
-    base = base_with(None, tmp_path / "base")
-    (base / "additional_chat_templates").mkdir()
-    (base / "additional_chat_templates" / "tool_use.jinja").write_text("of tools")
-    files = describe_export(tuning(base), dtype=None).files
-    assert "additional_chat_templates/tool_use.jinja" in files
-    (tmp_path / "own.jinja").write_text("own")
-    own = tuning(base, f"--training.chat_template={tmp_path / 'own.jinja'}")
-    assert not any("tool_use" in name for name in describe_export(own, dtype=None).files)

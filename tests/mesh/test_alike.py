@@ -29,17 +29,6 @@ def said_of(options: list[list[str]]) -> str:
     return ""
 
 
-def test_the_file_may_lie_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
-    files = [tmp_path / f"{rank}.toml" for rank in range(3)]
-    for file in files:
-        file.write_text("[training]\nsteps = 7\n")
-    assert [
-        said
-        for said in ranks.run(said_of, [[f"--job.config_file={file}"] for file in files], world=3)
-        if said
-    ] == []
-
-
 @pytest.mark.promise("other-data")
 @pytest.mark.parametrize(
     ("options", "values"),

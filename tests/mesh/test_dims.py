@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch.distributed as dist
 
 from tests.distributed.rank_pool import RankPool
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.dims import ParallelDims, build_mesh, resolve_dims
 from torchtitan.mesh.settings import ParallelismConfig
 
@@ -23,20 +20,6 @@ def test_shard_degree_takes_the_ranks_left_over() -> None:
 def test_context_parallel_ranks_share_samples_and_shard_parameters() -> None:
     dims = resolve_dims(ParallelismConfig(context_parallel_degree=2), world_size=8)
     assert (dims.dp, dims.fsdp) == (4, 8)
-
-
-def test_ranks_that_the_degrees_do_not_divide() -> None:
-    settings = ParallelismConfig(pipeline_parallel_degree=2, tensor_parallel_degree=3)
-    key = "[parallelism] pipeline_parallel_degree"
-    with pytest.raises(ConfigError, match=naming(key, 8, 6, 2, 3, "NGPU=6")):
-        resolve_dims(settings, world_size=8)
-
-
-def test_degrees_that_do_not_fill_the_ranks() -> None:
-    settings = ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2)
-    key, remedy = "[parallelism] data_parallel_replicate_degree", "data_parallel_shard_degree = -1"
-    with pytest.raises(ConfigError, match=naming(key, 4, 8, "NGPU=4", remedy)):
-        resolve_dims(settings, world_size=8)
 
 
 def views(dims: ParallelDims) -> dict[str, list[int]]:

@@ -46,16 +46,6 @@ def _step(meter: Meter, clock: Clock, *, data: float, compute: float, num_tokens
     meter.count(num_tokens)
 
 
-def test_first_report_times_the_first_step_alone(meter: Meter, clock: Clock) -> None:
-    clock.now += 500  # building the model
-    meter.start_interval()
-    _step(meter, clock, data=2, compute=6, num_tokens=800)
-    row = meter.report(1, figures={})
-    assert row["step_time_s"] == 8
-    assert row["data_time_s"] == 2
-    assert row["tokens_per_second"] == 100
-
-
 def test_later_reports_average_over_their_interval(meter: Meter, clock: Clock) -> None:
     _step(meter, clock, data=50, compute=50, num_tokens=800)
     meter.report(1, figures={})
@@ -69,40 +59,6 @@ def test_later_reports_average_over_their_interval(meter: Meter, clock: Clock) -
     assert row["mfu"] == pytest.approx(100 * (400 * 3e6) / (4 * 1e9))  # over all devices: 30 %
     assert row["step_time_s"] == 2
     assert row["data_time_s"] == 0.5
-
-
-def test_saving_is_no_training_time(meter: Meter, clock: Clock) -> None:
-    _step(meter, clock, data=0, compute=1, num_tokens=100)
-    with meter.paused():
-        clock.now += 60
-    _step(meter, clock, data=0, compute=1, num_tokens=100)
-    assert meter.report(2, figures={})["tokens_per_second"] == 100
-
-
-def test_average_leaves_out_the_first_interval(meter: Meter, clock: Clock) -> None:
-    assert meter.average_tokens_per_second == 0
-    _step(meter, clock, data=0, compute=100, num_tokens=1000)  # compiles
-    meter.report(1, figures={})
-    assert meter.average_tokens_per_second == 10  # nothing better is known yet
-    for step, (seconds, tokens) in enumerate([(1, 300), (3, 900), (6, 600)], start=2):
-        _step(meter, clock, data=0, compute=seconds, num_tokens=tokens)
-        meter.report(step, figures={})
-    assert meter.average_tokens_per_second == 1800 / 10
-
-
-def test_the_clock_is_read_after_the_device_is_done(
-    meter: Meter, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copy waits for the device; the time that takes belongs to the interval."""
-    to_list = torch.Tensor.tolist
-
-    def slow_to_list(tensor: torch.Tensor) -> object:
-        clock.now += 7
-        return to_list(tensor)
-
-    _step(meter, clock, data=0, compute=1, num_tokens=1)
-    monkeypatch.setattr(torch.Tensor, "tolist", slow_to_list)
-    assert meter.report(1, figures={"loss": torch.tensor(1.0)})["step_time_s"] == 8
 
 
 def test_figures_arrive_in_order_and_in_full(meter: Meter, clock: Clock) -> None:
@@ -152,24 +108,6 @@ def test_report_copies_once_and_steps_never(
     assert calls == []
     meter.report(3, figures={name: torch.tensor(1.0) for name in ("loss", "max_loss", "norm")})
     assert calls == ["tolist"]
-
-
-def test_memory_peak_is_read_then_reset(
-    meter: Meter, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(
-        meter_module, "memory_peak_gib", lambda device: calls.append("read") or 1.25
-    )
-    monkeypatch.setattr(meter_module, "reset_memory_peak", lambda device: calls.append("reset"))
-    _step(meter, clock, data=0, compute=1, num_tokens=1)
-    assert meter.report(1, figures={})["memory_peak_gib"] == 1.25
-    assert calls == ["read", "reset"]
-
-
-def test_a_report_without_a_step_is_our_mistake(meter: Meter) -> None:
-    with pytest.raises(AssertionError):
-        meter.report(1, figures={})
 
 
 def test_what_is_no_figure_is_none(clock: Clock) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -13,11 +12,10 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 
 from tests.naming import naming
 from torchtitan.base.errors import DataError
-from torchtitan.metrics.console import ConsoleSink
 from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.metrics.settings import MetricsConfig
 from torchtitan.metrics.sinks import JsonlSink, build_sinks
-from torchtitan.metrics.trackers import TensorBoardSink, tagged
+from torchtitan.metrics.trackers import TensorBoardSink
 
 
 def _row(step: int, **figures: float) -> Row:
@@ -56,14 +54,6 @@ def test_jsonl_keeps_every_digit(tmp_path: Path) -> None:
     assert list(read_rows(path)) == [_row(1, **numbers)]
 
 
-def test_jsonl_is_on_disk_row_by_row(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "m.jsonl", resume_step=0)
-    for step in (1, 2):
-        sink.write(_row(step))
-        assert len(list(read_rows(tmp_path / "m.jsonl"))) == step
-    sink.close()
-
-
 @pytest.mark.parametrize(("resume_step", "kept"), [(4, [1, 2, 4]), (5, [1, 2, 4])])
 def test_jsonl_drops_what_is_trained_again(
     tmp_path: Path, resume_step: int, kept: list[int]
@@ -83,30 +73,6 @@ def test_rows_of_another_training_are_kept_aside(tmp_path: Path) -> None:
         _write(path, [1, 2], resume_step=0, loss=loss)
     for name, loss in (("metrics.1.jsonl", 1.0), ("metrics.2.jsonl", 2.0), (path.name, 3.0)):
         assert [row["loss"] for row in read_rows(tmp_path / name)] == [loss, loss]
-
-
-def test_lists_are_for_the_file_alone(tmp_path: Path) -> None:
-    row = {"step": 1, "loss": 2.0, "router/counts/layers.0.moe": [3, 0], "mfu": None}
-    assert tagged(row) == {"loss_metrics/global_avg_loss": 2.0}
-    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=0)
-    sink.write(row)
-    sink.close()
-    assert list(read_rows(tmp_path / "metrics.jsonl")) == [row]
-
-
-def test_event_files_that_cannot_be_written_are_said_and_not_traced(tmp_path: Path) -> None:
-    (tmp_path / "tb").touch()
-    with pytest.raises(DataError, match=naming(tmp_path / "tb")):
-        _build(tmp_path, MetricsConfig(enable_tensorboard=True))
-    sink = TensorBoardSink(tmp_path / "boards", resume_step=0, settings={})
-
-    def fail(*arguments: object, **keys: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    sink._writer.add_scalar = fail
-    with pytest.raises(DataError, match=naming(tmp_path / "boards", "No space left on device")):
-        sink.write(_row(1))
-    sink.close()
 
 
 @pytest.mark.promise("surface")
@@ -139,31 +105,6 @@ VALIDATION = {
     "validation_perplexity": 12.18249,
     "validation_time_s": 0.5,
 }
-
-
-def test_console_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="torchtitan")
-    ConsoleSink(color=False).write(_row(3))
-    ConsoleSink(color=True).write(_row(3))
-    ConsoleSink(color=False).write({"step": 4, "loss": 2.0})
-    plain, colored, short = caplog.messages
-    assert " ".join(plain.split()) == (
-        "step: 3 loss: 1.11111 grad_norm: 1.2500 lr: 3.00e-04 tokens/s: 40,000 "
-        "mfu: 12.50% memory: 1.50GiB"
-    )
-    ConsoleSink(color=False).write(_row(5) | NO_FIGURE)
-    line, told = caplog.messages[-2:]
-    assert " ".join(line.split()) == (
-        "step: 5 loss: - grad_norm: 1.2500 lr: 3.00e-04 tokens/s: 40,000 memory: 1.50GiB"
-    )
-    assert naming("Step 5", "loss").match(told)
-    assert "\x1b" not in plain
-    assert "\x1b[32mloss:  1.11111\x1b[0m" in colored
-    assert " ".join(short.split()) == "step: 4 loss: 2.00000"
-    caplog.clear()
-    ConsoleSink(color=False).write({"step": 4, **VALIDATION})
-    [line] = caplog.messages
-    assert " ".join(line.split()) == "step: 4 validation loss: 2.50000 perplexity: 12.182"
 
 
 def _events(folder: Path) -> EventAccumulator:
@@ -284,15 +225,6 @@ def test_tensorboard_tells_runs_apart(tmp_path: Path) -> None:
         _build(tmp_path / name, MetricsConfig(enable_tensorboard=True))
     assert _runs(tmp_path) == ["a/tb/a", "b/tb/b"]
     assert _runs(tmp_path / "a" / "tb") == ["a"]
-
-
-def test_rank_0_writes_files_and_every_rank_has_a_console(tmp_path: Path) -> None:
-    metrics = MetricsConfig(enable_tensorboard=True, save_tb_folder="boards")
-    assert _build(tmp_path, metrics) == ["JsonlSink", "TensorBoardSink", "ConsoleSink"]
-    assert _build(tmp_path, metrics, rank=3) == ["ConsoleSink"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["boards", "metrics.jsonl"]
-    assert _runs(tmp_path / "boards") == [tmp_path.name]
-    assert "mfu(%)" in _scalars(tmp_path / "boards" / tmp_path.name)
 
 
 def test_all_ranks_can_write_files_of_their_own(tmp_path: Path) -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.metrics.settings import ProfilingConfig
-from torchtitan.metrics.trace import MemorySnapshots, Recorder, build_recorders
+from torchtitan.metrics.trace import MemorySnapshots
 
 SETTINGS = ProfilingConfig(enable_memory_snapshot=True, profile_freq=2)
 
@@ -53,26 +51,3 @@ def test_on_schedule_and_out_of_memory(
     }
     torch.cuda.memory._dump_snapshot(str(tmp_path / "closed"))
     assert (tmp_path / "closed").read_text() == "{'enabled': None}"
-
-
-def test_a_folder_that_cannot_be_written(
-    observers: list[Callable[..., None]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "memory_snapshot").write_text("a file")
-    snapshots = MemorySnapshots(SETTINGS, folder=tmp_path, rank=0, step=0)
-    told = naming("rank_0_memory_snapshot.pickle", "make room")
-    observers[0](0, 1024, 2048, 512)  # the allocator's own error follows
-    assert told.search(caplog.text)
-    with pytest.raises(DataError, match=told):
-        snapshots.step(2)
-
-
-def test_only_a_gpu_has_them(observers: list[Callable[..., None]], tmp_path: Path) -> None:
-    def build(device: str) -> list[Recorder]:
-        return build_recorders(
-            SETTINGS, folder=tmp_path, rank=0, device=torch.device(device), step=0
-        )
-
-    assert [type(one) for one in build("cuda")] == [MemorySnapshots]
-    with pytest.raises(ConfigError, match=naming("[profiling] enable_memory_snapshot", "cpu")):
-        build("cpu")

@@ -14,9 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.metrics import console
-from torchtitan.metrics.console import shows_bar
-
 WIDTH = 120
 
 RUN = """
@@ -130,17 +127,6 @@ def test_bar_stays_below_whole_log_lines(tmp_path: Path) -> None:
 SUMMARY = ["  steps    6", "  time     1:02:05", "  metrics  out/[x]/metrics.jsonl"]
 
 
-def test_bar_vanishes_and_a_summary_follows(tmp_path: Path) -> None:
-    screen = _screen(_in_terminal([["0", "0", str(tmp_path)]]))
-    assert not any("left" in line for line in screen)
-    start = screen.index(next(line for line in screen if "training finished" in line)) + 1
-    assert screen[start : start + len(SUMMARY)] == SUMMARY
-    text = (tmp_path / "logs" / "rank_0.log").read_text()
-    assert "\x1b" not in text
-    assert "step:      6  loss:  1.33333" in text
-    assert "\n".join(SUMMARY) in text
-
-
 @pytest.mark.slow
 def test_lines_of_other_picked_ranks_do_not_run_into_the_bar(tmp_path: Path) -> None:
     commands = [[rank, "1,3", str(tmp_path), "freeze"] for rank in "0123"]
@@ -155,13 +141,6 @@ def test_lines_of_other_picked_ranks_do_not_run_into_the_bar(tmp_path: Path) -> 
     assert len(lines) == 10
     # of rank 0 and 2 nothing, of the bar nothing but itself
     assert len([line for line in screen if line and line not in lines]) == 1
-
-
-def test_one_picked_rank_has_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    for terminal in (True, False):
-        monkeypatch.setattr(console, "is_terminal", lambda stream, seen=terminal: seen)
-        bars = [shows_bar(rank, console_ranks=frozenset({1, 3})) for rank in range(4)]
-        assert bars == [False, terminal, False, False]
 
 
 def test_off_a_terminal_there_are_plain_lines_alone(tmp_path: Path) -> None:

@@ -97,17 +97,3 @@ def test_each_query_sees_its_own_sequence_alone(
         if batch:
             cache.keep([row for row in range(len(batch) + 1) if row != longest])
             assert cache.layers["0"].length == max(at)
-
-
-def test_a_cache_takes_one_token_after_the_prompt_and_no_more_than_there_is_room_for() -> None:
-    [of] = sequences(1, num_kv_heads=2)
-    cache = KVCache(ONE_LAYER, prompt_lens=[4])
-    layer = cache.layers["0"]
-    layer.append(of.k[:, :, :4], of.v[:, :, :4])
-    cache.split(num_more=2)
-    with pytest.raises(AssertionError):
-        layer.append(of.k[:, :, 4:6], of.v[:, :, 4:6])
-    for at in (4, 5):
-        layer.append(of.k[:, :, at : at + 1], of.v[:, :, at : at + 1])
-    with pytest.raises(AssertionError):
-        layer.append(of.k[:, :, 6:7], of.v[:, :, 6:7])

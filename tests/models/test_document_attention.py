@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.parallel.test_context_attention import Watch, error, in_float64, results
 from torchtitan.models import attention
@@ -90,66 +88,6 @@ def test_varlen_attention_is_told_the_same(
 ) -> None:
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     assert_exact(varlen_attention, tensors(num_kv_heads=num_kv_heads))
-
-
-def test_torch_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward without memory; which kernel runs is decided on a GPU that is none."""
-    q, k, v, _ = (x.to("meta").requires_grad_() for x in tensors(torch.bfloat16))
-    out = varlen_attention(q, k, v, Documents(LENGTHS))
-    out.sum().backward()
-    assert out.shape == q.shape
-    assert k.grad is not None
-    assert k.grad.shape == k.shape
-    # page-locked memory, and autograd, want a real device's driver
-    monkeypatch.setattr(
-        attention, "to_device", lambda values, device: torch.tensor(values, device=device)
-    )
-    # torch 2.15 would ask the device, which is none, whether it can do cuDNN's
-    flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    with flash, FakeTensorMode(), torch.no_grad():
-        given = [torch.empty(3, n, 30, 16, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
-        out = causal_attention(*given, Documents(LENGTHS))
-    assert (out.device.type, out.shape, out.dtype) == ("cuda", given[0].shape, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width", "kernel"),
-    [
-        (torch.bfloat16, 16, "varlen_attention"),
-        (torch.float16, 64, "varlen_attention"),
-        (torch.float32, 16, "document_attention"),
-        (torch.bfloat16, 12, "document_attention"),
-    ],
-)
-def test_which_way_on_a_gpu(
-    dtype: torch.dtype, width: int, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = []
-    for name in ("varlen_attention", "document_attention"):
-        monkeypatch.setattr(attention, name, lambda *_, name=name: taken.append(name))
-    with FakeTensorMode(), torch.no_grad():
-        q = torch.empty(3, 4, 30, width, device="cuda", dtype=dtype)
-        causal_attention(q, q, q, Documents(LENGTHS))
-    assert taken == [kernel]
-
-
-def test_no_gradient_of_a_document_is_as_long_as_the_sequence() -> None:
-    """A thousand documents make no thousand tensors of S tokens."""
-    q, k, v, grad = (torch.randn(1, 2, 2000, 8) for _ in range(4))
-    documents = Documents(((2,) * 1000,))
-    q.requires_grad_()
-    sizes = []
-
-    class Sizes(Watch):
-        def __torch_dispatch__(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-            result = super().__torch_dispatch__(*args, **kwargs)
-            if isinstance(result, Tensor):
-                sizes.append(result.numel())
-            return result
-
-    with Sizes():
-        causal_attention(q, k, v, documents).backward(grad)
-    assert sum(size == q.numel() for size in sizes) < 20
 
 
 @pytest.mark.promise("no-square")

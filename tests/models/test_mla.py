@@ -15,11 +15,7 @@ from torch import Tensor
 
 from tests.models.reference import LATENT, VARIANTS, random_decoder, reference_of
 from tests.models.reference import LATENT_NAMES as NAMES
-from torchtitan.models import mla
-from torchtitan.models.cache import KVCache
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.families import MODELS
-from torchtitan.models.interface import cast
 from torchtitan.models.mla import LatentAttention
 from torchtitan.models.moe import Router, best_experts
 from torchtitan.models.rope import build_rope
@@ -114,14 +110,6 @@ def ungrouped(self: Router, x_BSC: Tensor, bias_E: Tensor | None = None) -> tupl
     return CORRECT(self, x_BSC, bias_E)
 
 
-def by_their_best(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int = 1) -> Tensor:
-    """Groups are chosen by their best expert, as DeepSeek-V2 chooses."""
-    best_BSG = scores_BSE.unflatten(-1, (num_groups, -1)).amax(-1)
-    is_kept = torch.zeros_like(best_BSG).scatter(-1, best_BSG.topk(kept).indices, 1.0).bool()
-    left_out = ~is_kept.repeat_interleave(scores_BSE.shape[-1] // num_groups, -1)
-    return scores_BSE.masked_fill(left_out, -torch.inf).topk(num).indices
-
-
 def unnormed(self: LatentAttention, config: MLAConfig) -> None:
     CORRECT_INIT(self, config)
     self.kv_norm.eps = config.norm_eps
@@ -157,16 +145,6 @@ def test_a_planted_bug_is_seen_in_the_logits(
     assert differing(config, torch.float64, 1e-5) == {}
     monkeypatch.setattr(owner, name, planted)
     assert differing(config, torch.float64, 1e-3)["logits"] > 1e-3
-
-
-def test_groups_are_not_chosen_by_their_best_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = decoder(LATENT)
-    for module in model.modules():
-        if isinstance(module, Router):
-            module._best = partial(by_their_best, num=3, num_groups=4, kept=2)
-    with torch.no_grad():
-        expected = decoder(LATENT)(TOKENS)
-        assert (model(TOKENS) - expected).norm() > 1e-3 * expected.norm()
 
 
 def test_a_planted_bug_is_seen_in_the_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,43 +190,3 @@ def test_a_layer_is_what_the_paper_says() -> None:
             out[i, head] = weights @ kv_h[: i + 1, 12:]
     expected = out.flatten(1) @ layer.wo.weight.T
     torch.testing.assert_close(found[0], expected, rtol=1e-6, atol=1e-6)
-
-
-@torch.no_grad()
-def test_the_cache_holds_latents_alone() -> None:
-    model = random_decoder(LATENT)
-    cache = KVCache(model.config, prompt_lens=[5] * len(TOKENS))
-    model(TOKENS[:, :5].reshape(1, -1), cache=cache)
-    cache.split(num_more=2)
-    for layer in cache.layers.values():
-        assert layer.stored is not None
-        assert [t.shape for t in layer.stored] == [(len(TOKENS), 1, 7, 16), (len(TOKENS), 1, 7, 8)]
-
-
-def test_16_bits_round_weights_and_not_the_bias() -> None:
-    model = decoder(LATENT)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    cast(model, torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        is_bias = name.endswith("expert_bias")
-        assert parameter.dtype == (torch.float32 if is_bias else torch.bfloat16)
-        assert not is_bias or torch.equal(parameter, before[name])
-    assert model(TOKENS).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("change", ["head_dim", "num_kv_heads", "qk_rope_head_dim"])
-def test_sizes_that_no_model_has_are_refused(change: str) -> None:
-    config = dataclasses.replace(LATENT, **{change: 7})
-    assert any(change in violation.keys for violation in config.violations())
-
-
-def test_every_family_has_latents_of_one_kind() -> None:
-    for family in ("deepseek_v2", "deepseek_v3"):
-        for config in MODELS[family].flavors.values():
-            model = MODELS[family].build_meta(config)
-            eps = [
-                module.eps
-                for name, module in model.named_modules()
-                if name.endswith(("attention.kv_norm", "attention.q_norm"))
-            ]
-            assert set(eps) == {mla.LATENT_EPS}

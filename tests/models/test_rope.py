@@ -57,30 +57,6 @@ def test_channels_that_begin_at_an_odd_place(start, heads):
     assert part.grad is not None
 
 
-def test_queries_and_keys_together_are_each_alone():
-    given = torch.Generator().manual_seed(0)
-    rope = build_rope(torch.arange(5), head_dim=8, theta=10_000.0, scaling=None)
-    q, k = (torch.randn(2, 5, heads, 8, generator=given) for heads in (4, 2))
-    grads = [torch.randn(x.shape, generator=given) for x in (q, k)]
-    found = []
-    for parts in ((q, k), (q,), (k,)):
-        leaves = [x.clone().requires_grad_() for x in parts]
-        turned = rope.rotate(*leaves)
-        torch.autograd.backward(turned, [grads[x.shape[2] == 2] for x in parts])
-        found.append([(out, x.grad) for out, x in zip(turned, leaves, strict=True)])
-    for together, alone in zip(found[0], (*found[1], *found[2]), strict=True):
-        torch.testing.assert_close(together, alone, rtol=0, atol=0)
-
-
-def test_each_batch_row_has_positions_of_its_own():
-    x = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(0))
-    positions = torch.tensor([[0, 1, 2, 3], [7, 0, 1, 2]])
-    (whole,) = build_rope(positions, head_dim=8, theta=10_000.0, scaling=None).rotate(x)
-    for row, own, given in zip(positions, whole, x, strict=True):
-        rope = build_rope(row, head_dim=8, theta=10_000.0, scaling=None)
-        assert torch.equal(own, rope.rotate(given[None])[0][0])
-
-
 def assert_equal_to_the_public_rotation(config: DecoderConfig) -> None:
     # two heads of the right width are enough: frequencies know nothing else
     small = dataclasses.replace(config, dim=2 * config.head_width, num_heads=2, num_kv_heads=2)
@@ -135,25 +111,6 @@ def test_frequencies_equal_the_public_ones(flavor):
 def test_each_scaling_equals_the_public_one(scaling, theta, head_dim):
     config = dataclasses.replace(TINY, dim=4 * head_dim, rope_theta=theta, rope_scaling=scaling)
     assert_equal_to_the_public_rotation(config)
-
-
-@pytest.mark.parametrize(
-    ("original", "ratio"),
-    # a context of less than a turn: all but the first pair; of thousands of turns even for the last
-    [(4, [1.0, 0.25, 0.25, 0.25]), (10**7, [1.0] * 4)],
-)
-def test_yarn_beyond_the_ends_of_its_ramp(original, ratio):
-    """Hugging Face's ramp runs backwards there, and keeps what should grow."""
-    freqs, scaled = (
-        frequencies(8, theta=10.0, scaling=scaling, device=torch.device("cpu"))
-        for scaling in (None, RopeScaling(type="yarn", factor=4.0, original_max_position=original))
-    )
-    torch.testing.assert_close(scaled / freqs, torch.tensor(ratio, dtype=torch.float64))
-
-
-def test_dtype_of_queries_stays():
-    rope = build_rope(torch.arange(4), head_dim=8, theta=10_000.0, scaling=None)
-    assert rope.rotate(torch.ones(1, 4, 2, 8, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
 
 
 def test_angles_stay_float32_under_fsdp_mixed_precision():

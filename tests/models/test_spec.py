@@ -13,7 +13,7 @@ from tests.models.reference import VARIANTS, public_model, random_decoder, refer
 from torchtitan.models import attention
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
-from torchtitan.models.interface import TrainableParams, count, count_multiplied, router_biases
+from torchtitan.models.interface import count, router_biases
 from torchtitan.models.sizes import DecoderConfig, MLAConfig, MoEConfig, RopeScaling
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
@@ -114,33 +114,6 @@ def test_flops_are_those_of_forward_and_backward(variant, monkeypatch):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     assert counter.get_total_flops() == tokens.numel() * count(model).flops_per_token(48)
-
-
-@pytest.mark.parametrize(
-    "pattern", ["*.w1.*", "layers.*.attention.*", "output.*", "*.moe.experts.*"]
-)
-def test_frozen_weights_have_no_product_of_their_gradient(pattern: str) -> None:
-    """The embedding is trained, so every other product of backward is there."""
-    config = VARIANTS["experts" if "moe" in pattern else "grouped"]
-    model, trained = random_decoder(config), TrainableParams(frozen=(pattern,))
-    trained.freeze_rest(model)
-    weights = count_multiplied(model)
-    frozen = sum(n for name, n in weights.items() if not trained.includes(name))
-    assert frozen > 0
-    tokens = torch.zeros(2, 48, dtype=torch.int64)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
-    counts = dataclasses.replace(count(model), num_frozen=frozen)
-    assert counter.get_total_flops() == tokens.numel() * counts.flops_per_token(48)
-
-
-def test_attention_of_unequal_heads_counts_the_mean_of_their_widths() -> None:
-    """As two products do, of scores and of values, where nothing is filled up with zeros."""
-    config = MODELS["deepseek_v3"].flavors["671B"]
-    found = count(MODELS["deepseek_v3"].build_meta(config))
-    products = 2 * 61 * 128 * (128 + 64) + 2 * 61 * 128 * 128  # per token and key, forward
-    per_key = found.flops_per_token(2) - found.flops_per_token(1)
-    assert per_key == 3 * products == 12 * found.attention_width
 
 
 @pytest.mark.parametrize("tied", [True, False])

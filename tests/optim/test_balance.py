@@ -15,12 +15,10 @@ from torch import Tensor
 
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import EXPERTS
-from torchtitan.base.errors import ConfigError
-from torchtitan.models.families import MODELS
 from torchtitan.models.moe import MoE
 from torchtitan.models.sizes import MoEConfig
 from torchtitan.optim import balance as module
-from torchtitan.optim.balance import Balance, check_balance
+from torchtitan.optim.balance import Balance
 from torchtitan.optim.settings import RouterConfig
 
 BIASED = replace(EXPERTS, expert_bias=True)
@@ -200,18 +198,6 @@ def test_losses_and_their_gradients(
     assert ranks.run(differing, config, used, world=1) == [set()]
 
 
-def test_before_the_first_step_the_global_loss_pulls_nowhere() -> None:
-    routes = layers(BIASED)
-    follow(routes, global_loss_weight=1.0)
-    [layer] = routes.values()
-    [[x, _]] = batches(1)
-    plain = torch.autograd.grad(layer(x).sum(), layer.router.gate.weight)[0]
-    layer.router.extra_loss = None
-    assert torch.allclose(
-        plain, torch.autograd.grad(layer(x).sum(), layer.router.gate.weight)[0], atol=1e-14
-    )
-
-
 def counts_of_shared_sequence() -> list[list[int]]:
     """Two tokens on each rank, and one choice of each."""
     own = dist.get_rank()
@@ -263,66 +249,3 @@ def test_figures(ranks: RankPool) -> None:
         "router/entropy/layers.1.moe": pytest.approx(math.log(3)),
         "router/counts/layers.1.moe": [8, 8, 8],
     }
-
-
-def reads_of_a_step() -> list[str]:
-    """What of a step makes the host wait for the device."""
-    [layer] = layers(SIGMOID).values()
-    balance = follow({"a": layer}, bias_update_rate=RATE, **WEIGHTS)
-    logits = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(1))
-    ids = logits.argsort(-1)[..., :3]
-    calls: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("tolist", "item", "cpu", "numpy", "__float__", "__int__", "__bool__"):
-            patch.setattr(torch.Tensor, name, lambda *_, name=name: calls.append(name))
-        balance.begin(torch.tensor(5))
-        balance._count(0, logits.sigmoid(), ids)
-        balance._loss(0, logits, logits.sigmoid(), ids)
-        balance.update(norm=FINITE)
-        balance.figures()
-    return calls
-
-
-def test_the_host_never_waits_for_the_device(ranks: RankPool) -> None:
-    assert ranks.run(reads_of_a_step, world=1) == [[]]
-
-
-# --- settings
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "parts"),
-    [
-        ("llama3", {"z_loss_weight": 1.0}, ["z_loss_weight", "model with experts"]),
-        ("llama3", {"log_layers": True}, ["log_layers", "model with experts"]),
-        ("llama3", {}, []),
-        ("qwen3_moe", {"bias_update_rate": 1.0}, ["bias_update_rate", "expert_bias = true"]),
-        ("qwen3_moe", {"z_loss_weight": 1.0, "log_layers": True}, []),
-    ],
-)
-def test_settings_that_a_model_has_nothing_for(
-    name: str, settings: dict[str, Any], parts: list[str]
-) -> None:
-    spec = MODELS[name]
-    model = spec.build_meta(spec.flavors["tiny"])
-    if not parts:
-        check_balance(RouterConfig(**settings), model=model)
-        return
-    with pytest.raises(ConfigError) as caught:
-        check_balance(RouterConfig(**settings), model=model)
-    assert all(part in str(caught.value) for part in parts)
-
-
-def figures_of_a_step(norm: float) -> dict[str, float]:
-    routes, [[x, _]] = layers(EXPERTS), batches(1)
-    balance = follow(routes)
-    balance.begin(torch.tensor(1.0))
-    routes["layers.0.moe"](x)
-    balance.update(norm=torch.tensor(norm))
-    return {name: float(figure) for name, figure in balance.figures().items()}
-
-
-def test_a_skipped_step_reports_its_own_figures(ranks: RankPool) -> None:
-    [taken], [skipped] = (ranks.run(figures_of_a_step, norm, world=1) for norm in (1.0, math.inf))
-    assert taken == skipped
-    assert taken["router/load_max_over_mean"] >= 1

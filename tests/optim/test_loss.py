@@ -14,11 +14,9 @@ from torch import Tensor
 
 from tests.distributed.rank_pool import RankPool
 from tests.parallel.test_context_attention import Watch
-from torchtitan.base.errors import ConfigError
 from torchtitan.optim.loss import (
     IGNORE_INDEX,
     build_loss,
-    chunk_size,
     count_valid,
     find_loss,
 )
@@ -111,22 +109,6 @@ def test_without_valid_labels_loss_and_gradients_are_zero() -> None:
         assert not found[2].any()
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3, 128])
-def test_bfloat16_is_as_exact_as_of_whole_logits(num_chunks: int) -> None:
-    """Sums in bfloat16 would show in the gradient of the weight of many chunks."""
-    *ends, labels = inputs(shape=(1, 512, 64, 96))
-    tensors = [*(end.bfloat16() / 2 for end in ends), labels]
-    expected = exact(*tensors)
-    errors = []
-    found = computed(tensors, num_chunks=num_chunks)
-    for result in (found, plain(*tensors, dtype=torch.float32)):
-        assert result[0] == pytest.approx(expected[0], rel=1e-4)
-        pairs = zip(result[1:], expected[1:], strict=True)
-        errors.append([((ours.double() - e).norm() / e.norm()).item() for ours, e in pairs])
-    for ours, theirs in zip(*errors, strict=True):
-        assert ours <= 1.05 * theirs, errors
-
-
 # --- the vocabulary over several ranks
 
 
@@ -161,13 +143,6 @@ def test_parts_of_the_vocabulary_give_the_whole(case: str, world: int, ranks: Ra
     for settings in ({"num_chunks": 1}, {"num_chunks": 5}, {"num_chunks": 3, "recompute": True}):
         answers = ranks.run(on_ranks, tensors, **settings, world=world)
         assert_right(together(answers), expected)
-
-
-def test_groups_of_ranks_have_losses_of_their_own(ranks: RankPool) -> None:
-    tensors = inputs()
-    answers = ranks.run(on_ranks, tensors, group_size=2, num_chunks=5, world=4)
-    for pair in (answers[:2], answers[2:]):
-        assert_right(together(pair), exact(*tensors))
 
 
 @pytest.mark.parametrize("label", [V, -1])
@@ -216,98 +191,11 @@ def test_three_products_a_chunk_and_no_tensor_larger_than_its_logits(
     assert max(forward.largest, backward.largest) == 300 * 200 // 10
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_that_nobody_wants_are_not_computed(recompute: bool) -> None:
-    x, weight, labels = inputs()
-    for wants_x, wants_weight, products in (
-        (False, False, 3),
-        (True, False, 9 if recompute else 6),
-        (False, True, 9 if recompute else 6),
-    ):
-        x.requires_grad_(wants_x)
-        weight.requires_grad_(wants_weight)
-        with Products() as watch:
-            summed = build_loss(None, num_chunks=3, recompute=recompute)(x, weight, labels)
-            if summed.requires_grad:
-                summed.backward()
-        assert watch.products == products
-        assert (x.grad is not None, weight.grad is not None) == (wants_x, wants_weight)
-        x.grad = weight.grad = None
-    x.requires_grad_()
-    weight.requires_grad_()
-    with torch.no_grad(), Products() as watch:
-        evaluated = build_loss(None, num_chunks=3, recompute=recompute)(x, weight, labels)
-    assert watch.products == 3
-    assert not evaluated.requires_grad
-    assert evaluated.item() == pytest.approx(exact(x, weight, labels)[0], rel=1e-6)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_kept_for_backward_is_as_much_as_input_and_weight(recompute: bool) -> None:
-    x, weight, labels = inputs(shape=LARGE)
-    storages: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    x.requires_grad_()
-    weight.requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        build_loss(None, num_chunks=10, recompute=recompute)(x, weight, labels)
-    labels_too = labels.nbytes if recompute else 0
-    assert sum(storages.values()) == x.nbytes + weight.nbytes + labels_too
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_of_input_and_weight_may_be_asked_for_apart(recompute: bool) -> None:
-    """As by schedules that halve the backward; a second time is refused, not silently wrong."""
-    tensors = inputs()
-    x, weight = (tensor.requires_grad_() for tensor in tensors[:2])
-    summed = build_loss(None, num_chunks=3, recompute=recompute)(*tensors)
-    scaled = summed * WEIGHT
-    [dx] = torch.autograd.grad(scaled, x, retain_graph=True)
-    [dweight] = torch.autograd.grad(scaled, weight, retain_graph=True)
-    assert_right((summed.item(), dx, dweight), exact(*tensors))
-    if not recompute:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(scaled, weight)
-
-
 # --- the size of a chunk
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "vocab_size", "width", "size"),
-    [
-        (8192, 128256, 512, 512),  # a 16th
-        (8192, 128256, 4096, 512),
-        (65536, 128256, 8192, 4096),
-        (131072, 128256, 4096, 4096),  # as large as the weight
-        (131072, 128256, 64, 512),  # the fewest
-        (1024, 128256, 4096, 512),
-        (300, 128256, 4096, 300),
-        (8192, 2048, 256, 8192),  # few logits
-        (16384, 2048, 256, 512),
-    ],
-)
-def test_size_of_a_chunk(num_tokens: int, vocab_size: int, width: int, size: int) -> None:
-    assert chunk_size(num_tokens, vocab_size, width=width) == size
-    on_gpu = min(num_tokens, max(size, 2048))
-    assert chunk_size(num_tokens, vocab_size, width=width, device_type="cuda") == on_gpu
-    assert chunk_size(num_tokens, vocab_size, width=width, num_chunks=1) == num_tokens
-
-
-def crossed(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="none")
 
 
 def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.2)
-
-
-def one_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return crossed(logits, labels).sum()
 
 
 @pytest.mark.promise("nobody-forks")
@@ -329,48 +217,3 @@ def test_a_loss_of_the_users_own(case: str, num_chunks: int, recompute: bool) ->
     for end, right in zip(ends, exact_ends, strict=True):
         assert end.grad is not None
         torch.testing.assert_close(end.grad.double(), right.grad, rtol=1e-4, atol=1e-5)
-
-
-def focal(logits: Tensor, labels: Tensor) -> Tensor:
-    losses = crossed(logits, labels)
-    return (1 - (-losses).exp()) ** 0.5 * losses
-
-
-def test_what_a_loss_makes_of_tokens_without_one_is_left_out() -> None:
-    """Of a token whose label is certain the gradient of this one is infinite."""
-    x, weight = torch.ones(1, 2, 1), torch.tensor([[200.0], [0.0]])
-    ends = [tensor.requires_grad_() for tensor in (x, weight)]
-    build_loss(None, token_losses=focal)(*ends, torch.tensor([[-100, 1]])).backward()
-    assert all(end.grad is not None and end.grad.isfinite().all() for end in ends)
-
-
-def test_cross_entropy_as_ones_own_is_ours() -> None:
-    x, weight, labels = inputs()
-    built = [build_loss(None, token_losses=losses) for losses in (None, crossed)]
-    ours, theirs = (loss(x, weight, labels) for loss in built)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-
-
-class OfASection:
-    def __init__(self, z_loss: object) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("V", "got "),
-        ("crosed", "did you mean 'crossed'"),
-        ("OfASection", "OfASection"),
-    ],
-)
-def test_a_loss_that_is_none(name: str, said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        find_loss(f"{__name__}:{name}", {})
-    assert "training.loss" in error.value.mistakes[0].keys  # type: ignore[union-attr]
-    assert said in str(error.value)
-
-
-def test_a_sum_is_not_taken_for_the_loss_of_each_token() -> None:
-    x, weight, labels = inputs()
-    with pytest.raises(ConfigError, match=r"training\] loss"):
-        build_loss(None, token_losses=one_sum)(x, weight, labels)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from tests.distributed.rank_pool import RankPool
 from tests.test_host_waits import Waits
-from torchtitan.optim.muon import Box, Muon, cost, orthogonalize, plan_work
+from torchtitan.optim.muon import Muon, orthogonalize
 from torchtitan.optim.optimizer import build_optimizer, optimizer_step, supports_found_inf
 from torchtitan.optim.settings import OptimizerConfig
 
@@ -230,44 +230,3 @@ def test_a_step_sends_what_the_page_says(ranks: RankPool) -> None:
     square, wide, tall = 8 * 8 * 3, 6 * 14 * (1 / 2 + 3 / 2), 2 * (13 * 6 - 6 * 3)
     experts = 3 * 6 * 5 * (1 / 2 + 1 / 2)
     assert sum(sent.values()) / STEPS == square + wide + tall + experts
-
-
-def halves(shape: tuple[int, int]) -> list[Box]:
-    rows = shape[0] // 2
-    return [Box((start, 0), (rows, shape[1])) for start in (0, rows)]
-
-
-def test_work_is_even_and_stays_in_a_copy_of_the_model() -> None:
-    """Two copies of a model in two shards each: ranks 0 and 1, 2 and 3."""
-    shapes = {"wq": (64, 64), "wk": (32, 64), "w1": (176, 64), "w2": (64, 176)}
-    shapes = {f"{i}.{name}": shape for i in range(5) for name, shape in shapes.items()}
-    boxes = [{name: halves(s)[rank % 2] for name, s in shapes.items()} for rank in range(4)]
-    matrices = plan_work(shapes, boxes)
-    assert {m.name for m in matrices} == set(shapes)
-    work = Counter(dict.fromkeys(range(4), 0))
-    for matrix in matrices:
-        work[matrix.owner] += cost(matrix.shape)
-        assert matrix.senders == ({0, 1} if matrix.owner < 2 else {2, 3})
-    assert max(work.values()) - min(work.values()) <= max(map(cost, shapes.values()))
-
-
-def test_what_a_rank_holds_as_a_whole_it_orthogonalises_itself() -> None:
-    """Experts that are dealt out to ranks are not sent."""
-    boxes = [{"w": Box((2 * rank, 0, 0), (2, 4, 4))} for rank in range(2)]
-    for matrix in plan_work({"w": (4, 4, 4)}, boxes):
-        assert matrix.index is not None
-        assert matrix.owner == matrix.index // 2
-        assert set(matrix.parts) == matrix.senders == {matrix.owner}
-
-
-def decisions() -> list[bool]:
-    """Whether Muon without a matrix takes the flag of a norm on a CPU, and of one on a GPU."""
-    model = nn.ParameterDict({"norm": nn.Parameter(torch.ones(4))})
-    optimizer = build_optimizer(model, settings=OptimizerConfig(name="Muon"))
-    assert not optimizer.param_groups[0]["params"]
-    return [supports_found_inf(optimizer, device=torch.device(kind)) for kind in ("cpu", "cuda")]
-
-
-def test_a_rank_without_matrices_decides_as_the_others(ranks: RankPool) -> None:
-    """Muon's step is collective: with weights elsewhere than the norm, no rank takes the flag."""
-    assert ranks.run(decisions, world=1) == [[True, False]]

@@ -11,12 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
-from torchtitan.base.errors import ConfigError
 from torchtitan.optim.optimizer import (
     build_optimizer,
-    check_optimizer,
     create_state,
-    optimizer_step,
 )
 from torchtitan.optim.schedule import set_lr
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig
@@ -40,12 +37,6 @@ def test_norms_and_biases_are_not_decayed() -> None:
     }
 
 
-def test_patterns_are_the_users() -> None:
-    settings = OptimizerConfig(no_decay_params=("linear.*",))
-    optimizer = build_optimizer(model(), settings=settings)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
-
-
 @pytest.mark.promise("optimizers")
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
 def test_adamw_follows_its_paper(implementation: str) -> None:
@@ -67,27 +58,6 @@ def test_adamw_follows_its_paper(implementation: str) -> None:
         m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
         x = x - 0.1 * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-8) - 0.1 * 0.2 * x
     torch.testing.assert_close(p.detach().double(), x, rtol=1e-6, atol=1e-7)
-
-
-class OwnStep(torch.optim.AdamW):
-    """Fused by its defaults, with a step that knows no `found_inf`."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.sub_(p.grad)
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, OwnStep])
-def test_no_step_is_taken_on_a_norm_that_is_not_finite(make: Any) -> None:
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = make([weight], lr=0.1, fused=True)
-    weight.grad = torch.full((3,), torch.nan)
-    optimizer_step(optimizer, norm=torch.tensor(torch.nan))
-    assert weight.tolist() == [1, 1, 1]
-    weight.grad = torch.ones(3)
-    optimizer_step(optimizer, norm=torch.tensor(3**0.5))
-    assert weight.max() < 1
 
 
 @pytest.mark.promise("optimizers")
@@ -134,56 +104,6 @@ def test_groups_have_rates_and_decays_of_their_own() -> None:
         "linear.bias": (0.5, 0.7),
         "norm.weight": (0.5, 0.0),
     }
-
-
-def test_without_groups_all_have_the_schedules_rate() -> None:
-    assert {rate for rate, _ in rates_and_decays(OptimizerConfig(lr=0.3)).values()} == {0.5}
-
-
-@pytest.mark.parametrize(
-    ("settings", "key", "remedy"),
-    [
-        ({"groups": (GroupConfig(params=("liner*",), lr=1.0),)}, "groups", "linear.weight"),
-        (
-            {"groups": (GroupConfig(params=("*",), lr=1.0), GroupConfig(params=("n*",), lr=2.0))},
-            "groups",
-            "table 2",
-        ),
-        ({"options": {"amsgrat": True}}, "options", "'amsgrat'"),
-        ({"options": {"lr": 1.0}}, "options", "'lr'"),
-        ({"options": {"betas": (0.1, 0.2)}}, "options", "'betas'"),
-        ({"name": "RMSprop", "options": {"alpha": -1.0}}, "options", "-1.0"),
-        ({"name": "RMSprop", "options": {"alpha": "x"}}, "options", "str"),
-        ({"name": "SGD", "options": {"nesterov": True}}, "options", "momentum"),
-        ({"name": "RMSprop", "options": {"momentum": [1]}}, "options", "list"),
-        ({"name": "RMSprop", "options": {"capturable": True}}, "options", "'capturable'"),
-        ({"name": "AdamW", "options": {"weight_decay": 0.5}}, "options", "weight_decay"),
-        ({"name": "SGD", "options": {"differentiable": True}}, "options", "'differentiable'"),
-        ({"name": "SGD", "momentum": 0.9, "options": {"dampening": 0.1}}, "options", "'dampening'"),
-        ({"name": "Muon", "options": {"maximize": True}}, "options", "'maximize'"),
-        ({"name": "Muon", "muon_excluded_params": ("lin*",)}, "muon_excluded_params", "none"),
-        ({"name": "Muon", "muon_excluded_params": ("x",)}, "muon_excluded_params", "linear.weight"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], key: str, remedy: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_optimizer(OptimizerConfig(**settings), trained=dict(model().named_parameters()))
-    [violation] = caught.value.mistakes
-    assert violation.keys == (f"optimizer.{key}",)
-    assert remedy in violation.rule
-
-
-def test_options_that_change_nothing_are_taken() -> None:
-    options = {"dampening": 0, "maximize": False}
-    settings = OptimizerConfig(name="SGD", momentum=0.9, options=options)
-    check_optimizer(settings, trained=dict(model().named_parameters()))
-
-
-def test_the_parameter_that_shares_a_patterns_letters_is_named_first() -> None:
-    names = ("layers.0.attention.wk.weight", "tok_embeddings.weight", "layers.0.mlp.w1.weight")
-    settings = OptimizerConfig(groups=(GroupConfig(params=("embed*",), lr=1.0),))
-    with pytest.raises(ConfigError, match=r"tok_embeddings\.weight, layers"):
-        check_optimizer(settings, trained=dict.fromkeys(names, torch.zeros(2, 2)))
 
 
 SHARDED = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate(), "norm": Shard(0)}
@@ -239,9 +159,3 @@ def test_torchs_optimizers_update_shards_as_whole_parameters(ranks: RankPool) ->
             expected = updated(settings, sharded=False, state_first=False)
             for ours, whole in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, whole, atol=1e-6, rtol=1e-6, msg=str(settings))
-
-
-@pytest.mark.parametrize("settings", TORCHS, ids=lambda settings: settings["name"])
-def test_state_that_is_made_first_changes_nothing(settings: dict[str, Any]) -> None:
-    made, later = (updated(settings, sharded=False, state_first=first) for first in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(made, later, strict=True))

@@ -8,19 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError
-from torchtitan.optim.schedule import build_schedule, find_decay, set_lr
+from torchtitan.optim.schedule import build_schedule
 from torchtitan.optim.settings import LRSchedulerConfig
 
 
 def rates(steps: int, **settings: object) -> list[float]:
     schedule = build_schedule(LRSchedulerConfig(**settings), peak_lr=2.0, training_steps=steps)
     return [schedule(step) for step in range(1, steps + 1)]
-
-
-def test_warmup_rises_in_equal_steps_to_the_peak() -> None:
-    assert rates(100, warmup_steps=4)[:4] == [0.5, 1.0, 1.5, 2.0]
 
 
 DECAYS = {
@@ -81,13 +75,6 @@ def test_rates_are_those_of_torchtitan(settings: dict[str, object], theirs: list
     assert [lr / 2 for lr in rates(10, **settings)] == pytest.approx(theirs, abs=1e-12)
 
 
-def test_a_decay_that_ends_at_the_last_step_reaches_the_floor_there() -> None:
-    lrs = rates(12, warmup_steps=2, min_lr_factor=0.1, decay_end="last_step")
-    expected = [2.0 * (0.1 + 0.9 * (1 - k / 10)) for k in range(1, 11)]
-    assert lrs[2:] == pytest.approx(expected, rel=1e-12)
-    assert lrs[-1] == pytest.approx(0.2)
-
-
 @pytest.mark.promise("learning-rate")
 def test_linear_warmup_and_decay_equal_torchs_own_schedulers() -> None:
     lrs = rates(30, warmup_steps=10)
@@ -120,31 +107,8 @@ def test_a_pinned_length_makes_the_curve_independent_of_training_steps() -> None
     assert rates(20, **settings) == rates(40, **settings)[:20]
 
 
-def test_the_rate_stays_at_the_floor_past_the_end() -> None:
-    lrs = rates(20, warmup_steps=0, total_steps=10, min_lr_factor=0.25)
-    assert lrs[9] > 0.5
-    assert lrs[10:] == [0.5] * 10
-
-
-def test_a_warmup_longer_than_the_run_just_rises() -> None:
-    assert rates(4, warmup_steps=8) == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_set_lr_writes_every_group() -> None:
-    """Its own part of the rate."""
-    params = [
-        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr_scale": scale} for scale in (1.0, 0.5)
-    ]
-    optimizer = torch.optim.SGD(params, lr=1.0)
-    set_lr(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]
-
-
 def cubic(progress: float) -> float:
     return (1 - progress) ** 3
-
-
-NUMBER = 3
 
 
 @pytest.mark.parametrize("end", ["after_last_step", "last_step"])
@@ -158,25 +122,3 @@ def test_a_decay_of_the_users_own(end: str) -> None:
         left = (straight / 2 - 0.25) / 0.75 if straight >= 0.5 else None
         expected = straight if left is None or straight == 1.0 else 2 * (0.25 + 0.75 * left**3)
         assert cube == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("name", "value"), [("cubik", "'cubic'"), ("NUMBER", 3)])
-def test_a_decay_that_is_none(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=naming("[lr_scheduler] decay_type", value)):
-        find_decay(f"{__name__}:{name}", {})
-
-
-def dips(progress: float) -> float:
-    return -5.0 if 0.3 < progress < 0.35 else 1 - progress
-
-
-def vanishes(progress: float) -> float:
-    return math.nan if progress == 0.5 else 1 - progress
-
-
-@pytest.mark.parametrize(("name", "at"), [("dips", 1 / 3), ("vanishes", 0.5)])
-def test_a_decay_stays_a_number_from_0_on(name: str, at: float) -> None:
-    decay = find_decay(f"{__name__}:{name}", {})
-    assert decay(0.25) == 0.75
-    with pytest.raises(ConfigError, match=naming("[lr_scheduler] decay_type", name, at)):
-        decay(at)

@@ -15,26 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.models.fake_group import fake_group
-from tests.parallel.test_tensor import split
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize, local_part
-from torchtitan.models.interface import AttentionModule, MoELayer
-from torchtitan.models.sizes import DecoderConfig
-from torchtitan.parallel.activation import PRODUCTS, Mode, apply_activation_checkpointing
+from torchtitan.parallel.activation import Mode, apply_activation_checkpointing
 
 PRODUCT = "aten::mm"
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-NUM_PRODUCTS = {
-    "llama3": {7},
-    "mistral": {7},
-    "qwen2": {7},
-    "qwen3": {7},
-    "qwen3_moe": {4},  # attention
-    "deepseek_v2": {7, 4, 3},  # a dense block, attention, shared experts
-    "deepseek_v3": {8, 5, 3},
-}
 
 
 def tiny(num_layers: int = 2) -> Decoder:
@@ -131,75 +118,6 @@ def test_by_operator_the_dear_ones_are_kept() -> None:
     widths = (16, config.dim, config.hidden_dim, config.dim, config.num_heads)
     assert held_by_op - held_by_full == 2 * 4 * 1024 * sum(widths)
     assert held_by_full < held_by_op < held_by_none
-
-
-def products_by_operator(family: str) -> set[int]:
-    """The numbers of products in the modules of a family to which "op" applies."""
-    model = MODELS[family].build(MODELS[family].flavors["tiny"])
-    initialize(model, seed=0)
-    watch, found, started = Watch(), set(), Counter[nn.Module]()
-
-    def count() -> int:
-        return sum(watch.calls[name] for name in PRODUCTS)
-
-    for block in model.layers.values():
-        modules, experts = [block], [m for m in block.modules() if isinstance(m, MoELayer)]
-        if experts:
-            modules = [m for m in block.modules() if isinstance(m, AttentionModule)]
-            modules += [layer.shared_experts for layer in experts if layer.shared_experts]
-        for module in modules:
-            module.register_forward_pre_hook(lambda m, _: started.update({m: count()}))
-            module.register_forward_hook(lambda m, *_: found.add(count() - started[m]))
-    with watch, torch.no_grad():
-        model(torch.arange(24).view(2, 12))
-    return found
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_the_numbers_of_products_that_parity_relies_on(family: str) -> None:
-    """Every second product is kept, so another product in a module would change which ones."""
-    assert products_by_operator(family) == NUM_PRODUCTS[family]
-
-
-TP = replace(MODELS["llama3"].flavors["tiny8"], num_layers=2, vocab_size=264)
-
-
-def held_by_layers(config: DecoderConfig, mode: Mode, *, tp: int, sequence: bool) -> int:
-    """The bytes that forward leaves behind on one of `tp` ranks."""
-    with fake_group(rank=1, world_size=tp):
-        model = MODELS["llama3"].build(config)
-        split(model, tp=tp, sequence=sequence)
-        apply_activation_checkpointing(model, mode=mode, option="op")
-        with Watch() as watch:
-            stream = model(torch.zeros(2, 512, dtype=torch.int64))
-            held = watch.bytes_held(but=model)
-        assert stream.requires_grad
-    return held
-
-
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_of_a_product_and_its_sum_over_ranks_only_the_sum_is_kept(tp: int, sequence: bool) -> None:
-    more = held_by_layers(TP, "selective", tp=tp, sequence=sequence)
-    more -= held_by_layers(TP, "full", tp=tp, sequence=sequence)
-    kv_width = TP.num_kv_heads * TP.head_width
-    # wk and w3, attention and its log-sum-exp
-    split_width = kv_width + TP.hidden_dim + TP.dim + TP.num_heads
-    sum_width = TP.dim // tp if sequence else TP.dim
-    assert more == 2 * 4 * 1024 * (split_width // tp + sum_width)
-
-
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_a_layer_keeps_what_the_documentation_says(tp: int) -> None:
-    eight_b = replace(TP, dim=512, num_heads=32, num_kv_heads=8, hidden_dim=1792)
-    for sequence, expected in ((True, 6.76 / tp), (False, 2 + 4.76 / tp)):
-        one, two = (
-            held_by_layers(replace(eight_b, num_layers=n), "selective", tp=tp, sequence=sequence)
-            for n in (1, 2)
-        )
-        # the log-sum-exp is 32 of 512, of 4096 in the real size
-        kept = (two - one) / (4 * 1024 * 512) - (32 / 512 - 32 / 4096) / tp
-        assert kept == pytest.approx(expected, rel=0.01)
 
 
 # --- random numbers, and arguments of other blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,19 +14,13 @@ import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from tests.naming import naming
 from tests.parallel.test_activation import gradients, tiny
-from torchtitan.base.errors import ConfigError
-from torchtitan.models.decoder import Block, Decoder, FeedForward
-from torchtitan.models.families import MODELS
+from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.interface import Documents
 from torchtitan.parallel.activation import apply_activation_checkpointing
 from torchtitan.parallel.compile import (
     apply_compile,
-    check_compile,
-    check_recomputation,
 )
-from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
 
 pytestmark = pytest.mark.slow
 
@@ -152,18 +146,6 @@ def kept_and_gradients(model: Decoder) -> tuple[int, dict[str, Tensor]]:
     return sum(saved.values()), found
 
 
-def test_a_memory_budget_decides_how_much_is_kept() -> None:
-    kept, found = {}, {}
-    for budget in (1.0, 0.5):
-        torch._dynamo.reset()
-        model = compiled("aot_eager_decomp_partition", memory_budget=budget)
-        kept[budget], found[budget] = kept_and_gradients(model)
-    assert kept[1.0] > kept[0.5]
-    for name, expected in gradients(tiny()).items():
-        for got in found.values():
-            torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-7)
-
-
 def test_by_operator_a_graph_keeps_less_and_all_blocks_share_it() -> None:
     kept, found = {}, {}
     for keeps_operators in (False, True):
@@ -176,26 +158,6 @@ def test_by_operator_a_graph_keeps_less_and_all_blocks_share_it() -> None:
     assert list(found[True]) == list(found[False])
     assert_equal_to_rounding(found[True], found[False])
     assert_equal_to_rounding(found[True], gradients(tiny()))
-
-
-def test_by_operator_blocks_must_be_compiled_whole() -> None:
-    by_operator = ActivationCheckpointConfig(selective_ac_option="op")
-    wholly: dict[str, Any] = {"cp": 1, "attn_mask_type": "causal"}
-    models = {name: MODELS[name].build_meta(MODELS[name].flavors["tiny"]) for name in MODELS}
-    for model, how, part in (
-        (models["llama3"], {"cp": 2}, "attention"),
-        (models["llama3"], {"attn_mask_type": "block_causal"}, "attention"),
-        (models["mistral"], {}, "attention"),
-        (models["qwen3_moe"], {}, "experts"),
-    ):
-        with pytest.raises(ConfigError, match=naming("selective_ac_option", part)):
-            check_recomputation(model, by_operator, **{**wholly, **how})
-        for other in (
-            replace(by_operator, mode="full"),
-            replace(by_operator, selective_ac_option="2"),
-        ):
-            check_recomputation(model, other, **{**wholly, **how})
-    check_recomputation(models["llama3"], by_operator, **wholly)
 
 
 def test_each_shape_is_compiled_once_and_too_many_are_an_error() -> None:
@@ -213,30 +175,6 @@ def test_each_shape_is_compiled_once_and_too_many_are_an_error() -> None:
         model(torch.ones(2, length, dtype=torch.int64))
     with pytest.raises(FailOnRecompileLimitHit):
         model(torch.ones(2, 34, dtype=torch.int64))
-
-
-def test_around_opaque_attention_a_ninth_shape_runs_uncompiled() -> None:
-    model, plain = tiny(), tiny()
-    apply_compile(
-        model,
-        backend="eager",
-        memory_budget=1.0,
-        opaque_attention=True,
-        sequence_comes_async=False,
-    )
-    for length in range(12, 21):
-        tokens = torch.ones(2, length, dtype=torch.int64)
-        torch.testing.assert_close(model(tokens), plain(tokens))
-
-
-def test_what_would_break_a_block_in_two_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: FeedForward, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return x
-
-    monkeypatch.setattr(FeedForward, "forward", forward)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        gradients(compiled("eager"))
 
 
 def test_opaque_attention_gets_the_documents_of_each_batch_and_compiles_nothing_for_them() -> None:
@@ -267,8 +205,3 @@ def test_opaque_attention_gets_the_documents_of_each_batch_and_compiles_nothing_
     # of block and attention what stands before and behind
     assert graphs == [4, 4, 4]
     assert given == [d for d in batches[1:] for _ in model.layers]
-
-
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match=naming("[compile] backend", "'induktor'")):
-        check_compile(CompileConfig(enable=True, backend="induktor"))

@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.rank_pool import RankPool
-from tests.naming import naming
 from tests.parallel.test_context_attention import Watch
-from torchtitan.base.errors import ConfigError
 from torchtitan.data.documents import build_text
 from torchtitan.data.loader import Loader
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.tokenizer import ByteTokenizer
-from torchtitan.job import load_config
-from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import build_mesh, resolve_dims
 from torchtitan.mesh.settings import Balancer, ParallelismConfig
 from torchtitan.models.families import MODELS
@@ -26,43 +22,6 @@ from torchtitan.parallel.context.attention import Method, apply_context_parallel
 from torchtitan.parallel.context.shard import build_shard
 
 SEQ_LEN = 10_000
-
-
-def arguments(method: str, *, cp: int, tp: int = 1) -> list[str]:
-    return [
-        # 4 query heads, 2 key/value heads; twice that, since tensor parallelism wants its part
-        f"--model.flavor={'tiny' if tp == 1 else 'tiny8'}",
-        f"--parallelism.context_parallel_rotate_method={method}",
-        f"--parallelism.context_parallel_degree={cp}",
-        f"--parallelism.tensor_parallel_degree={tp}",
-        "--training.seq_len=48",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("cp", "tp", "heads"), [(3, 1, "4 query"), (4, 1, "2 key/value"), (4, 2, "4 key/value")]
-)
-def test_ulysses_is_refused_without_the_heads(cp: int, tp: int, heads: str) -> None:
-    values = (heads, cp * tp, f"context_parallel_degree {cp}", '"ring"', '"allgather"')
-    with pytest.raises(ConfigError, match=naming(*values)):
-        find_layout(load_config(arguments("ulysses", cp=cp, tp=tp)), world_size=cp * tp)
-
-
-def test_the_other_methods_need_no_heads() -> None:
-    for method in ("allgather", "ring", "alltoall"):
-        find_layout(load_config(arguments(method, cp=4)), world_size=4)
-    find_layout(load_config(arguments("ulysses", cp=2)), world_size=2)
-    find_layout(load_config(arguments("ulysses", cp=1)), world_size=1)
-
-
-def test_a_window_is_kept_by_ulysses_alone() -> None:
-    for method in ("allgather", "ring", "alltoall"):
-        job = load_config(["--model.name=mistral", *arguments(method, cp=2)])
-        key, values = "[parallelism] context_parallel_rotate_method", ('"ulysses"', f'"{method}"')
-        with pytest.raises(ConfigError, match=naming(key, *values)):
-            find_layout(job, world_size=2)
-        find_layout(load_config(["--model.name=mistral", *arguments(method, cp=1)]), world_size=1)
-    find_layout(load_config(["--model.name=mistral", *arguments("ulysses", cp=2)]), world_size=2)
 
 
 def largest_tensor(method: Method, balancer: Balancer, cache: str) -> int:

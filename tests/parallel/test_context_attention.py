@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -18,7 +17,6 @@ from tests.distributed.rank_pool import RankPool
 from torchtitan.mesh.settings import Balancer
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.interface import Documents
-from torchtitan.parallel.context import attention as context_attention
 from torchtitan.parallel.context.attention import Method, Ranks, build_attention
 from torchtitan.parallel.context.layout import SequenceLayout
 
@@ -176,19 +174,6 @@ def test_output_and_gradients(
             assert error(ours[name], expected) <= tolerance, (case, name)
 
 
-def test_one_key_value_head_for_all(ranks: RankPool) -> None:
-    for method in ("allgather", "ring"):
-        case = Case(method, num_heads=6, num_kv_heads=1)  # type: ignore[arg-type]
-        ours = together(case, ranks.run(split, case, world=4))
-        exact = results(in_float64, inputs(case))
-        assert all(error(ours[name], exact[name]) <= 1e-5 for name in exact)
-
-
-def test_alltoall_is_torchtitans_name_of_the_ring(ranks: RankPool) -> None:
-    one, other = (ranks.run(wire, Case(name), world=2) for name in ("ring", "alltoall"))  # type: ignore[arg-type]
-    assert one == other
-
-
 # --- what goes over the wire
 
 
@@ -241,61 +226,6 @@ def test_each_method_is_another_one_on_the_wire(world: int, ranks: RankPool) -> 
     }
     for method in METHODS:
         assert ranks.run(wire, Case(method), world=world) == [expected[method]] * world
-
-
-@contextmanager
-def logged_ring(log: list[str]) -> Iterator[None]:
-    """Write down when hops are sent off and waited for, and when attention is computed."""
-    names = ("attend", "attend_backward", "Message")
-    attend, backward, message = (getattr(context_attention, name) for name in names)
-
-    class Logged(message):  # type: ignore[valid-type,misc]
-        def __init__(self, tensor: Tensor, *, ranks: Ranks) -> None:
-            log.append(f"send {tensor.dtype}, {tensor.shape[2]} heads")
-            super().__init__(tensor, ranks=ranks)
-
-        def receive(self) -> Tensor:
-            log.append("wait")
-            return super().receive()  # type: ignore[no-any-return]
-
-    def computing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            log.append("compute")
-            return function(*args, **kwargs)
-
-        return call
-
-    patched = (computing(attend), computing(backward), Logged)
-    for name, new in zip(names, patched, strict=True):
-        setattr(context_attention, name, new)
-    try:
-        yield
-    finally:
-        for name, old in zip(names, (attend, backward, message), strict=True):
-            setattr(context_attention, name, old)
-
-
-def order_of_events(case: Case) -> tuple[list[str], list[str]]:
-    attend, own = setup(case)
-    *given, grad = (pick(tensor, own) for tensor in inputs(case))
-    q, k, v = (tensor.detach().requires_grad_() for tensor in given)
-    forward: list[str] = []
-    backward: list[str] = []
-    with logged_ring(forward):
-        out = attend(q, k, v, documents_of(case))
-    with logged_ring(backward):
-        out.backward(grad)
-    return forward, backward
-
-
-def test_the_next_hop_is_in_flight_while_attention_is_computed(ranks: RankPool) -> None:
-    """And what travels are the key/value heads as they are, gradients in float32."""
-    case = Case("ring", dtype=torch.bfloat16)
-    hop, grads = "send torch.bfloat16, 4 heads", "send torch.float32, 4 heads"
-    for forward, backward in ranks.run(order_of_events, case, world=4):
-        assert forward == [hop, "compute", "wait"] * 3 + ["compute"]
-        first, middle = [hop, "compute", grads, "wait"], [hop, "compute", "wait", grads, "wait"]
-        assert backward == [*first, *middle, *middle, "compute", "wait", grads, "wait"]
 
 
 # --- memory

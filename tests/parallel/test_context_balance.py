@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchtitan.parallel.context.layout import SequenceLayout, balance_chunks, chunk_costs
+from torchtitan.parallel.context.layout import SequenceLayout, chunk_costs
 
 SEQ_LEN = 32768
 NUM_SEQUENCES = 10
@@ -72,26 +72,3 @@ def test_documents_of_mixed_lengths(kind: str, degree: int) -> None:
     assert sum(ours) / NUM_SEQUENCES < 0.003
     assert max(ours) < 0.02
     assert sum(ours) < sum(theirs) / 10
-
-
-def test_what_few_chunks_cannot_do() -> None:
-    """One document of half a sequence, the rest single tokens: all work lies in half of the
-    chunks, on 2 ranks in 8 of them, and the last of these is the costliest by far."""
-    lengths = (SEQ_LEN // 2,) + (1,) * (SEQ_LEN // 2)
-    assert excess(lengths, degree=2, balanced=False) > 0.4
-    assert excess(lengths, degree=2, balanced=True) < 0.001
-    # and of an odd part of it: work does not come in equal halves
-    lengths = (SEQ_LEN // 16 * 3,) + (1,) * (SEQ_LEN // 16 * 13)
-    assert (
-        0.05 < excess(lengths, degree=2, balanced=True) < excess(lengths, degree=2, balanced=False)
-    )
-
-
-def test_it_is_a_function_of_the_lengths_alone() -> None:
-    lengths = sequences("pareto")[0]
-    hands = balance_chunks(lengths, degree=4, num_chunks=32)
-    assert sorted(chunk for hand in hands for chunk in hand) == list(range(32))
-    assert all(len(hand) == 8 and list(hand) == sorted(hand) for hand in hands)
-    balance_chunks.cache_clear()
-    assert balance_chunks(lengths, degree=4, num_chunks=32) == hands
-    assert balance_chunks(lengths[::-1], degree=4, num_chunks=32) != hands

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -104,17 +104,6 @@ def test_all_ranks_have_the_same_work(degree: int) -> None:
     assert max(contiguous) > 2 * min(contiguous)
 
 
-def test_few_kernels() -> None:
-    """Neighbours that see the same keys share one, and what is masked in full has none."""
-
-    def count(balancer: Balancer, rank: int) -> list[int]:
-        layout = SequenceLayout(degree=4, balancer=balancer)
-        return [len(layout.blocks(rank, source=n, seq_len=24)) for n in range(4)]
-
-    assert all(count("headtail", rank) == [1, 1, 1, 1] for rank in range(4))
-    assert [count("none", rank) for rank in (0, 1, 3)] == [[1, 0, 0, 0], [1, 1, 0, 0], [1] * 4]
-
-
 @pytest.mark.promise("cp")
 def test_a_batch_and_the_positions_are_cut_alike() -> None:
     shard = SequenceShard(SequenceLayout(degree=2, balancer="headtail"), rank=1)
@@ -124,54 +113,3 @@ def test_a_batch_and_the_positions_are_cut_alike() -> None:
     assert part.is_text() is None
     assert part.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert torch.equal(part.labels, part.tokens + 100)
-
-
-def test_one_rank_takes_all() -> None:
-    tokens = torch.arange(16).view(2, 8)
-    layout = SequenceLayout(degree=1, balancer="headtail")
-    part = SequenceShard(layout, rank=0).take({"tokens": tokens, "labels": tokens + 100})
-    assert torch.equal(part.tokens, tokens)
-    assert torch.equal(part.labels, tokens + 100)
-    assert part.positions.tolist() == list(range(8))
-
-
-LENGTHS = torch.tensor([3, 5, 8, 1, 1, 6])  # of three sequences
-
-
-@pytest.mark.parametrize("attention", ["causal", "block_causal"])
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("balancer", get_args(Balancer))
-def test_documents_are_told_apart_before_they_are_cut(
-    balancer: Balancer,
-    attention: Literal["causal", "block_causal"],
-    positions: bool,
-) -> None:
-    seq_len, degree = 16, 2
-    lengths, tokens = LENGTHS * 2, torch.arange(3 * seq_len).view(3, -1)
-    samples = {"tokens": tokens, "labels": tokens + 100, "document_lengths": lengths}
-    samples["length"] = num_text = torch.tensor([5, seq_len, 1])
-    # each token's place in its document, by its number in the row of all
-    places = torch.cat([torch.arange(n) for n in lengths.tolist()])
-    layout = SequenceLayout(degree=degree, balancer=balancer)
-    seen = []
-    for rank in range(degree):
-        shard = SequenceShard(
-            layout, rank=rank, attn_mask_type=attention, reset_positions=positions
-        )
-        part = shard.take(samples)
-        wanted = places[part.tokens] if positions else part.tokens % seq_len
-        assert torch.equal(part.positions.expand(3, -1), wanted)
-        assert torch.equal(part.labels, part.tokens + 100)
-        is_text = part.tokens % seq_len < num_text[:, None]
-        for rows, cut in zip(is_text.split(2), part.split(2), strict=True):
-            assert torch.equal(cut.is_text(), rows)
-        told = None if part.documents is None else part.documents.lengths
-        assert told == (((6, 10), (16,), (2, 2, 12)) if attention == "block_causal" else None)
-        seen.append(part.tokens)
-    assert torch.equal(torch.cat(seen, 1).sort().values, tokens)
-
-
-def test_any_length_on_one_rank() -> None:
-    for balancer in get_args(Balancer):
-        layout = SequenceLayout(degree=1, balancer=balancer)
-        assert layout.positions(0, seq_len=7).tolist() == list(range(7))

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan.models.moe import _leaves_garbage, multiply_grouped, multiply_per_expert
-from torchtitan.parallel.expert import _order_by_expert, why_not_grouped
+from torchtitan.models.moe import multiply_grouped, multiply_per_expert
 
 E, C, H = 5, 16, 8
 
@@ -82,44 +81,8 @@ def test_garbage_of_the_kernel_reaches_no_gradient(monkeypatch: pytest.MonkeyPat
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("major", "groups"), [(8, False), (9, True), (10, True), (12, False)])
-def test_grouped_products_have_kernels_for_two_capabilities(
-    major: int, groups: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
-    assert (why_not_grouped([64], device_type="cuda", dtype=torch.bfloat16) == "") is groups
-    assert _leaves_garbage(torch.device("cuda")) is (major == 10)
-    assert not _leaves_garbage(torch.device("cpu"))
-
-
 def test_experts_without_rows_have_gradients_of_zero() -> None:
     _, dx, *gradients = multiplied(multiply_per_expert, [0, 7, 0, 0, 2], torch.float64)
     assert dx.abs().min() > 0
     for gradient in gradients:
         assert [bool(one.any()) for one in gradient] == [False, True, False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "device", "dtype", "said"),
-    [
-        ([C, H], "cpu", torch.float32, ""),
-        ([C, H], "cpu", torch.bfloat16, ""),
-        ([C, H], "cpu", torch.float64, "float64"),
-        ([C, 6], "cpu", torch.float32, "24"),
-        ([C, 12], "cpu", torch.bfloat16, "24"),
-        ([C, H], "cuda", torch.float32, "float32"),
-    ],
-)
-def test_where_products_are_grouped(
-    sizes: list[int], device: str, dtype: torch.dtype, said: str
-) -> None:
-    obstacle = why_not_grouped(sizes, device_type=device, dtype=dtype)
-    assert said in obstacle
-    assert bool(said) == bool(obstacle)
-
-
-def test_rows_are_ordered_by_expert_and_then_by_rank() -> None:
-    came = torch.tensor([[2, 0, 1], [1, 1, 0], [0, 2, 1]])
-    # as they come: rank 0 sends a a c, rank 1 a b, rank 2 b b c
-    order = _order_by_expert(came, num_rows=8).tolist()
-    assert order == [0, 1, 3, 4, 5, 6, 2, 7]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +18,11 @@ from torch.distributed.tensor.parallel import (
 
 from tests.distributed import jobs as training_jobs
 from tests.distributed.rank_pool import RankPool
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
-from torchtitan.parallel import float8
-from torchtitan.parallel.float8 import apply_float8, check_float8, check_layers, find_converted
+from torchtitan.parallel.float8 import apply_float8
 from torchtitan.parallel.settings import Float8Config
 
 # a head that float8 could take
@@ -100,66 +96,6 @@ def test_the_head_and_what_is_named_stay() -> None:
     }
     head = Float8Config(emulate=True, filter_fqns=("output",))
     assert converted(head, tied=True) == every - {"output"}
-
-
-def test_filters_are_checked_against_the_full_model() -> None:
-    """A stage may lack the layers that a filter names, and all layers that are converted."""
-    pytest.importorskip("torchao")
-    spec = MODELS["llama3"]
-    model = spec.build_meta(TINY)
-    for filters in (("wk", "wg"), ("layers",)):
-        settings = Float8Config(emulate=True, filter_fqns=filters)
-        with pytest.raises(ConfigError, match="filter_fqns"):
-            check_layers(model, settings=settings, spec=spec, tp=1)
-    settings = Float8Config(emulate=True, filter_fqns=("layers.0",))
-    check_layers(model, settings=settings, spec=spec, tp=1)
-    for part in (["tok_embeddings", "layers.0"], ["layers.1"], ["norm", "output"]):
-        stage = spec.build_meta(TINY)
-        stage.prune_to_stage(part)
-        apply_float8(stage, settings=settings)
-        kinds = {type(module).__name__ for module in stage.modules()}
-        assert ("Float8Linear" in kinds) == (part == ["layers.1"])
-
-
-def test_sizes_that_shards_cannot_multiply_are_refused() -> None:
-    """Of a latent of MLA none are: each rank has all of it."""
-    spec = MODELS["deepseek_v3"]
-    sizes = {"num_heads": 4, "dim": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
-    model = spec.build_meta(replace(spec.flavors["tiny8"], **sizes))  # type: ignore[arg-type]
-    assert any(name.endswith("wkv_a") for name in find_converted(model, settings=EMULATED))
-    check_layers(model, settings=Float8Config(), spec=spec, tp=1)
-    check_layers(model, settings=EMULATED, spec=spec, tp=4)
-    with pytest.raises(ConfigError, match=naming("tensor_parallel_degree", "4")) as found:
-        check_layers(model, settings=Float8Config(), spec=spec, tp=4)
-    assert "feed_forward.w2" in str(found.value)
-    assert "wkv_a" not in str(found.value)
-
-
-def test_experts_and_their_router_stay() -> None:
-    """Sizes that float8 could take."""
-    spec = MODELS["qwen3_moe"]
-    sizes = {"vocab_size": 272, "head_dim": 16, "num_experts": 16}
-    model = spec.build_meta(replace(spec.flavors["tiny8"], **sizes))  # type: ignore[arg-type]
-    found = find_converted(model, settings=EMULATED)
-    parts = {name.partition(".")[2].partition(".")[2].partition(".")[0] for name in found}
-    assert parts == {"attention", "feed_forward"}
-
-
-def test_a_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "load_torchao", lambda: None)
-    check_float8(EMULATED, device_type="cpu")
-    for kind, capability in (("cpu", (9, 0)), ("cuda", (8, 0))):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-        with pytest.raises(ConfigError, match="emulate"):
-            check_float8(Float8Config(), device_type=kind)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    check_float8(Float8Config(), device_type="cuda")
-
-
-def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ConfigError, match=naming("[model] converters", ".[float8]")):
-        check_float8(EMULATED, device_type="cpu")
 
 
 LAYOUTS = {

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.fake_group import fake_group
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.settings import ParallelismConfig
@@ -24,7 +22,7 @@ from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.activation import apply_activation_checkpointing
 from torchtitan.parallel.fsdp import apply_fsdp
-from torchtitan.parallel.layout import Reshard, find_reshard
+from torchtitan.parallel.layout import find_reshard
 
 FAMILIES = {"dense": "llama3", "experts": "qwen3_moe"}
 TINY8 = MODELS["llama3"].flavors["tiny8"]
@@ -120,41 +118,7 @@ def test_experts_are_gathered_as_often_as_their_blocks(
     assert found == Counter(expected)
 
 
-def test_copies_gather_among_those_that_share() -> None:
-    found, sizes = gathers("default", shape=(2, 2))
-    assert found == {(sizes["block"], 2): 15, (sizes["embedding"], 2): 1, (sizes["head"], 2): 1}
-
-
 @pytest.mark.promise("counted-messages")
 def test_a_tied_embedding_is_gathered_once_with_the_last_norm() -> None:
     found, sizes = gathers("default", tied=True)
     assert found == {(sizes["block"], RANKS): 15, (sizes["head"], RANKS): 1}
-
-
-def test_what_is_said_of_weights_after_forward() -> None:
-    dims, pipeline = ParallelDims(dp_shard=4, cp=2), ParallelDims(dp_shard=4, pp=2)
-    expected = {
-        "default": [(True, True), (False, True)],
-        "always": [(True, False), (True, False)],
-        "never": [(False, True), (False, True)],
-        "4": [(4, True), (True, False)],
-        "1": [(False, True), (False, True)],
-    }
-    for asked, found in expected.items():
-        for each, (frees, keeps_last) in zip((dims, pipeline), found, strict=True):
-            settings = ParallelismConfig(fsdp_reshard_after_forward=asked)
-            assert find_reshard(settings, dims=each) == Reshard(
-                after_forward=frees, keeps_last=keeps_last
-            )
-    settings = ParallelismConfig(fsdp_reshard_after_forward="8")
-    assert find_reshard(settings, dims=dims) == Reshard(after_forward=True, keeps_last=False)
-
-
-@pytest.mark.parametrize(
-    ("asked", "ranks", "axis"), [("3", 4, ""), ("8", 4, ""), ("2", 4, "pp"), ("2", 4, "tp")]
-)
-def test_groups_that_fsdp2_cannot_build(asked: str, ranks: int, axis: str) -> None:
-    settings = ParallelismConfig(fsdp_reshard_after_forward=asked)
-    dims = ParallelDims(dp_shard=ranks, **({axis: 2} if axis else {}))
-    with pytest.raises(ConfigError, match=naming("fsdp_reshard_after_forward", asked)):
-        find_reshard(settings, dims=dims)

@@ -11,7 +11,6 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.pipeline.schedules import (
     SCHEDULES,
@@ -32,22 +31,6 @@ def torchs_own(name: str, *, pp: int, stages_per_rank: int, num_microbatches: in
     schedule_class = torch_schedules.get_schedule_class(name)
     single = issubclass(schedule_class, torch_schedules.PipelineScheduleSingle)
     return schedule_class(stage if single else [stage] * stages_per_rank, num_microbatches)
-
-
-def test_facts() -> None:
-    assert MULTI == [
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ]
-    assert [n for n, f in SCHEDULES.items() if f.placement == "v"] == ["ZBVZeroBubble", "DualPipeV"]
-    assert [n for n, f in SCHEDULES.items() if f.splits_backward] == [
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -130,22 +113,3 @@ def test_1f1b_as_it_is_drawn_in_every_paper() -> None:
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "values"),
-    [
-        ("1f1b", (2, 1, 4), ["'1f1b'"]),
-        ("GPipe", (0, 1, 4), [0, 1, 4]),
-        ("GPipe", (2, 2, 4), ["GPipe", "pipeline_parallel_layers_per_stage", 1, 2]),
-        ("ZBVZeroBubble", (2, 3, 4), ["pipeline_parallel_layers_per_stage", 2, 3, 4]),
-        ("1F1B", (4, 1, 3), ["pipeline_parallel_microbatch_size", 4, 1, 3]),
-        ("DualPipeV", (2, 2, 3), ["pipeline_parallel_microbatch_size", 4, 2, 3]),
-        ("Interleaved1F1B", (2, 2, 5), ["Interleaved1F1B", 5, 4, 6]),
-        ("InterleavedZeroBubble", (4, 2, 9), ["InterleavedZeroBubble", 9, 8, 10]),
-    ],
-)
-def test_refusals(name: str, sizes: tuple[int, int, int], values: list[object]) -> None:
-    pp, stages_per_rank, num = sizes
-    with pytest.raises(ConfigError, match=naming(*values)):
-        check_schedule(name, pp=pp, stages_per_rank=stages_per_rank, num_microbatches=num)

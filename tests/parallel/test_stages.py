@@ -7,15 +7,11 @@ from functools import cache
 
 import pytest
 
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.families import MODELS
 from torchtitan.models.interface import count
 from torchtitan.parallel.pipeline.layout import (
     Costs,
-    check_modules,
-    count_stages,
     find_costs,
     name_modules,
     split_layers,
@@ -63,10 +59,6 @@ def test_no_cut_has_a_cheaper_costliest_stage_or_is_more_even(
         assert sum(c * c for c in costs_of(found, costs)) == pytest.approx(min(squares))
 
 
-def test_the_largest_model_is_cut_in_no_time() -> None:
-    assert sum(split_layers(126, num_stages=32, costs=Costs(embedding=0.0, head=0.66))) == 126
-
-
 def test_the_head_costs_what_it_multiplies() -> None:
     """tiny8 by hand: 4 query and key-value matrices, 3 of the feed-forward, 8 heads of 4."""
     weights = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96
@@ -102,60 +94,3 @@ def test_modules_of_each_stage() -> None:
 
 def settings(pp: int, **keys: object) -> ParallelismConfig:
     return ParallelismConfig(pipeline_parallel_degree=pp, **keys)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("given", "default", "values"),
-    [
-        (
-            settings(2, pipeline_parallel_layers_per_stage=4),
-            2,
-            # 8 layers, embedding and head: 10
-            ["pipeline_parallel_degree", 4, 3],
-        ),
-        (
-            settings(3, module_fqns_per_model_part=[["a"], ["b"]]),
-            3,
-            ["module_fqns_per_model_part", 2],
-        ),
-        (settings(11), 11, ["pipeline_parallel_degree", 11, 10]),
-        (settings(11), 22, ["pipeline_parallel_degree", 22, 5]),
-        (settings(6), 12, ["pipeline_parallel_degree", 12, 5]),
-    ],
-)
-def test_numbers_of_stages_that_do_not_work(
-    given: ParallelismConfig, default: int, values: list[object]
-) -> None:
-    with pytest.raises(ConfigError, match=naming(*values)):
-        count_stages(given, num_layers=8, default=default)
-
-
-EMBEDDING, HEAD = "tok_embeddings", ("norm", "output")
-
-
-@pytest.mark.parametrize(
-    ("stages", "values"),
-    [
-        ([[EMBEDDING, "layers.0"], ["layers.2", *HEAD]], ["layers.2", "layers.1"]),
-        ([[EMBEDDING, "layers.0"], [*HEAD]], ["norm", "layers.1"]),
-        ([[EMBEDDING, "layers.0", "layers.1"], ["layers.1", *HEAD]], ["layers.1", "norm"]),
-        ([[EMBEDDING, "layers.1"], ["layers.0", *HEAD]], ["layers.1", "layers.0"]),
-        ([[EMBEDDING, "layers.0"], [], ["layers.1", *HEAD], []], []),
-        ([[EMBEDDING, "layers.0"], ["layers.1", "norm"], ["output"]], ["['output']"]),
-    ],
-)
-def test_lists_of_modules_that_do_not_work(stages: list[list[str]], values: list[str]) -> None:
-    with pytest.raises(ConfigError, match=naming("module_fqns_per_model_part", *values)):
-        check_modules(stages, num_layers=2)
-
-
-@pytest.mark.parametrize(
-    "stages",
-    [
-        [[EMBEDDING, "layers.0"], ["layers.1", *HEAD]],
-        [[EMBEDDING, "layers.0", "layers.1"], [*HEAD]],
-        [[EMBEDDING], ["layers.0"], ["layers.1"], [*HEAD]],
-    ],
-)
-def test_lists_of_modules_that_work(stages: list[list[str]]) -> None:
-    assert check_modules(stages, num_layers=2) == tuple(map(tuple, stages))

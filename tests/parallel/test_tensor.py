@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models.fake_group import fake_group
-from tests.naming import naming
-from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
@@ -30,8 +25,6 @@ from torchtitan.parallel.layout import Reshard
 from torchtitan.parallel.tensor import (
     _matches,
     apply_tensor_parallel,
-    check_tensor_parallel,
-    find_uneven_sizes,
 )
 
 LLAMA3 = MODELS["llama3"]
@@ -82,14 +75,6 @@ def test_every_entry_of_the_plan_is_a_module_and_every_parameter_has_one(
         module = name.rpartition(".")[0]
         entries = [p for p in spec.tensor_plan if _matches(module, p)]
         assert len(entries) == 1, name
-
-
-def test_a_parameter_that_no_role_covers_is_a_mistake_of_ours() -> None:
-    with fake_group(rank=0, world_size=2):
-        model = meta_model(TINY8)
-        model.layers["0"].extra = nn.Linear(2, 2, device="meta")
-        with pytest.raises(AssertionError, match=r"layers\.0\.extra\.weight"):
-            split(model, tp=2)
 
 
 ROWS = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "output")
@@ -187,97 +172,3 @@ def test_no_rank_makes_a_gradient_of_the_whole_vocabulary(fsdp: int, sequence: b
         gradient = model.tok_embeddings.weight.grad
         assert gradient.to_local().shape == (vocab_size // tp // fsdp, config.dim)
         assert largest.found == vocab_size // tp * config.dim
-
-
-def autograd_keeps(model: Decoder, tokens: Tensor) -> int:
-    """Return the bytes that a forward pass keeps for backward, parameters left out."""
-    storages: dict[int, int] = {}
-
-    def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if isinstance(local, AsyncCollectiveTensor):
-            local = local.wait()
-        return local.untyped_storage()
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = storage_of(tensor)
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens)
-    for parameter in model.parameters():
-        storages.pop(storage_of(parameter.detach()).data_ptr(), None)
-    return sum(storages.values())
-
-
-def a_layer_costs(*, tp: int, sequence: bool) -> tuple[float, dict[str, int]]:
-    """Return what one more layer keeps, in units of the stream's size, and its collectives."""
-    config = replace(TINY8, dim=512, num_heads=32, num_kv_heads=8, hidden_dim=1792, vocab_size=8)
-    tokens = torch.zeros(1, 128, dtype=torch.int64)
-    kept, counts = [], []
-    for num_layers in (1, 2):
-        with fake_group(rank=0, world_size=tp):
-            model = LLAMA3.build(replace(config, num_layers=num_layers))
-            split(model, tp=tp, sequence=sequence)
-            kept.append(autograd_keeps(model, tokens))
-            with CommDebugMode() as mode:
-                model(tokens, labels=tokens).backward()
-            counts.append({str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()})
-    unit = tokens.numel() * config.dim * 4
-    more = {op: n - counts[0][op] for op, n in counts[1].items() if n > counts[0][op]}
-    return (kept[1] - kept[0]) / unit, more
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tp", [2, 8])
-def test_costs_are_those_of_the_documentation(tp: int) -> None:
-    kept, counts = a_layer_costs(tp=tp, sequence=True)
-    assert kept == pytest.approx(2 + 17.1 / tp, rel=0.01)
-    assert counts == {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
-    kept, counts = a_layer_costs(tp=tp, sequence=False)
-    assert kept == pytest.approx(6 + 13.1 / tp, rel=0.01)
-    assert counts == {"all_reduce": 4}
-
-
-def refused(config: DecoderConfig, *, tp: int) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check(config, ParallelismConfig(tensor_parallel_degree=tp))
-    return str(caught.value)
-
-
-def check(config: DecoderConfig, settings: ParallelismConfig) -> None:
-    check_tensor_parallel(LLAMA3.build_meta(config), plan=LLAMA3.tensor_plan, parallelism=settings)
-
-
-def test_sizes_that_the_degree_does_not_divide_are_named_with_the_degrees_that_fit() -> None:
-    message = refused(TINY8, tp=3)
-    assert naming(3, "num_heads 8", "num_kv_heads 4", "1, 2, 4").match(message)
-    # fewer key/value heads than ranks
-    assert naming(8, "num_kv_heads 4").match(refused(TINY8, tp=8))
-    message = refused(LLAMA3.flavors["70B"], tp=16)
-    assert naming(16, "num_kv_heads 8", "1, 2, 4, 8").match(message)
-    assert naming(2, "hidden_dim 97").match(refused(replace(TINY8, hidden_dim=97), tp=2))
-
-
-def test_the_width_of_dense_layers_counts_only_where_there_are_some() -> None:
-    config = replace(MODELS["qwen3_moe"].flavors["tiny"], hidden_dim=97, vocab_size=264)
-    assert find_uneven_sizes(replace(config, num_dense_layers=None), tp=2) == ""
-    assert "hidden_dim 97" in find_uneven_sizes(replace(config, num_dense_layers=1), tp=2)
-
-
-def test_a_sequence_that_the_degree_does_not_divide() -> None:
-    def violation(seq_len: int, *, sequence: bool = True) -> Violation | None:
-        settings = ParallelismConfig(tensor_parallel_degree=4, enable_sequence_parallel=sequence)
-        return settings.sequence_violation(seq_len, key="training.seq_len")
-
-    message = str(violation(66))
-    assert naming("[training] seq_len", 66, 64).match(message)
-    assert "try 4" in str(violation(3))
-    assert violation(64) is None
-    assert violation(33, sequence=False) is None
-
-
-def test_what_fits_is_accepted() -> None:
-    for tp in (1, 4):
-        check(TINY8, ParallelismConfig(tensor_parallel_degree=tp))

@@ -44,19 +44,6 @@ def test_a_lost_checkpoint_is_found(run: KilledRun) -> None:
         run.check(log_before="")
 
 
-def test_a_damaged_checkpoint_is_found(run: KilledRun) -> None:
-    write_start(run, "Saved x/step-2\n", 2)
-    path = run.checkpoints / "step-2" / "manifest.json"
-    path.write_text(path.read_text().replace("files", "Files"))
-    with pytest.raises(CampaignError, match=r"step 2 .*manifest\.json"):
-        run.check(log_before="")
-
-
-def test_retention_is_no_loss(run: KilledRun) -> None:
-    write_start(run, "".join(f"Saved x/step-{s}\n" for s in (2, 4, 6, 8)), 4, 6, 8)
-    run.check(log_before="")
-
-
 @pytest.mark.promise("kill-save")
 @pytest.mark.parametrize("log", ["Resumed from x/step-2\n", ""])
 def test_an_older_resume_is_found(log: str, run: KilledRun) -> None:
@@ -66,13 +53,3 @@ def test_an_older_resume_is_found(log: str, run: KilledRun) -> None:
     write_start(run, log, 6)
     with pytest.raises(CampaignError, match="step 4 "):
         run.check(log_before=before)
-
-
-def test_steps_are_counted_since_the_last_resume(run: KilledRun) -> None:
-    write_start(run, "step:  1\nstep:  2\n")
-    after = len(run.log)
-    assert run.has_steps(2, after=0)
-    assert not run.has_steps(0, after=after)
-    write_start(run, "step:  3\nResumed from x/step-2\nstep:  3\n")
-    assert run.has_steps(1, after=after)
-    assert not run.has_steps(2, after=after)

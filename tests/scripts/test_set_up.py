@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -30,46 +29,6 @@ def test_every_requirement_but_pytorch_has_a_tested_version() -> None:
         wanted = Requirement(line)
         if wanted.name not in ("torch", "tomli"):  # Python has the latter's successor from 3.11 on
             assert all(map(wanted.specifier.contains, pinned[wanted.name.lower()])), line
-
-
-def test_what_a_python_lacks() -> None:
-    installed = version("numpy")
-    requirements = ["no-such-package>=1", "numpy<1", "numpy", 'numpy<1; python_version < "3"']
-    lacks, outdated = set_up.find_missing(requirements)
-    assert lacks == "no-such-package>=1"
-    assert "numpy<1" in outdated
-    assert installed in outdated
-
-
-def test_sources_of_packages_are_those_that_pip_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    config = tmp_path / "pip.conf"
-    config.write_text(
-        "[global]\nextra-index-url = https://a.test/simple\n  https://b.test/simple\n"
-    )
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
-    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
-    options = set_up.read_pip_options()
-    assert ("--find-links", "/wheels") in options
-    assert ("--index", "https://a.test/simple") in options
-    assert ("--index", "https://b.test/simple") in options
-    assert "--torch-backend" not in set_up.uv_arguments(options, {}, has_torch=False)
-
-
-@pytest.mark.parametrize(
-    ("environ", "is_chosen"),
-    [({}, True), ({"UV_TORCH_BACKEND": "cpu"}, False), ({"UV_DEFAULT_INDEX": "https://a"}, False)],
-)
-def test_a_fitting_pytorch_is_chosen_unless_the_user_chooses(
-    environ: dict[str, str], is_chosen: bool
-) -> None:
-    """With folders of wheels too, which are looked into first."""
-    for options in ([], [("--find-links", "/wheels")]):
-        assert ("auto" in set_up.uv_arguments(options, environ, has_torch=False)) == is_chosen
-        assert "auto" not in set_up.uv_arguments(options, environ, has_torch=True)
 
 
 @pytest.fixture
