@@ -19,26 +19,6 @@ from scripts.golden.record import Record, differences, why_no_bits
 RECORDED = goldens.read_goldens()["jobs"]
 
 
-REPEATED = {
-    "accumulation": ("sgd",),
-    "fsdp2": ("resume_fsdp2",),
-    "tp2": ("resume_fsdp2_as_tp2", "tp2_pp2"),
-    "tp2_fsdp2": ("resume_fsdp2_as_tp2", "tp2_pp2", "hsdp2x2"),
-    "pp2": ("resume_pp2_as_single",),
-    "documents_within": ("packed_examples", "whole_experts"),
-    "smallest_single": ("resume_pp2_as_single",),
-    "smallest_fsdp2": ("resume_fsdp2",),
-    "smallest_lora": ("lora",),
-    "whole_dense": ("validation",),
-    "whole_fsdp2": ("resume_fsdp2",),
-    "whole_lora": ("lora", "packed_examples"),
-}
-"""Jobs that tests do not run, by the jobs whose legs use the same code.
-
-`python scripts/goldens.py check` runs all.
-"""
-
-
 FEW = ["single", "tp2_pp2", "packed_examples", "lora", "resume_fsdp2", "whole_experts"]
 """Jobs that the gate runs."""
 
@@ -48,21 +28,12 @@ FEW = ["single", "tp2_pp2", "packed_examples", "lora", "resume_fsdp2", "whole_ex
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", [FEW, [n for n in JOBS if n not in FEW]], ids=["few", "others"])
 def test_this_code_computes_what_was_recorded(names: list[str]) -> None:
-    """All but those of REPEATED.
-
-    Not bfloat16 from torch 2.15 on, whose FSDP no longer rounds the gradients of norms: see
-    tests/parallel/test_precision.py.
-    """
-    other = {"bfloat16"} if TorchVersion(torch.__version__) >= (2, 15) else set()
-    left_out = {*other, *REPEATED}
+    """Not bfloat16 from torch 2.15 on, whose FSDP no longer rounds the gradients of norms: see
+    tests/parallel/test_precision.py."""
+    left_out = {"bfloat16"} if TorchVersion(torch.__version__) >= (2, 15) else set()
     command = [sys.executable, goldens.__file__, "check", *(n for n in names if n not in left_out)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_job_is_recorded_and_repeated_by_one_that_runs() -> None:
-    assert list(RECORDED) == list(JOBS)
-    assert {name for names in REPEATED.values() for name in names} <= JOBS.keys() - REPEATED.keys()
 
 
 def nudge(row: dict[str, Any], figure: str) -> None:

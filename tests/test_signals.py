@@ -99,23 +99,6 @@ class Job:
 
 
 Start = Callable[..., Job]
-LEAVES = """
-import os
-import torch
-
-class Leaves:
-    def __init__(self, seq_len, **others):
-        self.seq_len = seq_len
-
-    def __len__(self):
-        return 10**6
-
-    def __getitem__(self, i):
-        if i > 20:
-            os._exit(0)
-        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
-        return {"tokens": tokens, "labels": tokens}
-"""
 
 
 @pytest.fixture
@@ -130,20 +113,46 @@ def saved_step(job: Job) -> int:
     return step
 
 
+RARELY = "--checkpoint.interval=1000000"
+HANGS = "--training.dataset=tests.own_faults:Hangs"
+# ranks, what is waited for, the signal, the rank that gets it (else the process), options
+SAVES: dict[str, tuple[int, str, int, int | None, tuple[str, ...]]] = {
+    "SIGTERM": (1, STEP, signal.SIGTERM, None, (RARELY,)),
+    "SIGINT": (1, STEP, signal.SIGINT, None, (RARELY,)),
+    # saves follow one another closely, so that the signal falls into one or right beside it
+    "launcher": (
+        2,
+        "Saved",
+        signal.SIGTERM,
+        None,
+        ("--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"),
+    ),
+    "one rank": (2, STEP, signal.SIGUSR1, 1, (RARELY,)),
+    # step 8 is the last for which there are data
+    "no data": (1, "step:      8", signal.SIGTERM, None, (RARELY, HANGS)),
+    "no data of workers": (
+        1,
+        "step:      8",
+        signal.SIGTERM,
+        None,
+        (RARELY, HANGS, "--training.dataloader.num_workers=1"),
+    ),
+}
+
+
 @pytest.mark.promise("signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_process_saves_and_the_next_start_goes_on(
-    number: signal.Signals, tmp_path: Path, start: Start
-) -> None:
-    job = start(tmp_path, "--checkpoint.interval=1000000")
-    job.wait_for(STEP)
-    job.process.send_signal(number)
+@pytest.mark.slow(gate=["SIGTERM"])
+@pytest.mark.parametrize("case", SAVES)
+def test_a_signal_saves_and_the_next_start_goes_on(case: str, tmp_path: Path, start: Start) -> None:
+    ranks, text, number, receiver, options = SAVES[case]
+    job = start(tmp_path, *options, ranks=ranks, mode="async" if ranks > 1 else "disabled")
+    job.wait_for(text)
+    os.kill(job.process.pid if receiver is None else job.rank_pids()[receiver], number)
     code, errors = job.end()
     assert code == 4, errors
     step = saved_step(job)
-    assert f"stopped after step {step} of 1000000 by a signal" in errors
-    assert "run the same command to resume" in errors
-    if number is signal.SIGTERM:
+    assert errors.count(f"stopped after step {step} of 1000000 by a signal") == 1
+    if case == "SIGTERM":
         again = start(tmp_path, "--job.time_limit_seconds=1")
         code, errors = again.end()
         assert code == 4, errors
@@ -152,34 +161,6 @@ def test_one_process_saves_and_the_next_start_goes_on(
         assert find_steps(job.folder / "checkpoint")[-1] > step
 
 
-@pytest.mark.promise("signals")
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.long)])
-def test_the_launcher_passes_a_signal_on_and_waits(mode: str, tmp_path: Path, start: Start) -> None:
-    """Saves follow one another closely, so that the signal falls into one or right beside it."""
-    keep = ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
-    job = start(tmp_path, *keep, ranks=2, mode=mode)
-    job.wait_for("Saved", rank=0)
-    job.process.send_signal(signal.SIGTERM)
-    code, errors = job.end()
-    assert code == 4, errors
-    step = saved_step(job)
-    assert errors.count(f"stopped after step {step} of 1000000") == 1
-
-
-@pytest.mark.promise("signals")
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
-    job = Job(tmp_path, "--checkpoint.interval=1000000", ranks=2)
-    job.wait_for(STEP, rank=1)
-    os.kill(job.rank_pids()[1], signal.SIGUSR1)
-    code, errors = job.end()
-    assert code == 4, errors
-    assert f"stopped after step {saved_step(job)} of 1000000 by a signal (to 1 rank)" in errors
-
-
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_signal_during_set_up(tmp_path: Path) -> None:
     """The first lines of the log come before data, model and group are there."""
@@ -226,73 +207,44 @@ def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     assert saved_step(job) >= 3
 
 
+SOON = "--comm.train_timeout_seconds=5"
+# ranks, options, what the second rank gets, exit code, what is said
+FAILS: dict[str, tuple[int, tuple[str, ...], int | None, int, str]] = {
+    "own code ends the process": (
+        2,
+        ("--training.dataset=tests.own_faults:Leaves",),
+        None,
+        1,
+        "os._exit",
+    ),
+    "a killed rank": (2, (), signal.SIGKILL, 1, "rank 1: -9"),
+    "a rank that hangs": (2, (SOON,), signal.SIGSTOP, 4, "Timed out"),
+    "data that never come": (1, (HANGS, SOON), None, 4, "own_faults.py"),
+    "workers that never answer": (
+        2,
+        (HANGS, SOON, "--training.dataloader.num_workers=1"),
+        None,
+        4,
+        "data workers (process",
+    ),
+}
+
+
+@pytest.mark.promise("exit-codes", "hangs")
 @pytest.mark.slow
-def test_data_that_end_the_process_do_not_pass_for_a_finished_run(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(LEAVES)
-    job = Job(tmp_path, "--training.dataset=mine:Leaves", ranks=2, PYTHONPATH=f"{ROOT}:{tmp_path}")
-    code, errors = job.end()
-    assert code == 1
-    assert "os._exit" in errors
-
-
-@pytest.mark.promise("exit-codes")
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_job(tmp_path: Path, start: Start) -> None:
-    job = start(tmp_path, ranks=2)
-    job.wait_for(STEP)
-    os.kill(job.rank_pids()[1], signal.SIGKILL)
-    _, errors = job.process.communicate(timeout=SECONDS)
-    assert job.process.returncode == 1
-    assert "rank 1: -9" in errors
-
-
-@pytest.mark.promise("hangs")
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_job_whose_rank_hangs_ends_as_one_to_start_again(tmp_path: Path) -> None:
-    job = Job(tmp_path, "--comm.train_timeout_seconds=3", ranks=2)
-    job.wait_for(STEP)
-    first, second = job.rank_pids()
-    os.kill(second, signal.SIGSTOP)
-    try:
+@pytest.mark.parametrize("case", FAILS)
+def test_a_fault_ends_all_ranks_with_its_code(case: str, tmp_path: Path, start: Start) -> None:
+    ranks, options, number, code, said = FAILS[case]
+    # a warm rank is a child of the process that would be stopped
+    begin = Job if number == signal.SIGSTOP else start
+    job = begin(tmp_path, *options, ranks=ranks)
+    if number is not None:
+        job.wait_for(STEP)
+        first, second = job.rank_pids()
+        os.kill(second, number)
         job.wait_until(lambda: first not in job.rank_pids())
-    finally:
-        os.kill(second, signal.SIGKILL)
+        if number == signal.SIGSTOP:
+            os.kill(second, signal.SIGKILL)
     _, errors = job.process.communicate(timeout=SECONDS)
-    assert job.process.returncode == 4
-    assert "Timed out" in errors
-
-
-@pytest.mark.promise("hangs")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("workers", "ranks", "source"),
-    [(0, 1, "own_faults.py"), (1, 2, "data workers (process")],
-)
-@pytest.mark.long
-def test_data_that_never_come_end_the_run_with_who_owes_them(
-    workers: int, ranks: int, source: str, tmp_path: Path
-) -> None:
-    data = ["--training.dataset=tests.own_faults:Hangs", "--comm.train_timeout_seconds=5"]
-    job = Job(tmp_path, *data, f"--training.dataloader.num_workers={workers}", ranks=ranks)
-    code, errors = job.end()
-    assert code == 4, errors
-    assert "comm.train_timeout_seconds" in errors
-    assert source in errors
-
-
-@pytest.mark.promise("signals")
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_signal_while_data_do_not_come_saves_the_step_before(
-    workers: int, tmp_path: Path, start: Start
-) -> None:
-    data = ["--training.dataset=tests.own_faults:Hangs"]
-    data += [f"--training.dataloader.num_workers={workers}"]
-    job = start(tmp_path, *data, "--checkpoint.interval=1000000")
-    job.wait_for("step:      8")  # the last for which there are data
-    job.process.send_signal(signal.SIGTERM)
-    code, errors = job.end()
-    assert code == 4, errors
-    step = saved_step(job)
-    assert f"stopped after step {step} of 1000000 by a signal" in errors
+    assert job.process.returncode == code, errors
+    assert said in errors
