@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError
-from torchtitan.callbacks import build_callbacks
+from torchtitan.callbacks import HOOKS, CallbackRunner, build_callbacks
 from torchtitan.config.settings import to_toml
 from torchtitan.job import load_config
 from torchtitan.models.families import find_model
@@ -88,7 +91,7 @@ def test_what_a_module_does_wrong_is_said(module: str, said: str, folder: Path) 
     assert said in str(mistake)
 
 
-HOOKS = """
+MY_HOOKS = """
 class Hooks:
     def __init__(self, size, names=("x",)):
         self.size, self.names = size, names
@@ -100,7 +103,7 @@ def decay(progress, power=1):
 
 
 def test_a_table_holds_path_and_arguments_of_a_callback(folder: Path) -> None:
-    (folder / "my_hooks.py").write_text(HOOKS)
+    (folder / "my_hooks.py").write_text(MY_HOOKS)
     table = '[[training.callbacks]]\npath = "my_hooks:Hooks"\nsize = 4\nnames = ["y"]\n'
     (folder / "job.toml").write_text(table)
     for config in (
@@ -113,7 +116,7 @@ def test_a_table_holds_path_and_arguments_of_a_callback(folder: Path) -> None:
 
 
 def test_options_reach_functions_and_count_on_resume(folder: Path) -> None:
-    (folder / "my_hooks.py").write_text(HOOKS)
+    (folder / "my_hooks.py").write_text(MY_HOOKS)
     option = "--lr_scheduler.decay_options.power"
     jobs = [
         Job(config=load_config(["--lr_scheduler.decay_type=my_hooks:decay", f"{option}={power}"]))
@@ -125,3 +128,42 @@ def test_options_reach_functions_and_count_on_resume(folder: Path) -> None:
     assert difference.startswith("lr_scheduler.decay_options: stored {power = 1}")
     with pytest.raises(ConfigError, match=naming(option.removesuffix(".power"), "decay_type")):
         load_config([f"{option}=2"])
+
+
+class Noting:
+    """Draws, and notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        for hook in HOOKS:
+            setattr(self, hook, lambda *given, hook=hook: self.note(hook, *given))
+
+    def note(self, *call: Any) -> None:
+        torch.rand(3)
+        self.calls.append(call)
+
+
+@pytest.mark.promise("nobody-forks")
+def test_each_hook_is_called_and_its_draws_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, one: into.__setitem__(0, one))
+    noting = Noting()
+    hooks = CallbackRunner([noting], device=torch.device("cpu"))
+    before = torch.get_rng_state()
+    hooks.start("run")
+    hooks.step(1, None)
+    assert hooks.validation(1, {"loss": 2.0}) == {}
+    hooks.checkpoint(1, Path("step-1"))
+    hooks.end(None)
+    assert noting.calls == [
+        ("on_start", "run"),
+        ("on_step", 1, None),
+        ("on_validation", 1, {"loss": 2.0}),
+        ("on_checkpoint", 1, Path("step-1")),
+        ("on_end", None),
+    ]
+    assert torch.equal(before, torch.get_rng_state())
+    assert not hooks.stops
+    assert not hooks.has_failed()

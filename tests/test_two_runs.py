@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
-import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ import torch.distributed as dist
 
 from tests.distributed.jobs import read_rows, write_job
 from torchtitan.base.errors import ConfigError, NonFiniteError
-from torchtitan.checkpoint.checksums import seal, write_bytes
 from torchtitan.train import main
 
 ROOT = Path(__file__).parent.parent
@@ -92,59 +88,3 @@ def test_runs_follow_one_another_also_after_one_that_failed(tmp_path: Path) -> N
     assert process_state() == before
     assert losses(tmp_path / "third") == losses(tmp_path / "first")
     assert len(losses(tmp_path / "third")) == 3
-
-
-def harm_json(file: Path, change: dict[str, Any]) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-
-
-def reseal(step: Path, change: dict[str, Any]) -> None:
-    manifest = json.loads((step / "manifest.json").read_text())
-    del manifest["checksum"]
-    write_bytes(step / "manifest.json", seal({**manifest, **change}))
-
-
-def make_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-@pytest.mark.promise("mistakes")
-@pytest.mark.slow
-def test_a_run_folder_that_somebody_has_edited_ends_in_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def job(folder: Path, *options: str) -> list[str]:
-        return [
-            *write_job(tmp_path, name=folder.name, cache=tmp_path / "cache"),
-            f"--job.dump_folder={folder}",
-            "--checkpoint.enable",
-            "--checkpoint.verify_on_load=false",
-            "--lr_scheduler.total_steps=2",
-            *options,
-        ]
-
-    assert code_of(job(tmp_path / "whole", "--training.steps=1")) == 0
-    harms: list[tuple[str, Callable[[Path, Path], object], str]] = [
-        (
-            "a",
-            lambda d, s: harm_json(s / "train_state/state.json", {"step": -1}),
-            "'step'",
-        ),
-        ("d", lambda d, s: reseal(s, {"components": ["model"]}), "optimizer"),
-        ("e", lambda d, s: reseal(s, {"config": "= ="}), "manifest.json"),
-        ("f", lambda d, s: make_folder(d / "metrics.jsonl"), "metrics.jsonl"),
-    ]
-    for name, harm, said in harms:
-        folder = tmp_path / name
-        shutil.copytree(tmp_path / "whole", folder)
-        harm(folder, folder / "checkpoint" / "step-1")
-        capsys.readouterr()
-        assert code_of(job(folder, "--training.steps=2")) == 2, said
-        assert said in capsys.readouterr().err
-    folder = tmp_path / "no_text"
-    shutil.copytree(tmp_path / "whole", folder)
-    shutil.rmtree(folder / "checkpoint")
-    (folder / "config.toml").write_bytes(b"\xff\xfe")
-    assert code_of(job(folder, "--training.steps=2")) == 2
-    assert "config.toml" in capsys.readouterr().err

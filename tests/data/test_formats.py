@@ -201,27 +201,19 @@ def as_parquet(whole: pa.Table) -> bytes:
 
 FAULTS: dict[str, list[tuple[bytes, str]]] = {
     "a.json": [
-        (b"[]", ""),
-        (b'[{"text": "a"}', ""),
         (b"[" * 100_000, ""),
         (b'[{"text": "a"}, {"text": null}]', "item 2 .*None"),
         (b'[{"body": "a", "id": 1}]', "item 1 .*'text'.*'body', 'id'"),
-        (rb'[{"text": "\ud800"}]', "item 1"),
     ],
     "a.csv": [
-        (b"text\n", ""),
         (b"text;id\na;1\n", "line 2 .*'text;id'"),
         (b'text,id\n"a\nb",1\nc\n', "line 3.*'text', 'id'"),
-        (b"text,id\na,b,1\n", "'text', 'id'"),
-        (b"text,id,text\na,1,b\n", "'text', 'id', 'text'"),
         (b'text\na\n"b" c\n', "line 2"),
         (b"text\na\xe9\n", "0xe9"),
     ],
     "a.parquet": [
-        (as_parquet(columns(text=pa.array([], pa.string()))), ""),
         (as_parquet(columns(body=["a"], id=["b"])), "row 1 .*'text'.*'body', 'id'"),
         (as_parquet(columns(text=["a", None])), "row 2 .*None"),
-        (as_parquet(columns(text=[1])), "row 1 .*1"),
         (parquet(ROWS)[:-50], ""),
         (b"version https://git-lfs.github.com/spec", "git lfs pull"),
     ],
@@ -229,7 +221,6 @@ FAULTS: dict[str, list[tuple[bytes, str]]] = {
         (as_parquet(columns(text=["a"])), ""),
         (arrow(ROWS, pa.ipc.new_stream)[:-300], ""),
         (arrow(ROWS, pa.ipc.new_stream)[:-8], ""),  # whole batches, without the end
-        (arrow(ROWS, pa.ipc.new_file)[:-300], ""),
     ],
 }
 

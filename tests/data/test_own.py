@@ -33,10 +33,6 @@ class Indexed:
     def __getitem__(self, i):
         return sample(self.first + i)
 
-class Labelled(Indexed):
-    def __getitem__(self, k):
-        return {"tokens": sample(k)[:-1], "labels": [-100] * 15 + [3]}
-
 class Stream:
     """10 samples and again."""
     def __init__(self, **options):
@@ -50,10 +46,6 @@ class Stream:
         return {"next": self.next % 10}
     def load_state_dict(self, state):
         self.begin = self.next = state["next"]
-
-class Documents(Indexed):
-    def __getitem__(self, k):
-        return {"tokens": sample(k)[:-1], "labels": sample(k)[1:], "document_lengths": [4, 12]}
 '''
 
 
@@ -116,10 +108,6 @@ def test_samples_by_number_are_shuffled_each_epoch_and_seen_once(tmp_path: Path)
 
 
 OTHERS = """
-from torch.utils.data import IterableDataset
-import torch
-class Torchs(Stream, IterableDataset):
-    pass
 class Empty(Stream):
     def __iter__(self): return iter(())
 class Odd(Stream):
@@ -132,11 +120,6 @@ class Late(Stream):
             yield sample(i)
             self.next = i + 1
         self.begin = 0
-class Reused(Indexed):
-    buffer = torch.zeros(17, dtype=torch.int64)
-    def __getitem__(self, i):
-        self.buffer[:] = torch.tensor(super().__getitem__(i))
-        return self.buffer
 """
 
 

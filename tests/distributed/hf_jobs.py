@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed import jobs
 from torchtitan.api import load_generator
-from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint.state import model_tensors
 from torchtitan.generate.sampling import generate
 from torchtitan.hf import weights as hf_weights
@@ -72,14 +72,6 @@ def export_together(step: Path, target: Path) -> None:
     names = Names(llama3.HF, llama3.FLAVORS["tiny"])
     settings = HFExport(names=names, max_file_bytes=20_000)
     export(step, target, settings=settings, group=dist.group.WORLD)
-
-
-def refused_export(step: Path, target: Path) -> str:
-    try:
-        export_together(step, target)
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
 
 
 def weights_and_step(job: list[str]) -> tuple[dict[str, Tensor], int]:

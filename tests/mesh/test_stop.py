@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
 
@@ -18,7 +17,6 @@ from torchtitan.mesh.stop import (
     StopRequest,
     WaitInterrupted,
     interrupt,
-    stop_reason,
     watch_signals,
 )
 
@@ -66,14 +64,6 @@ def test_the_deadline_counts_from_the_start() -> None:
     assert process.request.votes() == [0, 0]
 
 
-def test_reasons() -> None:
-    assert stop_reason([0, 0, 0]) is None
-    assert stop_reason([1, 0, 0]) == "a signal (to 1 rank)"
-    assert stop_reason([2, 2, 2]) == "a signal (to 2 ranks)"
-    assert stop_reason([0, 2, 1]) == "its deadline, job.time_limit_seconds"
-    assert stop_reason([0, 0, 1]) == "a callback (on 1 rank)"
-
-
 @pytest.fixture
 def handlers() -> Iterator[None]:
     before = [signal.getsignal(n) for n in HANDLED]
@@ -115,21 +105,6 @@ def test_a_session_is_interrupted_where_a_process_would_end(
         request._first_signal = -1.0  # long ago
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-
-
-def test_another_thread_takes_no_signal(handlers: None) -> None:
-    seen = []
-
-    def watch() -> None:
-        with watch_signals() as request:
-            request.defer()
-            with request.waiting_for_data():
-                seen.append(request.is_signalled)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    thread.join()
-    assert seen == [False]
 
 
 @pytest.fixture
