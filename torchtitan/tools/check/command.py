@@ -2,9 +2,9 @@
 
     python -m torchtitan.launch ... -m torchtitan check --job.config_file F [settings]
 
-All ranks take part and look for different versions or code, little memory, full disks, data that
-differ between machines, slow devices and slow links. Rank 0 prints a table and each fault. Exit
-codes: 0 no fault; 2 a fault, or invalid settings.
+All ranks take part and look for different versions or code, little memory, full disks, and data
+that differ between machines. Rank 0 prints a table and each fault. Exit codes: 0 no fault; 2 a
+fault, or invalid settings.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from torchtitan.tools.verbs import build_parser, report_errors
 @report_errors
 def main(argv: Sequence[str]) -> int:
     """Check on this rank; return the exit code, which is the same on all ranks."""
-    _, settings = build_parser("check", __doc__).parse_known_args(argv)
+    parser = build_parser("check", __doc__)
+    text = "also verify the checksums of all checkpoints of the job"
+    parser.add_argument("--checksums", action="store_true", help=text)
+    options, settings = parser.parse_known_args(argv)
     if os.environ.get("RANK", "0") != "0":
         logging.disable()
     config = load_config(settings)
-    from torchtitan.tools.check.job import check_job
+    from torchtitan.tools.check.ranks import check_job
 
-    return check_job(config)
+    return check_job(config, checksums=options.checksums)

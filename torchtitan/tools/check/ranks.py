@@ -1,98 +1,317 @@
-"""The ranks of a check, their machines, and the collection of their answers.
+"""The facts that each rank finds, and their comparison on rank 0.
 
-In every check each rank answers for itself or for its machine, and rank 0 gathers and compares the
-answers. A failure is an answer too, so that no rank waits for a failed one.
+The first rank of each machine answers for its disks and data. An error is an answer too, so that
+no rank waits for a failed one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+import shutil
 import socket
-from collections.abc import Callable, Sequence
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import torchtitan
+from torchtitan.base.device import GIB, device_name, device_type, local_device
 from torchtitan.base.errors import UserError
-from torchtitan.mesh.ranks import RankInfo
+from torchtitan.base.log import plural
+from torchtitan.base.urls import is_url
+from torchtitan.checkpoint.checksums import verify
+from torchtitan.checkpoint.storage import find_steps
+from torchtitan.config.settings import to_toml
+from torchtitan.data.files import find_files
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.job import Config
+from torchtitan.layout import find_layout
+from torchtitan.mesh.ranks import RankInfo, init_process_group, on_first_rank, read_rank_info
+from torchtitan.parallel.layout import check_device
+from torchtitan.resume_rules import resolve_model
+from torchtitan.validate import validation_source
 
-T = TypeVar("T")
+LEAST_MEMORY = 0.5
+"""Part of the usual available memory that each machine must have."""
+WRITTEN = 4 * 2**20
+"""Bytes that each machine writes, more than an exhausted quota has."""
+HEAD = 2**16
+"""Bytes at each end of a data file that are compared, with its size."""
+SECONDS_TO_SEE = 5.0
+"""Longest time until a shared folder shows a new file; NFS caches for a few seconds."""
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: the weight and two moments in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """This rank, and the machines of all ranks."""
+class Disk:
+    """The checkpoint folder of a machine."""
 
-    launch: RankInfo
-    device: torch.device
-    machines: Sequence[str]
-    """Name of the machine, per rank."""
-
-    @property
-    def firsts(self) -> Sequence[int]:
-        """First rank of each machine."""
-        return [self.machines.index(machine) for machine in dict.fromkeys(self.machines)]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank answers for its machine."""
-        return self.launch.rank in self.firsts
-
-    def gather(self, answer: T) -> list[T]:
-        """Return the answers of all ranks on rank 0, else []."""
-        answers: list[Any] = [None] * self.launch.world_size
-        dist.gather_object(answer, answers if self.launch.rank == 0 else None)
-        return answers if self.launch.rank == 0 else []
-
-    def gather_first(self, answer: T) -> dict[str, T]:
-        """Return the answer of each machine by name on rank 0, else {}."""
-        answers = self.gather(answer)
-        return {self.machines[rank]: answers[rank] for rank in self.firsts} if answers else {}
-
-    def named(self, ranks: Sequence[int]) -> str:
-        """Return a short text with ranks and their machines."""
-        machines = ", ".join(dict.fromkeys(self.machines[rank] for rank in ranks))
-        numbers = ", ".join(map(str, ranks[:4])) + (" ..." if len(ranks) > 4 else "")
-        return f"rank{'s' * (len(ranks) > 1)} {numbers} on {machines}"
+    free_gib: float
+    is_shared: bool
+    """Whether the machine sees the file of rank 0."""
 
 
-def find_ranks(launch: RankInfo, *, device: torch.device) -> Ranks:
-    """Gather the host of each rank, with the number of torchrun's agent if a host has several."""
-    own = socket.gethostname(), os.environ.get("GROUP_RANK", "0")
-    results: list[Any] = [None] * launch.world_size
-    dist.all_gather_object(results, own)
-    hosts = {host: len({agent for h, agent in results if h == host}) for host, _ in results}
-    names = [f"{host} (agent {agent})" if hosts[host] > 1 else host for host, agent in results]
-    return Ranks(launch=launch, device=device, machines=names)
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a rank finds. A string in the place of facts is an error; None: not the first rank."""
+
+    machine: str
+    versions: dict[str, str]
+    """Must be equal on all ranks."""
+    memory_gib: float | None = None
+    disk: Disk | str | None = None
+    data: dict[str, str] | str | None = None
+    """Hash of each file."""
 
 
-@dataclass(kw_only=True)
-class Checked:
-    """Result of a check, on rank 0."""
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Result of a check."""
 
     name: str
-    summary: str = ""
+    summary: str
     """One line."""
     faults: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Failed:
-    """Answer of a machine that cannot do something."""
+def check_job(config: Config, *, checksums: bool) -> int:
+    """Check, print the table on rank 0, and return the exit code, the same on all ranks; raise
+    UserError if the settings are invalid."""
+    launch = read_rank_info(os.environ)
+    config = resolve_model(config)
+    layout = find_layout(config, world_size=launch.world_size)
+    check_device(config.compile, float8=layout.float8, device_type=device_type())
+    dump_folder = Path(config.job.dump_folder)
+    init_process_group(
+        launch, device_type=device_type(), settings=config.comm, dump_folder=dump_folder
+    )
+    folder = dump_folder
+    if config.checkpoint.enable:
+        folder /= config.checkpoint.local_folder
+    answer = find_facts(config, launch, folder=folder)
+    answers: list[Answer] | None = [answer] * launch.world_size if launch.rank == 0 else None
+    dist.gather_object(answer, answers)
+    damage = find_damage(folder) if checksums else None
+    code = 0
+    if answers is not None:
+        needed = layout.counts.num_parameters * config.checkpoint.enable
+        results = [
+            compare_versions(answers),
+            compare_memory(answers),
+            compare_disks(
+                answers,
+                folder=folder,
+                needed_gib=BYTES_PER_PARAMETER * needed / GIB,
+                # each machine uploads to a store from its own disk
+                is_shared=not is_url(config.checkpoint.folder),
+            ),
+            compare_data(answers),
+            *([] if damage is None else [damage]),
+        ]
+        machines = plural(len({answer.machine for answer in answers}), "machine")
+        lines = [f"{config.model.name} {config.model.flavor}, {layout.dims}: on {machines}"]
+        for result in results:
+            verdict = "FAULT" if result.faults else "ok"
+            lines.append(f"  {result.name:<11}  {verdict:<5}  {result.summary}")
+        faults = [f"{result.name}: {fault}" for result in results for fault in result.faults]
+        sys.stdout.write("\n".join([*lines, *faults, ""]))
+        code = UserError.exit_code if faults else 0
+    return on_first_rank(lambda: code, group=dist.group.WORLD)
 
-    why: str
+
+def find_facts(config: Config, launch: RankInfo, *, folder: Path) -> Answer:
+    """Return the facts of this rank. `folder` is that of checkpoints. Collective."""
+    seen = folder / f".check-{os.getpid()}"
+    names = [str(seen)]
+    if launch.rank == 0:
+        with suppress(OSError):  # it is reported below
+            folder.mkdir(parents=True, exist_ok=True)
+            seen.touch()
+    dist.broadcast_object_list(names)
+    is_first = launch.local_rank == 0
+    answer = Answer(
+        machine=f"{socket.gethostname()} (node {os.environ.get('GROUP_RANK', '0')})",
+        versions=describe_versions(config, device=local_device(launch.local_rank)),
+        memory_gib=available_gib(),
+        disk=find_disk(folder, Path(names[0])) if is_first else None,
+        data=find_data(config) if is_first else None,
+    )
+    dist.barrier()
+    with suppress(OSError):
+        seen.unlink(missing_ok=True)
+    return answer
 
 
-def attempt(work: Callable[[], T]) -> T | Failed:
-    """Return the result of `work`, or its error."""
+def describe_versions(config: Config, *, device: torch.device) -> dict[str, str]:
+    """Return the properties that must be equal on all ranks, by name."""
+    root, code = Path(torchtitan.__file__).parent, hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        code.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    facts = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchtitan": torchtitan.__version__,
+        "torchtitan's code": code.hexdigest()[:12],
+        "settings": hashlib.sha256(to_toml(config).encode()).hexdigest()[:12],
+        "device": device_name(device).partition(", threads")[0],
+    }
+    if device.type == "cuda":
+        facts["CUDA"] = str(torch.version.cuda or torch.version.hip)
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["memory of the device"] = f"{torch.cuda.mem_get_info(device)[1] / GIB:.0f} GiB"
+    return facts
+
+
+def available_gib() -> float | None:
+    """Return the memory that programs can allocate on this machine, estimated by Linux."""
     try:
-        return work()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # another system
+        return None
+    [words] = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(words[1]) * 1024 / GIB
+
+
+def find_disk(folder: Path, seen: Path) -> Disk | str:
+    """Write a temporary file in `folder`; return the free space, and whether `seen` is visible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
+            file.write(os.urandom(WRITTEN))  # cannot be compressed
+            file.flush()
+            os.fsync(file.fileno())
+        deadline = time.monotonic() + SECONDS_TO_SEE
+        while not (is_shared := seen.name in os.listdir(folder)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return Disk(free_gib=shutil.disk_usage(folder).free / GIB, is_shared=is_shared)
+    except OSError as error:
+        return str(error)
+
+
+def find_data(config: Config) -> dict[str, str] | str:
+    """Return the hash of each data file of the job, and of the tokenizer."""
+    try:
+        hashes = {"the tokenizer": build_tokenizer(config.model.tokenizer_path).fingerprint}
+        sources = {"training": config.training}
+        if config.validation.enable and config.validation.holdout_fraction is None:
+            sources["validation"] = validation_source(config.training, config.validation)
+        for section, source in sources.items():
+            for pattern in source.dataset_path:
+                key, cache = f"{section}.dataset_path", config.training.dataset_cache
+                files = find_files(pattern, key=key, cache=cache)
+                hashes |= {str(file): _hash(file) for file in files}
+        return hashes
     except (OSError, UserError) as error:
-        return Failed(str(error))
+        return str(error)
 
 
-def usual(values: Sequence[float]) -> float:
-    """Return the median; of an even number of values, the larger of the two in the middle."""
-    return sorted(values)[len(values) // 2]
+def _hash(file: Path) -> str:
+    """Return a hash of a file's size and ends; for the index of a token store, also its tokens'."""
+    files = [file, file.with_suffix(".bin")] if file.suffix == ".idx" else [file]
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as opened:
+            digest.update(f"{size}".encode() + opened.read(HEAD))
+            opened.seek(max(0, size - HEAD))
+            digest.update(opened.read(HEAD))
+    return digest.hexdigest()
+
+
+def compare_versions(answers: Sequence[Answer]) -> Result:
+    """Compare versions, code, settings and devices of all ranks."""
+    faults = []
+    for name in {name: None for answer in answers for name in answer.versions}:
+        values = [answer.versions.get(name, "none") for answer in answers]
+        usual = Counter(values).most_common(1)[0][0]
+        for rank, value in enumerate(values):
+            if value != usual:
+                faults.append(
+                    f"{name} must be the same on all ranks: {usual} on most, got {value} on rank "
+                    f"{rank}, {answers[rank].machine}"
+                )
+    versions = answers[0].versions
+    summary = f"torch {versions['torch']}, device {versions['device']}"
+    return Result(name="alike", summary=summary, faults=faults)
+
+
+def compare_memory(answers: Sequence[Answer]) -> Result:
+    """Compare the available memory of machines."""
+    measured = {a.machine: a.memory_gib for a in answers if a.memory_gib is not None}
+    if not measured:
+        return Result(name="memory", summary="unknown")
+    usual = sorted(measured.values())[len(measured) // 2]
+    faults = [
+        f"machines should have equal available memory, {machine} has {gib:.1f} GiB where "
+        f"{usual:.1f} GiB are usual"
+        for machine, gib in measured.items()
+        if gib < LEAST_MEMORY * usual
+    ]
+    summary = f"{min(measured.values()):.1f} GiB available at least"
+    return Result(name="memory", summary=summary, faults=faults)
+
+
+def compare_disks(
+    answers: Sequence[Answer], *, folder: Path, needed_gib: float, is_shared: bool
+) -> Result:
+    """Check that all machines can write to the checkpoint folder, and see the same one."""
+    faults = []
+    for answer in answers:
+        if isinstance(answer.disk, str):
+            faults.append(f"every machine must write to {folder}, {answer.machine}: {answer.disk}")
+        elif answer.disk is not None:
+            if answer.disk.free_gib < needed_gib:
+                faults.append(
+                    f"a checkpoint takes at most about {needed_gib:.1f} GiB, and "
+                    f"{answer.disk.free_gib:.1f} GiB are free in {folder} on {answer.machine}"
+                )
+            if is_shared and not answer.disk.is_shared:
+                faults.append(
+                    f"{folder} must be one folder for all machines, {answer.machine} does not see "
+                    f"the file of rank 0"
+                )
+    free = [answer.disk.free_gib for answer in answers if isinstance(answer.disk, Disk)]
+    summary = f"{folder}: {f'{min(free):.1f} GiB free' if free else 'not writable'}"
+    summary += f", a checkpoint takes at most about {needed_gib:.3g} GiB" if needed_gib else ""
+    return Result(name="checkpoints", summary=summary, faults=faults)
+
+
+def compare_data(answers: Sequence[Answer]) -> Result:
+    """Compare the tokenizer, and size and ends of the data files, between machines."""
+    faults, first = [], dict[str, str]()
+    for answer in answers:
+        if isinstance(answer.data, str):
+            faults.append(f"every machine must read the data, {answer.machine}: {answer.data}")
+        elif answer.data is not None:
+            first = first or answer.data
+            names = {**first, **answer.data}
+            different = sorted(k for k in names if first.get(k) != answer.data.get(k))
+            if different:
+                faults.append(
+                    f"all machines must read the same data; on {answer.machine} "
+                    f"{plural(len(different), 'file')} differ from the first machine's, such as "
+                    f"{different[0]}"
+                )
+    return Result(name="data", summary=plural(max(len(first) - 1, 0), "file"), faults=faults)
+
+
+def find_damage(folder: Path) -> Result:
+    """Verify the checksums of all checkpoints in a folder. Collective."""
+    steps = on_first_rank(lambda: find_steps(folder), group=dist.group.WORLD)
+    faults = []
+    for step in steps:
+        faults += [
+            f"{folder / f'step-{step}'}: {mistake}"
+            for mistake in verify(folder / f"step-{step}", group=dist.group.WORLD)
+        ]
+    return Result(name="checksums", summary=plural(len(steps), "checkpoint"), faults=faults)

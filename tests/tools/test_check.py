@@ -1,0 +1,182 @@
+"""Each fault that is planted on one rank is found there, and nothing where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import jobs
+from tests.distributed.jobs import write_job
+from tests.distributed.rank_pool import RankPool
+from torchtitan.job import load_config
+from torchtitan.mesh.ranks import RankInfo
+from torchtitan.resume_rules import resolve_model
+from torchtitan.tools.check import ranks as check
+from torchtitan.tools.check.ranks import Answer, Disk
+
+ROOT = Path(__file__).parents[2]
+FINE = Answer(
+    machine="a",
+    versions={"torch": "2.13", "device": "x"},
+    memory_gib=400.0,
+    disk=Disk(free_gib=50.0, is_shared=True),
+    data={"the tokenizer": "1", "text.txt": "2"},
+)
+FOLDER = Path("outputs")
+
+
+def faults_of(answers: list[Answer], *, is_shared: bool = True) -> list[str]:
+    disks = check.compare_disks(answers, folder=FOLDER, needed_gib=9.0, is_shared=is_shared)
+    results = [check.compare_versions(answers), check.compare_memory(answers), disks]
+    results.append(check.compare_data(answers))
+    return [fault for result in results for fault in result.faults]
+
+
+@pytest.mark.promise("tools")
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ({"versions": {"torch": "2.9.1", "device": "x"}}, ("torch", "2.9.1", "2.13", "rank 2")),
+        ({"memory_gib": 10.0}, ("10.0 GiB", "400.0 GiB")),
+        ({"disk": "File too large"}, ("File too large", "outputs")),
+        ({"disk": Disk(free_gib=1.0, is_shared=True)}, ("9.0 GiB", "1.0 GiB")),
+        ({"disk": Disk(free_gib=50.0, is_shared=False)}, ("outputs", "rank 0")),
+        ({"data": {"the tokenizer": "1", "text.txt": "3"}}, ("text.txt", "1 file")),
+        ({"data": {"the tokenizer": "1"}}, ("text.txt", "1 file")),
+        ({"data": "no such file"}, ("no such file",)),
+    ],
+)
+def test_a_planted_fault_is_found(planted: dict[str, Any], said: tuple[str, ...]) -> None:
+    fine = [FINE, replace(FINE, machine="b"), replace(FINE, machine="b", disk=None, data=None)]
+    assert faults_of(fine) == []
+    [fault] = faults_of([FINE, replace(FINE, machine="b"), replace(FINE, machine="c", **planted)])
+    assert all(part in fault for part in (*said, "c")), fault
+
+
+def test_each_machine_may_have_its_own_folder_beside_a_store() -> None:
+    alone = replace(FINE, machine="b", disk=Disk(free_gib=50.0, is_shared=False))
+    assert faults_of([FINE, alone], is_shared=False) == []
+
+
+Plant = Callable[[int, Path], AbstractContextManager[Any]]
+
+
+def faults(job: list[str], plant: Plant, folder: Path) -> list[str]:
+    """Check, each rank as a machine of its own, with a fault on rank 1."""
+    launch = RankInfo(rank=dist.get_rank(), local_rank=0, world_size=dist.get_world_size())
+    node = patch.dict(os.environ, GROUP_RANK=str(launch.rank))
+    with node, plant(launch.rank, folder):
+        config = resolve_model(load_config(job))
+        answer = check.find_facts(config, launch, folder=Path(config.job.dump_folder))
+    answers: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(answers, answer)
+    return faults_of(answers)
+
+
+def nothing(rank: int, folder: Path) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+def other_torch(rank: int, folder: Path) -> AbstractContextManager[Any]:
+    return patch.object(torch, "__version__", "2.9.1") if rank else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def small_files(rank: int, folder: Path) -> Iterator[None]:
+    """Let the machine write no file of more than 1 MiB, as where a quota is used up."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20 if rank else before[0], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def other_folder(rank: int, folder: Path) -> Iterator[None]:
+    """Work in another folder, where text.txt has other bytes of the same number."""
+    before, own = Path.cwd(), folder / f"machine-{rank}"
+    own.mkdir()
+    (own / "text.txt").write_text(f"{rank}" * 100)
+    os.chdir(own)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (nothing, []),
+        (other_torch, ["2.9.1"]),
+        (small_files, ["File too large"]),
+        (other_folder, ["rank 0", "text.txt"]),
+    ],
+)
+def test_ranks_find_it(plant: Plant, said: list[str], ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a" * 100)
+    job = [*write_job(tmp_path), "--training.dataset=files", "--metrics.log_freq=1"]
+    text = "text.txt" if plant is other_folder else tmp_path / "text.txt"
+    dump = "run" if plant is other_folder else tmp_path / "run"
+    job += [f"--training.dataset_path={text}", f"--job.dump_folder={dump}"]
+    first, second = ranks.run(faults, job, plant, tmp_path, world=2)
+    assert first == second
+    assert len(first) == len(said)
+    assert all(
+        part in fault and "(node 1)" in fault for part, fault in zip(said, first, strict=True)
+    )
+
+
+def damage(folder: Path) -> list[str]:
+    return [*check.find_damage(folder).faults]
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_are_found(ranks: RankPool, tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    ranks.run(jobs.train, [*job, "--checkpoint.interval=1", "--training.steps=2"], world=2)
+    folder = tmp_path / "run" / "checkpoint"
+    assert ranks.run(damage, folder, world=2) == [[], []]
+    file = next((folder / "step-2" / "optimizer").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    [fault], again = ranks.run(damage, folder, world=2)
+    assert "step-2" in fault
+    assert file.name in fault
+    assert again == [fault]
+    shutil.rmtree(folder)
+
+
+@pytest.mark.long
+def test_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchtitan", "check", *write_job(tmp_path), "--checksums"]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert [line.split()[:2] for line in run.stdout.splitlines()[1:]] == [
+        [name, "ok"] for name in ("alike", "memory", "checkpoints", "data", "checksums")
+    ]
+    [*_, size, unit] = run.stdout.splitlines()[3].split()
+    assert unit == "GiB"
+    assert 0 < float(size) < 0.1
+    run = subprocess.run(
+        [*command, "--model.flavour=x"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 2
+    assert "flavour" in run.stderr
+    assert "Traceback" not in run.stderr
