@@ -44,7 +44,7 @@ from torchtitan.tools.compare.layouts.launch import SECONDS_TO_SAVE, end
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.devices import Device, find_device
 from torchtitan.tools.plan.job import plan_job
-from torchtitan.tools.plan.records import rehearse_ranks
+from torchtitan.tools.plan.ranks import rehearse_ranks
 from torchtitan.tools.plan.world import load_evenly, replaced
 from torchtitan.train import main_and_exit
 from torchtitan.trainer import Run

@@ -39,12 +39,10 @@ from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.plan.devices import DEVICES
 from torchtitan.tools.plan.job import plan_job
 from torchtitan.tools.plan.memory import staged
-from torchtitan.tools.plan.records import rehearse_rank
+from torchtitan.tools.plan.ranks import rehearse_rank
 from torchtitan.tools.plan.rehearse import record_step, rehearse
 from torchtitan.tools.plan.tape import MESSAGES, Entry, Record, Tape
 from torchtitan.trainer import Trainer
-
-pytestmark = pytest.mark.long
 
 TOML = TINY.replace("global_batch_size = 8", "").replace("size = 2", "size = 4")
 TP2 = "--parallelism.tensor_parallel_degree=2"
@@ -121,6 +119,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+IN_CI = ("one device, recomputed", "fsdp 2", "fsdp 2 x tp 2, bfloat16", "pp 2, 1F1B")
 VALIDATED = (
     "one device, bfloat16",
     "fsdp 2",
@@ -137,8 +136,8 @@ def resolved(job: list[str], *, world: int) -> tuple[Config, Layout]:
     return config, find_layout(config, world_size=world)
 
 
-def record(job: list[str], *, validates: bool = False) -> Record:
-    """Record a real step, or validation, of this rank."""
+def record(job: list[str]) -> Record:
+    """Record a real step of this rank."""
     config, layout = resolved(job, world=dist.get_world_size())
     mesh = build_mesh(layout.dims, device_type="cpu")
     dispatch = Tape.__torch_dispatch__
@@ -161,7 +160,7 @@ def record(job: list[str], *, validates: bool = False) -> Record:
             greeting = "_warmup_p2p"
         for owner, name in ((dist.Work, "wait"), (schedules._Schedule, greeting)):
             patch.setattr(owner, name, unseen(getattr(owner, name)))
-        return record_step(config, layout=layout, mesh=mesh, fakes=None, validates=validates)
+        return record_step(config, layout=layout, mesh=mesh, fakes=None)
 
 
 class _OnCopies:
@@ -198,14 +197,14 @@ class _OnCopies:
         return tree_map_only(Tensor, lambda x: originals[id(x)], out)
 
 
-def rehearsed(job: list[str], *, world: int, rank: int, validates: bool = False) -> Record:
+def rehearsed(job: list[str], *, world: int, rank: int) -> Record:
     config, layout = resolved(job, world=world)
-    return rehearse(config, layout=layout, rank=rank, validates=validates)
+    return rehearse(config, layout=layout, rank=rank)
 
 
 def settled(entries: Sequence[Entry]) -> list[Entry]:
     """Put what dies at once into the order of births."""
-    runs = groupby(entries, key=lambda entry: entry.what == "death")
+    runs = groupby(entries, key=lambda entry: entry.event == "death")
     return [
         entry
         for are_deaths, run in runs
@@ -222,7 +221,11 @@ def assert_equal(real: Record, fake: Record) -> None:
 
 
 @pytest.mark.promise("plan-real")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS],
+)
 def test_fake_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
     world, arguments = LAYOUTS[name]
     job = [*write_job(tmp_path, TOML), *arguments]
@@ -230,20 +233,21 @@ def test_fake_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
     for rank in sorted({0, world - 1}):
         fake = rehearsed(job, world=world, rank=rank)
         assert_equal(reals[rank], fake)
-        assert {entry.what for entry in fake.entries} >= {"birth", "death", "product", "pass"}
-        axes = {entry.where[0] for entry in fake.entries if entry.what == "message"}
+        assert {entry.event for entry in fake.entries} >= {"birth", "death", "product", "pass"}
+        axes = {entry.where[0] for entry in fake.entries if entry.event == "message"}
         assert "?" not in axes, "a message over a group of no axis"
 
 
 @pytest.mark.promise("plan-real")
+@pytest.mark.long
 @pytest.mark.parametrize("name", VALIDATED)
 def test_fake_validation_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
     world, arguments = LAYOUTS[name]
     larger = ("--validation.enable=true", "--validation.local_batch_size=8")
     job = [*write_job(tmp_path, TOML), *arguments, *larger]
-    reals = ranks.run(record, job, validates=True, world=world)
+    reals = ranks.run(record, job, world=world)
     for rank in sorted({0, world - 1}):
-        assert_equal(reals[rank], rehearsed(job, world=world, rank=rank, validates=True))
+        assert_equal(reals[rank], rehearsed(job, world=world, rank=rank))
 
 
 STAGED = ("one device, bfloat16", "fsdp 2, lora", "hsdp 2x2, bfloat16", "pp 2 x tp 2", "ddp 2")
@@ -265,6 +269,7 @@ def saved(job: list[str]) -> int:
 
 
 @pytest.mark.promise("plan-real")
+@pytest.mark.long
 @pytest.mark.parametrize("name", STAGED)
 def test_a_copy_to_save_is_as_planned(name: str, ranks: RankPool, tmp_path: Path) -> None:
     world, arguments = LAYOUTS[name]
@@ -287,6 +292,7 @@ PROFILED = {
 
 
 @pytest.mark.promise("plan-real")
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROFILED)
 def test_profiler_counts_the_same_bytes(name: str, ranks: RankPool, tmp_path: Path) -> None:
     _, arguments = LAYOUTS[name]
@@ -324,7 +330,7 @@ def profiled(job: list[str]) -> tuple[int, int]:
     live, before = [0], 0
     for piece, end in noted.bounds():
         for entry in noted.entries[piece.start : end]:
-            sign = {"birth": 1, "death": -1}.get(entry.what, 0)
+            sign = {"birth": 1, "death": -1}.get(entry.event, 0)
             live.append(live[-1] + sign * entry.size)
             # batches, too, are there before, and noted when they are read
             before += entry.size if piece.phase == "state" and sign > 0 else 0

@@ -138,7 +138,7 @@ def describe_out_of_memory(
     """Return a message with the rank, torch's error, the peak, and a command that plans the job."""
     world_size = environ.get("WORLD_SIZE", "1")
     num_local = environ.get("LOCAL_WORLD_SIZE", world_size)
-    command = ["python", "-m", "torchtitan", "plan", "memory", "--ran_out"]
+    command = ["python", "-m", "torchtitan", "plan", "memory"]
     command += [f"--world_size={world_size}", f"--gpus_per_node={num_local}"]
     device = torch.device(device_type())
     if device.type == "cuda":
@@ -147,7 +147,7 @@ def describe_out_of_memory(
     return (
         f"rank {environ.get('RANK', '0')} is out of memory: {error}\n"
         f"Its memory peaked at {memory_peak_gib(device):.2f} GiB. Run this to see what the memory "
-        f"holds and which settings need less:\n{shlex.join([*command, *argv])}"
+        f"holds, and `plan layout` for layouts that need less:\n{shlex.join([*command, *argv])}"
     )
 
 

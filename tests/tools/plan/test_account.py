@@ -28,7 +28,7 @@ def born(found: Record, kind: str, *, pool: str = "compute") -> int:
     return sum(
         entry.size
         for entry, its in zip(found.entries, classify(found), strict=True)
-        if (entry.what, its, entry.pool) == ("birth", kind, pool)
+        if (entry.event, its, entry.pool) == ("birth", kind, pool)
     )
 
 
@@ -40,7 +40,7 @@ def saved(found: Record, block: int) -> int:
         for piece, end in found.bounds()
         if (piece.phase, piece.block) == ("forward", block)
         for index in range(piece.start, end)
-        if found.entries[index].what == "birth" and kinds[index] == "activations"
+        if found.entries[index].event == "birth" and kinds[index] == "activations"
     )
 
 
@@ -48,7 +48,7 @@ def left(found: Record) -> Counter[str]:
     """Return the bytes that live when the step is over."""
     live: Counter[str] = Counter()
     for entry in found.entries:
-        live[entry.kind] += {"birth": 1, "death": -1}.get(entry.what, 0) * entry.size
+        live[entry.purpose] += {"birth": 1, "death": -1}.get(entry.event, 0) * entry.size
     return live
 
 
@@ -64,11 +64,10 @@ def test_state_and_gradients(arguments: tuple[str, ...]) -> None:
     assert born(found, "optimizer") == 2 * 4 * PARAMETERS + 4 * TENSORS
     assert born(found, "gradients") == 4 * PARAMETERS
     account = replay(found)
-    assert account.by_kind["weights"] == 4 * PARAMETERS
+    assert account.by_purpose["weights"] == 4 * PARAMETERS
     assert account.on_host == 0
-    assert sum(account.by_kind.values()) <= account.active <= account.reserved
-    assert sum(tenant.size for tenant in account.tenants) == sum(account.by_kind.values())
-    assert max(sum(point.values()) for point in account.curve) == sum(account.by_kind.values())
+    assert sum(account.by_purpose.values()) <= account.active <= account.reserved
+    assert sum(group.size for group in account.storages) == sum(account.by_purpose.values())
 
 
 def test_nothing_but_state_outlives_the_step() -> None:
@@ -116,9 +115,9 @@ def test_gathered_weights(reshard: str, again: int) -> None:
     pools = Counter(gather=messages, compute=everything + blocks)
     for pool in ("gather", "compute"):
         assert born(found, "gathered weights", pool=pool) == pools[pool]
-    gathers = [e.size for e in found.entries if e.what == "message" and "gather" in e.where[1]]
+    gathers = [e.size for e in found.entries if e.event == "message" and "gather" in e.where[1]]
     assert sum(gathers) == everything + blocks
-    scattered = [e.size for e in found.entries if e.what == "message" and "scatter" in e.where[1]]
+    scattered = [e.size for e in found.entries if e.event == "message" and "scatter" in e.where[1]]
     assert sum(scattered) == 4 * PARAMETERS
 
 
@@ -128,9 +127,9 @@ def test_passes_are_what_moves_bytes() -> None:
     found = recorded(world=2)
     size: Counter[str] = Counter()
     for entry in found.entries:
-        if entry.what == "message":
+        if entry.event == "message":
             size["gathered"] += entry.size * ("gather" in entry.where[1])
-        if entry.what == "pass":
+        if entry.event == "pass":
             size[entry.where[0]] += entry.size
     assert size["fsdp::split_with_sizes_copy"] == 2 * size["gathered"]
     copied = size["fsdp::chunk_cat"] + size["fsdp::chunk_cat_mixed_dtype"]
@@ -147,17 +146,17 @@ def test_offloaded_state_is_on_the_host() -> None:
     account = replay(found)
     # weights, both moments and gradients
     assert account.on_host == 16 * share + 4 * TENSORS
-    assert "weights" not in account.by_kind
+    assert "weights" not in account.by_purpose
 
 
 @pytest.mark.promise("plan-formulas")
 def test_the_peak_is_that_of_all_births_and_deaths() -> None:
     found = recorded()
     signs = {"birth": 1, "death": -1}
-    live = list(accumulate(signs.get(entry.what, 0) * entry.size for entry in found.entries))
+    live = list(accumulate(signs.get(entry.event, 0) * entry.size for entry in found.entries))
     account = replay(found)
-    assert sum(account.by_kind.values()) == max(live)
-    assert account.where == found.entries[live.index(max(live))]
+    assert sum(account.by_purpose.values()) == max(live)
+    assert account.peak == found.entries[live.index(max(live))]
 
 
 def operations(found: Record, *, attention: bool) -> int:
@@ -165,7 +164,7 @@ def operations(found: Record, *, attention: bool) -> int:
 
 
 def is_product(entry: Entry) -> bool:
-    return entry.what == "product"
+    return entry.event == "product"
 
 
 def is_attention(entry: Entry) -> bool:

@@ -38,10 +38,9 @@ from torchtitan.tools.plan.formulas import (
     rank_candidates,
 )
 from torchtitan.tools.plan.job import Planned
-from torchtitan.tools.plan.layout import MEASURED, SKIPPING, SLOW, plan_layout
-from torchtitan.tools.plan.records import rehearse_rank
+from torchtitan.tools.plan.layout import MEASURED, SKIPPING, SLOW, Row, plan_layout
+from torchtitan.tools.plan.ranks import rehearse_rank
 from torchtitan.tools.plan.step import StepTime
-from torchtitan.tools.plan.tried import Tried
 
 LARGE = [
     *("--model.dim=1024", "--model.hidden_dim=2816", "--model.num_layers=14"),
@@ -203,15 +202,14 @@ def test_rows_are_sorted_by_their_rehearsed_time(
     ranked = [next(one for one in ranked if one.dims.dp_replicate == n) for n in (1, 2, 4)]
     assert len(ranked) == 3
 
-    def rehearse(*_: object) -> list[tuple[Candidate, Tried]]:
-        return [
-            (one, Tried(memory=1, time=_time(middles[one.dims.dp_replicate]))) for one in ranked
-        ]
+    class Ordered:
+        def imap_unordered(self, *_: object) -> Iterator[Row]:
+            for one in ranked:
+                yield Row(candidate=one, memory=1, time=_time(middles[one.dims.dp_replicate]))
 
-    monkeypatch.setattr(layout, "open_pool", lambda _: nullcontext())
+    monkeypatch.setattr(layout, "open_pool", lambda _: nullcontext(Ordered()))
     monkeypatch.setattr(layout, "_measure_all", lambda *_: {})
     monkeypatch.setattr(layout, "rank_candidates", lambda *_, **__: ranked)
-    monkeypatch.setattr(layout, "_rehearse", rehearse)
     written = tmp_path / "best.toml"
     text = "".join(plan_layout(job, Namespace(global_batch=32, write=written)))
     assert str(ranked[0]) in text
@@ -226,15 +224,15 @@ def test_a_signal_ends_the_search_with_the_best_so_far(
 ) -> None:
     slow, fast, *_ = enumerate_layouts(job, samples=32)
 
-    def rehearse(*_: object) -> Iterator[tuple[Candidate, Tried]]:
-        yield slow, Tried(memory=1, time=_time(2.5))
-        yield fast, Tried(memory=1, time=_time(2.0))
-        raise SystemExit(130)
+    class Stopped:
+        def imap_unordered(self, *_: object) -> Iterator[Row]:
+            yield Row(candidate=slow, memory=1, time=_time(2.5))
+            yield Row(candidate=fast, memory=1, time=_time(2.0))
+            raise SystemExit(130)
 
-    monkeypatch.setattr(layout, "open_pool", lambda _: nullcontext())
+    monkeypatch.setattr(layout, "open_pool", lambda _: nullcontext(Stopped()))
     monkeypatch.setattr(layout, "_measure_all", lambda *_: {})
     monkeypatch.setattr(layout, "rank_candidates", lambda *_, **__: [slow, fast])
-    monkeypatch.setattr(layout, "_rehearse", rehearse)
     written = tmp_path / "best.toml"
     parts: list[str] = []
     with pytest.raises(SystemExit) as ended:  # a list keeps what came before the error

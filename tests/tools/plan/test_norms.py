@@ -61,9 +61,9 @@ def test_norms_of_the_stream(
         ), "a float32 copy of the stream"
     norms = 2 * LAYERS + 1
     backwards = [e for e in found.entries if e.where[0] == BACKWARD]
-    passed = Counter(e.size for e in backwards if e.what == "pass")
+    passed = Counter(e.size for e in backwards if e.event == "pass")
     assert passed == {3 * rows + 2 * weight + root: norms}
-    born = Counter(e.size for e in backwards if e.what == "birth")
+    born = Counter(e.size for e in backwards if e.event == "birth")
     assert born == {rows: norms, weight: norms}
 
 
@@ -94,11 +94,11 @@ def test_real_norms_are_computed_as_ever() -> None:
         rehearsed = norm(x, weight)
     for mine, its in zip(rehearsed, before, strict=True):
         torch.testing.assert_close(mine, its)
-    assert FORWARD in {e.where[0] for e in tape.ended().entries}
+    assert FORWARD in {e.where[0] for e in tape.record.entries}
     with (plain := Tape({})):  # afterwards this process computes as it did
         after = norm(x, weight)
     assert all(torch.equal(mine, its) for mine, its in zip(after, before, strict=True))
-    assert FORWARD not in {e.where[0] for e in plain.ended().entries}
+    assert FORWARD not in {e.where[0] for e in plain.record.entries}
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -108,6 +108,6 @@ def test_mixed_types_have_no_kernel() -> None:
     tape = Tape({})
     with stand_ins(tape), tape:
         norm(x, torch.ones(DIM, requires_grad=True))
-    operators = {e.where[0] for e in tape.ended().entries}
+    operators = {e.where[0] for e in tape.record.entries}
     assert FORWARD not in operators
     assert "aten::rsqrt" in operators

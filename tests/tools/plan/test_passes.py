@@ -91,7 +91,7 @@ def moved(record: Record, phase: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for piece, end in record.bounds():
         for entry in record.entries[piece.start : end]:
-            if piece.phase == phase and entry.what == "pass":
+            if piece.phase == phase and entry.event == "pass":
                 found[entry.where[0].split(".")[0]] += entry.size
     return found
 
@@ -113,6 +113,6 @@ def test_only_a_product_with_vectors_is_a_pass(columns: int, expected: tuple[str
     factors = torch.empty(2, 3, 4, device="meta"), torch.empty(2, 4, columns, device="meta")
     with (tape := Tape({})):
         torch.ops.aten.bmm.dtype(*(x.bfloat16() for x in factors), torch.float32)
-    entry = next(e for e in reversed(tape.record.entries) if e.what in ("pass", "product"))
+    entry = next(e for e in reversed(tape.record.entries) if e.event in ("pass", "product"))
     size = 2 * (24 + 8) + 4 * 6 if columns == 1 else expected[1]
-    assert (entry.what, entry.size) == (expected[0], size)
+    assert (entry.event, entry.size) == (expected[0], size)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import pipeline
-from tests.tools.plan.jobs import placed, planned
+from tests.tools.plan.jobs import planned, recorded
 from tests.tools.plan.test_account import (
     DIM,
     HIDDEN,
@@ -17,13 +17,9 @@ from tests.tools.plan.test_account import (
     TENSORS,
     VOCAB,
 )
-from tests.tools.plan.test_unroll import LAYOUTS, few_of, layers
 from torchtitan.tools.plan.account import Account, replay
 from torchtitan.tools.plan.command import main
-from torchtitan.tools.plan.copies import copy_blocks
-from torchtitan.tools.plan.records import follow, rehearse_rank
-from torchtitan.tools.plan.rehearse import find_templates, rehearse
-from torchtitan.tools.plan.tape import Record
+from torchtitan.tools.plan.ranks import rehearse_rank
 
 pytestmark = pytest.mark.slow
 
@@ -34,40 +30,24 @@ SMALL = 10240
 
 
 def peak(account: Account) -> int:
-    return sum(account.by_kind.values())
+    return sum(account.by_purpose.values())
 
 
-@pytest.mark.parametrize("name", ["fsdp x tp, stream copied", "pp Interleaved1F1B, last rank"])
-def test_unrolled_equals_full_and_needs_less_than_a_step(name: str, tmp_path: Path) -> None:
-    world, rank, arguments = LAYOUTS[name]
-    config, layout = placed(tmp_path, *arguments, VALIDATES, world=world)
-    templates, skipped = find_templates(config, layout=layout, rank=rank)
-    few = rehearse(config, layout=layout, rank=rank, skipped=skipped, validates=True)
-    full = rehearse(config, layout=layout, rank=rank, validates=True)
-    assert copy_blocks(few, templates) == full
-    step, templates = few_of(name)
-    assert_below(copy_blocks(step, templates), full)
-
-
-@pytest.mark.parametrize(("schedule", "rank"), [("ZBVZeroBubble", 0), ("DualPipeV", 1)])
-def test_halves_of_backwards_are_of_no_matter(schedule: str, rank: int, tmp_path: Path) -> None:
-    arguments = (layers(4), "--training.local_batch_size=4", *pipeline(schedule), VALIDATES)
-    config, layout = placed(tmp_path, *arguments, world=2)
-    step, validation = (
-        rehearse(config, layout=layout, rank=rank, validates=validates)
-        for validates in (False, True)
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (4, ("--parallelism.tensor_parallel_degree=2",)),
+        (2, ("--model.num_layers=4", "--training.local_batch_size=4", *pipeline("ZBVZeroBubble"))),
+    ],
+)
+def test_a_validation_of_the_same_tokens_needs_less(world: int, settings: tuple[str, ...]) -> None:
+    alone, account = (
+        replay(recorded(*settings, *validates, world=world)) for validates in ((), (VALIDATES,))
     )
-    assert_below(step, validation)
-
-
-def assert_below(step: Record, validation: Record) -> None:
-    """Assert that a validation of the same tokens does not change the account of a step."""
-    alone, account = replay(step), replay(follow(step, validation))
-    assert peak(replay(validation)) < peak(alone)
-    assert (account.active, account.where, account.by_kind) == (
+    assert (account.active, account.peak, account.by_purpose) == (
         alone.active,
-        alone.where,
-        alone.by_kind,
+        alone.peak,
+        alone.by_purpose,
     )
 
 
@@ -82,8 +62,8 @@ def test_more_tokens_make_the_peak(
 
     A token of the head: its input, label and loss. Of a chunk beside them: logits in
     bfloat16 and float32, a label, a maximum, two sums, two losses, two masks and what the loss
-    is made from. Of a block: the stream, what was added to it and its norm, three hidden
-    products, and the label.
+    is made from. Of a block: the stream, what was added to it, its norm, three
+    hidden products, and the label.
     """
     arguments = (RECOMPUTED, VALIDATES, f"--training.loss_chunks={chunks}")
     job = planned(tmp_path, *arguments, f"{BATCH}{samples}")
@@ -98,7 +78,7 @@ def test_more_tokens_make_the_peak(
     assert (head > block) == is_head
     state = (4 + 8) * PARAMETERS + 4 * TENSORS
     assert 0 <= peak(account) - state - max(head, block) < SMALL
-    assert account.during == ("validation", None if is_head else 0)
+    assert account.piece[1:] == ("validation", None if is_head else 0)
 
 
 @pytest.mark.long
@@ -107,11 +87,11 @@ def test_each_microbatch_is_validated(tmp_path: Path) -> None:
     of each, beside its ids, labels and positions."""
     num, accounts = 48, []
     for batch in (num, 2 * num):
-        arguments = (layers(4), *pipeline("1F1B"), RECOMPUTED, VALIDATES)
+        arguments = ("--model.num_layers=4", *pipeline("1F1B"), RECOMPUTED, VALIDATES)
         job = planned(tmp_path, *arguments, f"--training.local_batch_size={batch}", world=2)
         assert job.shortened.config.training.local_batch_size < num
         accounts.append(replay(rehearse_rank(job, 0)))
-        assert accounts[-1].during[0] == "validation"
+        assert accounts[-1].piece[1:][0] == "validation"
     growth = (peak(accounts[1]) - peak(accounts[0])) / num
     stream = 2 * DIM * SEQUENCE
     assert stream < growth <= stream + 4 * 8 * SEQUENCE

@@ -1,4 +1,4 @@
-"""The memory of a rank by its purpose, at the peak and over the step: a replayed record.
+"""The memory of a rank at its peak, by purpose: a replayed record.
 
 The purpose of weights and gradients is known at their birth. Other storages are classified by their
 lifetime: an activation is born in a block's forward and lives until backward, a temporary dies
@@ -14,19 +14,19 @@ from typing import get_args
 
 from torchtitan.tools.plan.allocator import Allocator
 from torchtitan.tools.plan.devices import ALLOWANCE
-from torchtitan.tools.plan.tape import Entry, Kind, Phase, Record
+from torchtitan.tools.plan.tape import Entry, Piece, Purpose, Record
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tenant:
+class Storages:
     """Storages of one operator of one module that live at the peak, over all blocks."""
 
-    kind: Kind
+    purpose: Purpose
     operator: str
     module: str
-    num: int
+    count: int
     size: int
     """Bytes."""
 
@@ -39,16 +39,14 @@ class Account:
     """Peak of the allocator's used blocks: `memory_peak_gib` in the log."""
     reserved: int
     """Memory that the allocator has taken from the device by the end of the step."""
-    by_kind: Mapping[Kind, int]
+    by_purpose: Mapping[Purpose, int]
     """Live bytes at the peak."""
-    where: Entry
+    peak: Entry
     """The birth at the peak."""
-    during: tuple[Phase | None, int | None]
+    piece: Piece
     """Phase and block of the peak."""
-    tenants: Sequence[Tenant]
+    storages: Sequence[Storages]
     """The live storages at the peak by operator, largest first."""
-    curve: Sequence[Mapping[Kind, int]]
-    """Live bytes over the step: the peak of each interval."""
     on_host: int
     """Peak of offloaded storages in the host's memory."""
 
@@ -58,99 +56,88 @@ class Account:
         return self.reserved + ALLOWANCE
 
 
-def replay(record: Record, *, num_points: int = 400) -> Account:
+def replay(record: Record) -> Account:
     """Replay a record through the allocator."""
-    entries, kinds = record.entries, classify(record)
+    entries, purposes = record.entries, classify(record)
     allocator, addresses = Allocator(), {}
-    live: Counter[Kind] = Counter()
-    now = peak = host = most_on_host = peak_active = 0
-    start = next((p.start for p in record.pieces[1:] if p.phase != "state"), 0)
-    width = max(1, -(-(len(entries) - start) // num_points))
-    at, interval, most = -1, -1, 0
-    curve: list[dict[Kind, int]] = []
+    live = peak = on_host = host_peak = active_peak = 0
+    peak_index = -1
     for index, entry in enumerate(entries):
-        if entry.what not in ("birth", "death"):
+        if entry.event not in ("birth", "death"):
             continue
-        sign = 1 if entry.what == "birth" else -1
+        is_birth = entry.event == "birth"
+        change = entry.size if is_birth else -entry.size
         if entry.pool == "host":
-            host += sign * entry.size
-            most_on_host = max(most_on_host, host)
+            on_host += change
+            host_peak = max(host_peak, on_host)
             continue
-        now += sign * entry.size
-        live[kinds[index if sign > 0 else entry.born]] += sign * entry.size
-        if sign > 0:
+        live += change
+        if is_birth:
             addresses[index] = allocator.take(entry.size, stream=entry.pool)
         else:
             allocator.give(addresses.pop(entry.born))
-        peak_active = max(peak_active, allocator.active)
-        if now > peak:
-            peak, at = now, index
-        if index < start:
-            continue
-        if (index - start) // width > interval:
-            interval, most = (index - start) // width, -1
-            curve.append({})
-        if now > most:
-            most, curve[-1] = now, dict(live)
-    tenants = _tenants(entries, kinds, at=at)
-    by_kind: Counter[Kind] = Counter()
-    for tenant in tenants:
-        by_kind[tenant.kind] += tenant.size
-    piece = next(p for p, end in record.bounds() if p.start <= at < end)
+        active_peak = max(active_peak, allocator.active)
+        if live > peak:
+            peak, peak_index = live, index
+    storages = _live_storages(entries, purposes, index=peak_index)
+    by_purpose: Counter[Purpose] = Counter()
+    for group in storages:
+        by_purpose[group.purpose] += group.size
     return Account(
-        active=peak_active,
+        active=active_peak,
         reserved=allocator.reserved,
-        by_kind=dict(by_kind.most_common()),
-        where=entries[at],
-        during=(piece.phase, piece.block),
-        tenants=tenants,
-        curve=curve,
-        on_host=most_on_host,
+        by_purpose=dict(by_purpose.most_common()),
+        peak=entries[peak_index],
+        piece=next(p for p, end in record.bounds() if p.start <= peak_index < end),
+        storages=storages,
+        on_host=host_peak,
     )
 
 
-def classify(record: Record) -> list[Kind]:
+def classify(record: Record) -> list[Purpose]:
     """Return the purpose of each entry's storage, from its lifetime."""
     entries = record.entries
-    kinds = [entry.kind for entry in entries]
+    purposes = [entry.purpose for entry in entries]
     piece_of: list[int] = []
     for number, (piece, end) in enumerate(record.bounds()):
         piece_of += [number] * (end - piece.start)
     phases = [piece.phase for piece in record.pieces]
     blocks = [piece.block for piece in record.pieces]
     for index, entry in enumerate(entries):
-        if entry.what != "death" or entry.kind not in ("temporaries", "communication"):
+        if entry.event != "death" or entry.purpose not in ("temporaries", "communication"):
             continue
         born = entry.born
         first, last = piece_of[born], piece_of[index]
         if phases[first] == "forward" and phases[last] in ("backward", None) and first != last:
-            kinds[born] = "activations"
+            purposes[born] = "activations"
         elif (
             phases[first] == "backward"
             and first != last
             and (phases[last] in ("between", "update") or blocks[last] == blocks[first])
         ):
-            kinds[born] = "gradients"  # not reduced yet
+            purposes[born] = "gradients"  # not reduced yet
         elif entries[born].where[1].startswith("output"):
-            kinds[born] = "logits"
-    return kinds
+            purposes[born] = "logits"
+    return purposes
 
 
-def _tenants(entries: Sequence[Entry], kinds: Sequence[Kind], *, at: int) -> list[Tenant]:
+def _live_storages(
+    entries: Sequence[Entry], purposes: Sequence[Purpose], *, index: int
+) -> list[Storages]:
     """Return the storages that live after an entry, by operator."""
     live = {}
-    for index, entry in enumerate(entries[: at + 1]):
-        if entry.what == "birth" and entry.pool != "host":
-            live[index] = entry
-        elif entry.what == "death":
+    for number, entry in enumerate(entries[: index + 1]):
+        if entry.event == "birth" and entry.pool != "host":
+            live[number] = entry
+        elif entry.event == "death":
             live.pop(entry.born, None)
-    sizes: Counter[tuple[Kind, str, str]] = Counter()
-    nums: Counter[tuple[Kind, str, str]] = Counter()
-    for index, entry in live.items():
-        key = kinds[index], entry.where[0], entry.where[1]
+    sizes: Counter[tuple[Purpose, str, str]] = Counter()
+    counts: Counter[tuple[Purpose, str, str]] = Counter()
+    for number, entry in live.items():
+        key = purposes[number], entry.where[0], entry.where[1]
         sizes[key] += entry.size
-        nums[key] += 1
+        counts[key] += 1
     return [
-        Tenant(kind=key[0], operator=key[1], module=key[2], num=nums[key], size=size)
+        Storages(purpose=key[0], operator=key[1], module=key[2], count=counts[key], size=size)
         for key, size in sizes.most_common()
     ]

@@ -26,7 +26,7 @@ from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import LanguageModel
 from torchtitan.parallel.pipeline.layout import end_weights
 from torchtitan.parallel.pipeline.schedules import SCHEDULES, check_schedule
-from torchtitan.tools.plan.job import Planned, place
+from torchtitan.tools.plan.job import Planned, plan_config
 
 Recompute = Literal["none", "4", "2", "op", "full"]
 RECOMPUTES: Sequence[Recompute] = ("none", "4", "2", "op", "full")
@@ -114,7 +114,7 @@ class Candidate:
 
 def place_again(planned: Planned, candidate: Candidate) -> Planned:
     """Return the job in another layout; raise ConfigError if the rules do not allow it."""
-    return place(
+    return plan_config(
         candidate.apply(planned.config),
         world_size=candidate.dims.world_size,
         device=planned.device,

@@ -17,8 +17,8 @@ from typing import NamedTuple, NoReturn
 
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean, printable
 from torchtitan.base.urls import local_path
+from torchtitan.data.workers import worker_context
 from torchtitan.tools.plan.devices import DEVICES, find_device
-from torchtitan.tools.plan.pool import start_server
 
 Parser = argparse.ArgumentParser
 Answer = str | Iterator[str]
@@ -53,7 +53,7 @@ VERBS: Mapping[str, Verb] = {
     "layout": Verb("best degrees, and the job's file for them", "layout", "plan_layout"),
     "step": Verb("bounds of the time of a step", "step", "plan_step"),
     "schedule": Verb(
-        "draw a pipeline schedule with its bubble", "timelines", "draw_schedule", False
+        "draw a pipeline schedule with its bubble", "schedule", "plan_schedule", False
     ),
 }
 
@@ -97,8 +97,8 @@ def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
         raise ConfigError("--world_size must be set to the number of ranks (GPUs) of the job")
     device = find_device(arguments.device, memory_gib=arguments.memory_gib)
     sys.stderr.write("reading the job\n")  # importing torch takes seconds
-    if arguments.command == "layout":
-        start_server()
+    if arguments.command == "layout":  # the server of processes imports in parallel
+        worker_context(preload="torchtitan.tools.plan.ranks")
     from torchtitan.tools.plan.job import plan_job
 
     answer = getattr(import_module(module), verb.function)
@@ -155,12 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_memory(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--out", type=local_path, metavar="FILE", help="draw an .svg or .png")
-    add("--ran_out", action="store_true", help="plan remedies even if the job fits")
-
-
 def _add_traffic(parser: Parser) -> None:
     parser.add_argument("--by_module", action="store_true", help="a row for each module")
 
@@ -177,14 +171,12 @@ def _add_schedule(parser: Parser) -> None:
     add("--pp", type=int, help="pipeline ranks")
     add("--stages", type=int, help="stages over all ranks, by default one or two per rank")
     add("--microbatches", type=int, help="microbatches per step")
-    add("--out", type=local_path, metavar="FILE", help="draw an .svg or .png")
     for name in ("forward", "backward_input", "backward_weight"):
         add(f"--{name}", type=float, help="relative cost (1)")
     add("--transfer", type=float, help="cost of a transfer to another rank (0)")
 
 
 ADD_OPTIONS: Mapping[str, Callable[[Parser], None]] = {
-    "memory": _add_memory,
     "traffic": _add_traffic,
     "layout": _add_layout,
     "schedule": _add_schedule,

@@ -25,7 +25,7 @@ from torchtitan.tools.plan.candidates import (
 from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.links import Collective, axes_of
-from torchtitan.tools.plan.rehearse import rehearse_step
+from torchtitan.tools.plan.ranks import rehearse_rank
 from torchtitan.tools.plan.step import EXPOSED, RankTimes
 
 STATE, WEIGHT, GRADIENT = 12, 2, 4
@@ -73,15 +73,13 @@ def measure(planned: Planned, recompute: Recompute) -> Measured:
         stages=1,
     )
     job = place_again(planned, pair)
-    short = job.shortened
-    record = rehearse_step(short.config, layout=short.layout, rank=0)
-    kinds = classify(record)
+    record = rehearse_rank(job, 0, title=f"recompute {recompute}, 2 devices", validates=False)
     saved = sum(
         entry.size
-        for entry, content in zip(record.entries, kinds, strict=True)
-        if entry.what == "birth" and content == "activations"
+        for entry, purpose in zip(record.entries, classify(record), strict=True)
+        if entry.event == "birth" and purpose == "activations"
     )
-    at_peak, times = replay(record).by_kind, RankTimes(record, job)
+    at_peak, times = replay(record).by_purpose, RankTimes(record, job)
     blocks, ends = (
         sum(times.in_turn(bound, *phases) for bound in (0, 1)) / 2
         for phases in (("forward", "backward"), ("between",))
@@ -90,7 +88,7 @@ def measure(planned: Planned, recompute: Recompute) -> Measured:
     experts = [module for module in layers.modules() if isinstance(module, GroupedExperts)]
     return Measured(
         saved=saved,
-        working=sum(at_peak.get(content, 0) for content in ("temporaries", "logits")),
+        working=sum(at_peak.get(name, 0) for name in ("temporaries", "logits")),
         in_blocks=blocks,
         in_ends=ends,
         parameters={

@@ -1,22 +1,70 @@
-"""The planned job: its settings, its layout over ranks, and its device."""
+"""The planned job: its settings, its layout over ranks, its device, and the step to rehearse.
+
+Once a pipeline is full, each microbatch repeats the one before it. So does each accumulation step
+after the second, which finds the gradients of the first. A rehearsal runs as few as reach the peak
+of memory, and counts are multiplied: computation by the ratio of microbatches, communication that
+happens once per pass of the pipeline by the ratio of passes.
+
+Blocks are not compiled, and "auto" precision is bfloat16, as on each device of the table.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.settings import PYTHON, flatten, parse, to_toml
 from torchtitan.job import Config, load_config, load_job
 from torchtitan.layout import find_layout
 from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.pipeline.layout import PipelineLayout
+from torchtitan.parallel.pipeline.schedules import (
+    Kind,
+    Table,
+    check_schedule,
+    compute_table,
+    count_microbatches,
+)
 from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.plan.devices import Device
-from torchtitan.tools.plan.shorten import Shortened, fullest_ranks, shorten
+from torchtitan.tools.plan.links import OVERLAPPED
+from torchtitan.tools.plan.tape import Entry, Phase
 
 FEW = 4
 """Pipelines of at most this number of ranks are planned with all of them."""
+HELD: Mapping[Kind, int] = {
+    "forward": 1,
+    "backward": -1,
+    "backward_input": 0,
+    "backward_weight": -1,
+}
+"""Change of the number of activations that a rank holds, each of one stage and microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortened:
+    """A job whose step has fewer microbatches."""
+
+    config: Config
+    layout: Layout
+    microbatches: float
+    """Microbatches of the full step, per rehearsed microbatch."""
+    passes: float
+    """Accumulation steps of the full step, per rehearsed one."""
+
+    def times(self, entry: Entry, phase: Phase | None) -> float:
+        """Return how many times the full step has an entry of the record."""
+        if phase == "validation":
+            return 0.0
+        if phase in ("update", "state"):
+            return 1.0
+        is_once = phase in (None, "between") and entry.event == "message"
+        if self.layout.pipeline is not None and is_once and entry.where[0] in OVERLAPPED:
+            return self.passes
+        return self.microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +80,15 @@ class Planned:
     pipeline_ranks: Sequence[int]
     """Pipeline ranks whose memory and work are planned."""
 
+    def __reduce__(self) -> Any:
+        """Pickle the settings as TOML, because classes of custom models cannot be pickled."""
+        toml = to_toml(self.config)
+        return _load, (toml, self.world_size, self.device, self.gpus_per_node)
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.layout.dims.world_size
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the job compiles its blocks. A rehearsal does not."""
-        return self.config.compile.enable
 
     @property
     def tokens_per_step(self) -> int:
@@ -70,11 +118,7 @@ class Planned:
 
 
 def plan_job(
-    argv: Sequence[str],
-    *,
-    world_size: int,
-    device: Device,
-    gpus_per_node: int,
+    argv: Sequence[str], *, world_size: int, device: Device, gpus_per_node: int
 ) -> Planned:
     """Read a job as the trainer does, and find its layout; raise ConfigError if the settings do not
     fit together or the number of ranks."""
@@ -83,7 +127,7 @@ def plan_job(
             f"--world_size and --gpus_per_node must be at least 1, got {world_size} and "
             f"{gpus_per_node}"
         )
-    return place(
+    return plan_config(
         resolve_model(load_config(argv)),
         world_size=world_size,
         device=device,
@@ -91,13 +135,7 @@ def plan_job(
     )
 
 
-def place(
-    config: Config,
-    *,
-    world_size: int,
-    device: Device,
-    gpus_per_node: int,
-) -> Planned:
+def plan_config(config: Config, *, world_size: int, device: Device, gpus_per_node: int) -> Planned:
     """Find the layout of a job over a number of ranks; raise ConfigError if the rules forbid it, or
     it cannot be rehearsed."""
     if config.activation_checkpoint.mode == "memory_budget":
@@ -119,50 +157,80 @@ def place(
         layout=layout,
         device=device,
         gpus_per_node=gpus_per_node,
-        shortened=shorten(config, layout),
+        shortened=_shorten(config, layout),
         pipeline_ranks=range(pp) if pipeline is None or pp <= FEW else fullest_ranks(pipeline),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """A job for another process. The settings are TOML, since custom sections cannot be pickled."""
-
-    toml: str
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Values by key that override the TOML."""
-    world_size: int
-    device: Device
-    gpus_per_node: int
-
-    def place(self) -> Planned:
-        """Find the layout, without repeating the warnings about settings; raise ConfigError if the
-        rules forbid it."""
-        logging.disable(logging.WARNING)
-        layer = flatten(parse(self.toml, origin=PYTHON), origin=PYTHON, tree=Config)
-        for key, value in self.settings.items():
-            *section, name = key.split(".")
-            layer |= flatten({name: value}, origin=PYTHON, tree=Config, prefix=tuple(section))
-        return place(
-            load_job(layer).config,
-            world_size=self.world_size,
-            device=self.device,
-            gpus_per_node=self.gpus_per_node,
-        )
+def _load(toml: str, world_size: int, device: Device, gpus_per_node: int) -> Planned:
+    layer = flatten(parse(toml, origin=PYTHON), origin=PYTHON, tree=Config)
+    config = load_job(layer).config
+    return plan_config(config, world_size=world_size, device=device, gpus_per_node=gpus_per_node)
 
 
-def send(
-    config: Config,
-    planned: Planned,
-    *,
-    settings: Mapping[str, object] | None = None,
-    world_size: int | None = None,
-) -> Sent:
-    """Return a job for another process, on the devices of `planned` unless `world_size` is set."""
-    return Sent(
-        toml=to_toml(config),
-        settings=settings or {},
-        world_size=world_size or planned.world_size,
-        device=planned.device,
-        gpus_per_node=planned.gpus_per_node,
+def _shorten(config: Config, layout: Layout) -> Shortened:
+    """Return the job with the fewest microbatches and accumulation steps that show a full step."""
+    training = config.training
+    if training.mixed_precision_param == "auto":
+        training = replace(training, mixed_precision_param="bfloat16")
+    config = replace(config, training=training, compile=replace(config.compile, enable=False))
+    accumulation = min(layout.accumulation, 2)
+    passes = layout.accumulation / accumulation
+    layout = replace(layout, accumulation=accumulation)
+    pipeline = layout.pipeline
+    short_table = None if pipeline is None else _shorten_table(config, pipeline)
+    if short_table is None or pipeline is None:
+        return Shortened(config=config, layout=layout, microbatches=passes, passes=passes)
+    num, full = count_microbatches(short_table), count_microbatches(pipeline.table)
+    validation = replace(  # keeps all microbatches: a rank holds some memory of each
+        config.validation,
+        local_batch_size=config.validation.local_batch_size or training.local_batch_size,
     )
+    training = replace(
+        training, local_batch_size=num * pipeline.microbatch_size, global_batch_size=-1
+    )
+    return Shortened(
+        config=replace(config, training=training, validation=validation),
+        layout=replace(layout, pipeline=replace(pipeline, table=short_table)),
+        microbatches=passes * full / num,
+        passes=passes,
+    )
+
+
+def _shorten_table(config: Config, pipeline: PipelineLayout) -> Table | None:
+    """Return the schedule with the fewest microbatches that fill it, or None if it has no more."""
+    name = config.parallelism.pipeline_parallel_schedule
+    pp, num = len(pipeline.table), count_microbatches(pipeline.table)
+    stages_per_rank = len(pipeline.modules) // pp
+    peaks, is_full = _peaks(pipeline.table), False
+    for fewer in range(max(1, max(peaks) // stages_per_rank), num):  # fewer cannot fill it
+        sizes = {"pp": pp, "stages_per_rank": stages_per_rank, "num_microbatches": fewer}
+        try:
+            check_schedule(name, **sizes)
+        except ConfigError:
+            continue
+        table = compute_table(name, **sizes)
+        if is_full:  # the last microbatch finds what the first ones have left
+            return table
+        is_full = _peaks(table) == peaks
+    return None
+
+
+def _peaks(table: Table) -> list[int]:
+    """Return the most activations that each rank holds at once, as `Timeline.peak` does."""
+    return [max(accumulate(HELD[action.kind] for action in row)) for row in table]
+
+
+def fullest_ranks(pipeline: PipelineLayout) -> list[int]:
+    """Return the ranks that may need most memory: the first, the last, and of the ranks between
+    them the one with most activations at its peak and the one with most modules."""
+    sizes = [len(modules) for modules in pipeline.modules]
+    held = [max(accumulate(HELD[a.kind] * sizes[a.stage] for a in row)) for row in pipeline.table]
+    own = [sum(sizes[stage] for stage in pipeline.stages_of(n)) for n in range(len(held))]
+    last = len(held) - 1
+    inner = range(1, last) or range(1)
+    fullest = (
+        max(inner, key=lambda n: (held[n], own[n])),
+        max(inner, key=lambda n: (own[n], held[n])),
+    )
+    return sorted({0, *fullest, last})

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint.manager import PINNED
-from torchtitan.tools.plan.account import KINDS, Account, replay
+from torchtitan.tools.plan.account import PURPOSES, Account, replay
 from torchtitan.tools.plan.allocator import GIB, MIB
 from torchtitan.tools.plan.devices import ALLOWANCE
-from torchtitan.tools.plan.draw import check_picture, save_areas
 from torchtitan.tools.plan.job import Planned
-from torchtitan.tools.plan.records import rehearse_ranks
-from torchtitan.tools.plan.remedies import plan_remedies
-from torchtitan.tools.plan.step import time_step
-from torchtitan.tools.plan.tape import Kind, Record
-from torchtitan.tools.plan.tried import Tried
+from torchtitan.tools.plan.layout import search_layouts
+from torchtitan.tools.plan.ranks import rehearse_ranks
+from torchtitan.tools.plan.tape import Purpose, Record
 
-NUM_TENANTS = 8
+NUM_STORAGES = 8
 STEP_COUNT_BYTES = 4
 
 
-def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the account of each pipeline rank as text, then remedies if it does not fit.
-
-    Memory over the step is drawn to `arguments.out`, if set.
-    """
-    if arguments.out is not None:
-        check_picture(arguments.out)
+def plan_memory(planned: Planned, _: argparse.Namespace) -> Iterator[str]:
+    """Yield the account of each pipeline rank as text, then the best layouts if it does not fit."""
     records = rehearse_ranks(planned)
     accounts = [replay(record) for record in records]
-    fullest_rank, fullest = _fullest(planned, accounts)
+    fullest_rank, fullest = max(
+        zip(planned.pipeline_ranks, accounts, strict=True), key=lambda pair: pair[1].needed
+    )
     parts = [
         planned.headline(),
         _table(planned, accounts, [staged(planned, record) for record in records]),
@@ -43,13 +37,13 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
         _peak(fullest_rank, fullest),
         _limits(planned),
     ]
-    if arguments.out is not None:
-        _draw(arguments.out, planned, accounts)
-        parts.append(f"written: {arguments.out}")
     yield "\n\n".join(parts) + "\n"
-    if arguments.ran_out or fullest.needed > planned.device.memory:
-        now = Tried(memory=fullest.needed, time=time_step(planned, records))
-        yield from plan_remedies(planned, now=now)
+    if fullest.needed > planned.device.memory:
+        yield "\n"
+        try:
+            yield from search_layouts(planned)
+        except ConfigError as error:
+            yield f"{error}\n"
 
 
 def staged(planned: Planned, record: Record) -> int:
@@ -80,12 +74,12 @@ def staged(planned: Planned, record: Record) -> int:
 def checkpoint_bytes(planned: Planned, records: Sequence[Record]) -> int:
     """Return the bytes of a full checkpoint: the weights, and the optimizer's state in proportion
     to the weights of the planned ranks."""
-    sizes: Counter[Kind] = Counter()
+    sizes: Counter[Purpose] = Counter()
     for record in records:
         for piece, end in record.bounds():
             if piece.phase == "state":
                 for entry in record.entries[piece.start : end]:
-                    sizes[entry.kind] += entry.size
+                    sizes[entry.purpose] += entry.size
     itemsize = getattr(torch, planned.config.training.dtype).itemsize
     weights = planned.layout.counts.num_parameters * itemsize
     return round(weights * sizes.total() / sizes["weights"])
@@ -102,10 +96,11 @@ def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int])
     ranks = planned.pipeline_ranks
     names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in ranks]
     rows: list[tuple[str, list[int]]] = [
-        (content, [account.by_kind.get(content, 0) for account in accounts]) for content in KINDS
+        (purpose, [account.by_purpose.get(purpose, 0) for account in accounts])
+        for purpose in PURPOSES
     ]
     rows = [row for row in rows if any(row[1])]
-    rows.append(("live at the peak", [sum(account.by_kind.values()) for account in accounts]))
+    rows.append(("live at the peak", [sum(account.by_purpose.values()) for account in accounts]))
     rows.append(("active (rounded up)", [account.active for account in accounts]))
     rows.append(("reserved by torch", [account.reserved for account in accounts]))
     rows.append(("not modelled (allowance)", [ALLOWANCE] * len(accounts)))
@@ -135,27 +130,21 @@ def _verdict(planned: Planned, fullest: Account) -> str:
     return f"DOES NOT FIT: {has}, {-left:.1f} GiB are missing on the fullest rank"
 
 
-def _fullest(planned: Planned, accounts: Sequence[Account]) -> tuple[int, Account]:
-    """Return the pipeline rank that needs most, and its account."""
-    pairs = zip(planned.pipeline_ranks, accounts, strict=True)
-    return max(pairs, key=lambda pair: pair[1].needed)
-
-
 def _peak(rank: int, account: Account) -> str:
-    phase, block = account.during
+    phase, block = account.piece[1:]
     during = "between blocks" if block is None else f"in the {phase} of layer {block}"
     if phase == "validation" and block is None:
         during = "in the validation"
-    operator, module = account.where.where[:2]
+    operator, module = account.peak.where[:2]
     lines = [
         f"The peak of pipeline rank {rank} is {during}, with {operator}"
         + (f" of {module}" if module else "")
         + ". The largest storages are:"
     ]
     lines += [
-        f"  {_size(tenant.size):>12}  {tenant.num:>5} x  {tenant.kind:<17} "
-        f"{tenant.operator} {tenant.module}".rstrip()
-        for tenant in account.tenants[:NUM_TENANTS]
+        f"  {_size(group.size):>12}  {group.count:>5} x  {group.purpose:<17} "
+        f"{group.operator} {group.module}".rstrip()
+        for group in account.storages[:NUM_STORAGES]
     ]
     return "\n".join(lines)
 
@@ -169,25 +158,10 @@ def _limits(planned: Planned) -> str:
     num_planned, pp = len(planned.pipeline_ranks), planned.layout.dims.pp
     if num_planned < pp:
         lines.append(f"{num_planned} of {pp} pipeline ranks are planned, which should need most.")
-    if planned.is_compiled:
+    if planned.config.compile.enable:
         lines.append("Blocks are planned without the compiler, which usually needs less.")
     if planned.layout.counts.num_experts:
         lines.append("Each expert gets an equal number of tokens.")
     if planned.config.training.attn_mask_type == "block_causal":
         lines.append("Each sequence is one document.")
     return "\n".join(lines)
-
-
-def _draw(path: Path, planned: Planned, accounts: Sequence[Account]) -> None:
-    panels: list[tuple[str, Mapping[str, Sequence[float]]]] = [
-        (
-            f"pipeline rank {rank}" if len(accounts) > 1 else planned.headline(),
-            {
-                str(content): [point.get(content, 0) / GIB for point in account.curve]
-                for content in KINDS
-                if any(point.get(content, 0) for point in account.curve)
-            },
-        )
-        for rank, account in zip(planned.pipeline_ranks, accounts, strict=True)
-    ]
-    save_areas(path, panels=panels, limit=(planned.device.memory - ALLOWANCE) / GIB)

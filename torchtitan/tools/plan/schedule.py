@@ -1,17 +1,34 @@
-"""The cost of a pipeline schedule: its table simulated with a duration for each kind of action.
+"""The cost of a pipeline schedule, and the command `schedule`, which draws it.
 
-A rank executes its actions in the order of the table. Each starts when the rank is free and its
-inputs have arrived. This gives the start and end of each action, hence the bubble and the held
-activations. Closed formulas exist for each schedule, but only under its own assumptions; the
-simulation works for any table, costs and number of microbatches.
+The table of the schedule is simulated with a duration for each kind of action. A rank executes its
+actions in the order of the table. Each starts when the rank is free and its inputs have arrived.
+This gives the start and end of each action, hence the bubble and the held activations. Closed
+formulas exist for each schedule, but only under its own assumptions; the simulation works for any
+table, costs and number of microbatches.
 """
 
 from __future__ import annotations
 
+import argparse
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torchtitan.parallel.pipeline.schedules import Action, Kind, Table
+from torchtitan.base.errors import ConfigError
+from torchtitan.parallel.pipeline.schedules import (
+    KINDS,
+    SCHEDULES,
+    Action,
+    Kind,
+    Table,
+    compute_table,
+)
+
+UNIT = "times a forward of one stage"
+LEGEND = (
+    "F forward, B backward, I and W its halves for inputs and weights, then the microbatch;\n"
+    "small letters: a later stage of the rank; dots: idle"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,3 +166,101 @@ def _requirements(action: Action, *, num_stages: int) -> list[tuple[Action, ...]
         kinds: tuple[Kind, ...] = ("backward", "backward_input")
         needs.append(tuple(Action(stage + 1, action_name, microbatch) for action_name in kinds))
     return needs
+
+
+def plan_schedule(arguments: argparse.Namespace) -> str:
+    """Return the timeline of a schedule and its figures as text."""
+    table, title = _table(arguments)
+    timeline = simulate(table, costs=_costs(arguments))
+    peak = max(timeline.peak_in_shares(rank) for rank in range(len(timeline.rows)))
+    headline = f"{title}: bubble {timeline.total_bubble:.1%}, peak activations {peak:g}"
+    # the shortest action has one slot
+    shortest = min(span.end - span.start for row in timeline.rows for span in row)
+    num_slots = min(2000, round(timeline.makespan / shortest))
+    width = shutil.get_terminal_size((100, 24)).columns
+    drawn = draw(timeline, num_slots=num_slots, width=width)
+    return "\n\n".join([headline, drawn, _figures(timeline), LEGEND]) + "\n"
+
+
+def _costs(arguments: argparse.Namespace) -> Costs:
+    values = {
+        name: value
+        for name in ("forward", "backward_input", "backward_weight", "transfer")
+        if (value := getattr(arguments, name)) is not None
+    }
+    mistakes = [
+        f"--{name} must be a finite number above 0, got {value:g}"
+        for name, value in values.items()
+        if not (0.0 < value < float("inf") or (name == "transfer" and value == 0.0))
+    ]
+    if mistakes:
+        raise ConfigError(mistakes)
+    halves = Costs(**values)
+    return replace(halves, backward=halves.backward_input + halves.backward_weight)
+
+
+def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
+    """Return the table to draw, and its title."""
+    name, pp, num = arguments.schedule, arguments.pp, arguments.microbatches
+    if name is None or pp is None or num is None:
+        raise ConfigError("--schedule, --pp and --microbatches must be set")
+    # compute_table refuses an unknown name
+    usual = SCHEDULES[name].usual_stages if name in SCHEDULES else 1
+    stages = usual * pp if arguments.stages is None else arguments.stages
+    if pp < 1 or stages < 1 or stages % pp:
+        raise ConfigError(f"--stages must be a multiple of --pp, got {stages} and {pp}")
+    table = compute_table(name, pp=pp, stages_per_rank=stages // pp, num_microbatches=num)
+    return table, f"{name}, {pp} ranks, {stages} stages, {num} microbatches"
+
+
+def _figures(timeline: Timeline) -> str:
+    """Return a line per rank, and one for the pipeline."""
+    lines = ["rank  computes     idle   bubble  peak activations: of a stage  of a rank's layers"]
+    for rank in range(len(timeline.rows)):
+        busy, bubble = timeline.busy(rank), timeline.bubble(rank)
+        lines.append(
+            f"{rank:>4}  {busy:>8.5g} {timeline.makespan - busy:>8.5g} {bubble:>8.2%}"
+            f"{timeline.peak(rank):>28}  {timeline.peak_in_shares(rank):>18g}"
+        )
+    lines.append(
+        f"in all {timeline.makespan:.5g} {UNIT}; bubble {timeline.total_bubble:.2%} (idle / "
+        "computes)"
+    )
+    return "\n".join(lines)
+
+
+def draw(timeline: Timeline, *, num_slots: int, width: int) -> str:
+    """Draw the timeline in `num_slots` slots, broken into lines of `width` characters.
+
+    Time runs to the right, a row is a rank, and dots are the bubble.
+    """
+    widest = max(span.action.microbatch for row in timeline.rows for span in row)
+    per_slot = 2 + len(str(widest))
+    per_time = num_slots * per_slot / timeline.makespan
+    lines = [_draw_row(row, per_time=per_time) for row in timeline.rows]
+    length = max(per_slot, width - len("rank 00 ")) // per_slot * per_slot
+    total = max(len(line) for line in lines)
+    blocks = [
+        "\n".join(
+            f"rank {rank:<2} {line.ljust(total, '.')[start : start + length]}"
+            for rank, line in enumerate(lines)
+        )
+        for start in range(0, total, length)
+    ]
+    return "\n\n".join(blocks)
+
+
+def _draw_row(row: Sequence[Span], *, per_time: float) -> str:
+    text = ""
+    first_stage = min(span.action.stage for span in row)
+    for span in row:
+        begin, end = round(span.start * per_time), round(span.end * per_time)
+        text = text.ljust(begin, ".")
+        text += _label(span.action, first_stage).ljust(end - begin - 1, "-")[: end - len(text) - 1]
+        text = text.ljust(end)
+    return text
+
+
+def _label(action: Action, first_stage: int) -> str:
+    letter = next(letter for letter, name in KINDS.items() if name == action.kind)
+    return f"{letter if action.stage == first_stage else letter.lower()}{action.microbatch}"

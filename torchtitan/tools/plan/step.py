@@ -31,7 +31,7 @@ from math import ceil
 from torchtitan.tools.plan.devices import Device, Share
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.links import OVERLAPPED, Axis, axes_of, collective
-from torchtitan.tools.plan.records import rehearse_ranks
+from torchtitan.tools.plan.ranks import rehearse_ranks
 from torchtitan.tools.plan.schedule import Costs, simulate
 from torchtitan.tools.plan.tape import Entry, Phase, Record
 
@@ -94,7 +94,7 @@ class RankTimes:
     def __init__(self, record: Record, planned: Planned) -> None:
         device = planned.device
         axes = axes_of(planned.layout.dims, gpus_per_node=planned.gpus_per_node)
-        kept = FUSED if planned.is_compiled else 1.0
+        kept = FUSED if planned.config.compile.enable else 1.0
         self._times: defaultdict[tuple[str, str, int], float] = defaultdict(float)
         """Seconds by phase, resource and bound (0 worst, 1 best)."""
         cached: dict[tuple[object, ...], tuple[str, Time]] = {}
@@ -103,7 +103,7 @@ class RankTimes:
         for piece, end in record.bounds():
             phase = piece.phase or "between"
             for entry in record.entries[piece.start : end]:
-                if entry.what in ("birth", "death"):
+                if entry.event in ("birth", "death"):
                     continue
                 is_on_host = entry.pool == "host" or (offloads and phase == "update")
                 key = (*entry[:3], is_on_host)
@@ -168,11 +168,11 @@ def _whole_step(planned: Planned, ranks: Sequence[RankTimes], bound: int) -> tup
 
 def _times(planned: Planned, entry: Entry, phase: Phase | None) -> float:
     """Return how many times the full step has an entry of a rank's record."""
-    if entry.what == "copy":
+    if entry.event == "copy":
         if entry.where[0] == "to host" and planned.layout.dims.dp_replicate > 1:
             return 1.0  # gradients are copied once, after the sum over model copies
         # counted as the gather or reduction that needs it
-        entry = entry._replace(what="message", where=("fsdp", *entry.where))
+        entry = entry._replace(event="message", where=("fsdp", *entry.where))
     return planned.shortened.times(entry, phase)
 
 
@@ -180,17 +180,17 @@ def _time(
     entry: Entry, *, device: Device, axes: Mapping[str, Axis], kept: float, is_on_host: bool
 ) -> tuple[str, Time]:
     """Return the resource that an entry needs, and its time."""
-    if entry.what == "message":
+    if entry.event == "message":
         axis, operator, _ = entry.where
         if axis not in axes:
             return "waits", NONE
         share = axes[axis].seconds(collective(operator), entry.size, device=device)
         return "overlapped" if axis in OVERLAPPED else "waits", (share.worst, share.best)
-    if entry.what == "copy":
+    if entry.event == "copy":
         return entry.where[0], _spread(entry.size / device.to_host, device.copies)
-    if entry.what == "pass" and is_on_host:
+    if entry.event == "pass" and is_on_host:
         return "offload", (entry.size / device.on_host.worst, entry.size / device.on_host.best)
-    if entry.what == "pass":
+    if entry.event == "pass":
         return "passes", _spread(entry.size / device.bandwidth, device.passes, best=kept)
     if "attention" in entry.where[0]:
         return "attention", _spread(entry.size / device.flops, device.attention)

@@ -15,7 +15,7 @@ to any number (`copies.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -35,7 +35,7 @@ from torchtitan.tools.plan.passes import (
     written,
 )
 
-Kind = Literal[
+Purpose = Literal[
     "weights",
     "optimizer",
     "gradients",
@@ -64,14 +64,14 @@ WORLD = "world"
 class Entry(NamedTuple):
     """An event of the tape. Names of modules are relative to their block."""
 
-    what: Literal["birth", "death", "message", "product", "pass", "copy"]
+    event: Literal["birth", "death", "message", "product", "pass", "copy"]
     """A pass is an operator that is bound by memory. A copy moves data between device and host."""
     size: int
     """Bytes, or floating-point operations of a product."""
     where: tuple[str, ...]
     """Birth, pass: operator, module. Message: axis, collective, module. Product: operator, module,
     shapes of the factors. Copy: "to device" or "to host", module."""
-    kind: Kind = "temporaries"
+    purpose: Purpose = "temporaries"
     pool: Pool = "compute"
     """For a pass: "host" if the host computes it."""
     born: int = -1
@@ -104,13 +104,21 @@ class Tape(DispatchMode):
     """Records the operators of this process while it is entered.
 
     `axes` has the axes of each process group, by the group's name, with the axes of FSDP last.
+    `report` is called with each piece that starts.
     """
 
-    def __init__(self, axes: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self,
+        axes: Mapping[str, Sequence[str]],
+        *,
+        report: Callable[[Piece], None] | None = None,
+    ) -> None:
         super().__init__()
         self.record = Record()
+        self._report = report
+        self.is_validating = False
         self.pool: Pool = "compute"
-        self.kind: Kind = "temporaries"
+        self.purpose: Purpose = "temporaries"
         self.is_paused = False
         self.is_sharding = False
         """Whether FSDP's code runs."""
@@ -123,32 +131,38 @@ class Tape(DispatchMode):
         self._block_of: dict[nn.Module, int] = {}
         self._backward = -1
 
-    def ended(self) -> Record:
+    def copy_record(self) -> Record:
         """Return a copy of the record so far, without later deaths."""
         return Record(list(self.record.entries), list(self.record.pieces))
 
     def mark(self, phase: Phase | None, block: int | None) -> None:
         """Start a piece."""
+        if self.is_validating:
+            phase = "validation"
         piece = Piece(len(self.record.entries), phase, block)
         if self.record.pieces[-1][1:] != piece[1:]:
             self.record.pieces.append(piece)
+            if self._report is not None:
+                self._report(piece)
 
-    def hold(self, tensor: Tensor, *, kind: Kind, pool: Pool = "compute") -> None:
+    def hold(self, tensor: Tensor, *, purpose: Purpose, pool: Pool = "compute") -> None:
         """Record an existing tensor. A tensor that was seen before keeps its birth."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._live:
-            self.name(tensor, kind=kind, pool=pool)
+            self.name(tensor, purpose=purpose, pool=pool)
         else:
-            self.bear(storage, Entry("birth", storage.nbytes(), ("state", ""), kind, pool))
+            self.bear(storage, Entry("birth", storage.nbytes(), ("state", ""), purpose, pool))
         if pool == "host":
             self._on_host.add(storage._cdata)
 
-    def name(self, tensor: Tensor, *, kind: Kind, pool: Pool | None = None) -> None:
+    def name(self, tensor: Tensor, *, purpose: Purpose, pool: Pool | None = None) -> None:
         """Set the purpose, and the stream, of a live storage after its birth."""
         live_entry = self._live.get(tensor.untyped_storage()._cdata)
         if live_entry is not None and live_entry[1] >= 0:
             entry = self.record.entries[live_entry[1]]
-            self.record.entries[live_entry[1]] = entry._replace(kind=kind, pool=pool or entry.pool)
+            self.record.entries[live_entry[1]] = entry._replace(
+                purpose=purpose, pool=pool or entry.pool
+            )
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """Record a change of a storage's size."""
@@ -213,12 +227,12 @@ class Tape(DispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func.name()
         is_message = func.namespace in MESSAGES
-        kind: Kind = "communication" if is_message else self.kind
+        purpose: Purpose = "communication" if is_message else self.purpose
         for tensor in find_tensors(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 where = (name, self._modules[-1])
-                self.bear(storage, Entry("birth", storage.nbytes(), where, kind, self.pool))
+                self.bear(storage, Entry("birth", storage.nbytes(), where, purpose, self.pool))
         if self._on_host and self.record.pieces[-1].phase != "update":
             self._note_copies(func, args, kwargs, out)
         if is_message:
@@ -236,7 +250,7 @@ class Tape(DispatchMode):
         """Record copies of offloaded tensors that a GPU would need. FSDP splits the gradients of a
         reduction, and copies each to the host."""
         if func is torch.ops.aten.as_strided.default:
-            is_reduced = self.is_sharding and self.kind != "gathered weights"
+            is_reduced = self.is_sharding and self.purpose != "gathered weights"
             if is_reduced and self.record.pieces[-1].phase != "forward":
                 self._on_host.add(out.untyped_storage()._cdata)
                 self._append(Entry("copy", out.nbytes, ("to host", self._modules[-1])))
@@ -300,10 +314,6 @@ class Tape(DispatchMode):
         if entry.size:
             self._append(entry)
 
-    def birth(self, tensor: Tensor) -> int:
-        """Return the index of the birth of a live tensor's storage, or -1."""
-        return self._live.get(tensor.untyped_storage()._cdata, (0, -1))[1]
-
     def _drop(self, key: int) -> None:
         self._die(key)
         del self._live[key]
@@ -313,14 +323,14 @@ class Tape(DispatchMode):
         size, birth = self._live[key]
         if size:
             entry = self.record.entries[birth]
-            self._append(entry._replace(what="death", born=birth))
+            self._append(entry._replace(event="death", born=birth))
 
     def _append(self, entry: Entry) -> None:
         self.record.entries.append(entry)
 
     @contextmanager
     def within(self, **values: Any) -> Iterator[None]:
-        """Set `pool`, `kind`, `is_paused` or `is_sharding` for the time of the context."""
+        """Set `pool`, `purpose`, `is_paused` or `is_sharding` for the time of the context."""
         before = {name: getattr(self, name) for name in values}
         for name, value in values.items():
             setattr(self, name, value)

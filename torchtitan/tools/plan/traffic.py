@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torchtitan.tools.plan.allocator import GIB
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.links import Collective, axes_of, collective
-from torchtitan.tools.plan.records import rehearse_ranks
+from torchtitan.tools.plan.ranks import rehearse_ranks
 from torchtitan.tools.plan.tape import Record
 
 
@@ -50,7 +50,7 @@ def count_traffic(planned: Planned, record: Record, *, by_module: bool) -> list[
     sums: dict[tuple[str, Collective, str], list[float]] = defaultdict(lambda: [0.0] * 4)
     for piece, end in record.bounds():
         for entry in record.entries[piece.start : end]:
-            if entry.what != "message":
+            if entry.event != "message":
                 continue
             axis, operator, module = entry.where
             operation = collective(operator)

@@ -123,13 +123,13 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
         num_reductions += 1
         # first the input of a reduction, on the compute stream, then its result, on its own stream
         is_result = num_reductions % 2 == 0
-        pool, kind = ("reduce", "gradients") if is_result else ("compute", "communication")
-        with tape.within(pool=pool, kind=kind):
+        pool, purpose = ("reduce", "gradients") if is_result else ("compute", "communication")
+        with tape.within(pool=pool, purpose=purpose):
             return allocate(*args, **kwargs)
 
     def gathered(params: Any, group: Any, is_async: bool, *args: Any) -> Any:
         # a pipeline gathers ahead and asynchronously, without a stream of its own
-        with tape.within(pool="compute" if is_async else "gather", kind="gathered weights"):
+        with tape.within(pool="compute" if is_async else "gather", purpose="gathered weights"):
             return gather(params, group, is_async, *args)
 
     def shaped(*args: Any, **kwargs: Any) -> Any:
@@ -139,8 +139,8 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
     def of_block(work: Callable[..., Any]) -> Callable[..., Any]:
         def worked(group: Any, *args: Any, **kwargs: Any) -> Any:
             tape.mark_between(group.modules)
-            kind = "gathered weights" if work is wait else tape.kind
-            with tape.within(kind=kind, is_sharding=True):
+            purpose = "gathered weights" if work is wait else tape.purpose
+            with tape.within(purpose=purpose, is_sharding=True):
                 return work(group, *args, **kwargs)
 
         return worked
