@@ -83,50 +83,34 @@ def test_the_schema_of_kubernetes() -> None:
     assert {codes["containerName"] for codes in by_code.values()} == {container["name"]}
 
 
-def two_nodes(folder: Path, command: Any) -> None:
-    """Run what two nodes of a file run, one rank each, on a small job; `command` gives a node's,
-    by its number and the port of the first."""
+@pytest.mark.promise("cluster")
+@pytest.mark.long
+def test_the_pods_of_kubernetes_meet(tmp_path: Path) -> None:
+    """Two nodes with a rank each, on a small job."""
     place = hold_port()
-    port = place.getsockname()[1]
+    changed = {
+        "--nproc_per_node": "1",
+        "--master_addr": "127.0.0.1",
+        "--master_port": str(place.getsockname()[1]),
+    }
+    words = kubernetes_command()
+    words = words[1 : words.index("torchtitan.train") + 1]
+    assert "--node_rank=$(JOB_COMPLETION_INDEX)" in words
+    job = [*write_job(tmp_path), UNSAVED, "--training.steps=2"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     nodes = []
-    for number in range(2):
-        words, variables = command(number, port)
-        nodes.append(subprocess.Popen(words, env={**environ, **variables}, cwd=ROOT))
+    for number in ("0", "1"):
+        values = {**changed, "--node_rank": number}
+        names = ((word.partition("=")[0], word) for word in words)
+        command = [f"{name}={values[name]}" if name in values else word for name, word in names]
+        nodes.append(subprocess.Popen([sys.executable, *command, *job], env=environ, cwd=ROOT))
     try:
         assert [node.wait(SECONDS) for node in nodes] == [0, 0]
     finally:
         for node in nodes:
             node.terminate()
         place.close()
-    assert [row["step"] for row in read_rows(folder / "run")] == [1, 2]
-
-
-def settings(folder: Path) -> list[str]:
-    return [*write_job(folder), UNSAVED, "--training.steps=2"]
-
-
-@pytest.mark.promise("cluster")
-@pytest.mark.long
-def test_the_pods_of_kubernetes_meet(tmp_path: Path) -> None:
-    def command(number: int, port: int) -> tuple[list[str], dict[str, str]]:
-        words = kubernetes_command()
-        words = words[1 : words.index("torchtitan.train") + 1]
-        changed = {
-            "--node_rank": str(number),  # of the variable JOB_COMPLETION_INDEX
-            "--nproc_per_node": "1",
-            "--master_addr": "127.0.0.1",
-            "--master_port": str(port),
-        }
-        assert "--node_rank=$(JOB_COMPLETION_INDEX)" in words
-        names = [word.partition("=")[0] for word in words]
-        words = [
-            f"{name}={changed[name]}" if name in changed else word
-            for name, word in zip(names, words, strict=True)
-        ]
-        return [sys.executable, *words, *settings(tmp_path)], {}
-
-    two_nodes(tmp_path, command)
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == [1, 2]
 
 
 LAUNCHER = """#!/bin/bash

@@ -6,8 +6,8 @@ operators whose output shape depends on values. Real steps of a small model on t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,19 @@ class Waits(TorchDispatchMode):
         self.num_waits += (func.name() in SYNCING or by_mask) and not self._pauses
         return func(*args, **(kwargs or {}))
 
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count, and let the host read what it copied earlier; batches are still on the host."""
+        with ExitStack() as stack:
+            for name in COPIES:
+                copy = self.counted(getattr(Tensor, name))
+                stack.enter_context(patch.object(Tensor, name, copy))
+            for owner, name in ((HostCopy, "read"), (Loader, "__next__")):
+                work = self.uncounted(getattr(owner, name))
+                stack.enter_context(patch.object(owner, name, work))
+            stack.enter_context(self)
+            yield
+
     def counted(self, copy: Callable[..., Any]) -> Callable[..., Any]:
         def work(*args: Any, **kwargs: Any) -> Any:
             self.num_waits += not self._pauses
@@ -84,17 +97,8 @@ def waiting_clip(parameters: Any, *, norm: Tensor, max_norm: float) -> None:
 def count_waits(job: list[str], *, plants: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return (waits, copies read later) of a step and of a logged step."""
     run, waits, seen = jobs.start(job), Waits(), [(0, 0)]
-    with ExitStack() as stack:
-        for name in COPIES:
-            copy = waits.counted(getattr(Tensor, name))
-            stack.enter_context(patch.object(Tensor, name, copy))
-        # batches are still on the host
-        for owner, name in ((HostCopy, "read"), (Loader, "__next__")):
-            work = waits.uncounted(getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, work))
-        if plants:
-            stack.enter_context(patch.object(trainer, "clip_gradients", waiting_clip))
-        stack.enter_context(waits)
+    clip = waiting_clip if plants else clip_gradients
+    with patch.object(trainer, "clip_gradients", clip), waits.counting():
         Trainer(run).train(
             on_step=lambda step: seen.append((waits.num_waits, waits.num_read_later))
         )

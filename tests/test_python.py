@@ -186,29 +186,6 @@ def test_callbacks_follow_a_run(tmp_path: Path) -> None:
     assert "enough" in result.reason
 
 
-TWO_RANKS = """
-import os, sys, torchtitan
-result = torchtitan.train(torchtitan.load_config(sys.argv[1], **{"job.dump_folder": sys.argv[2]}))
-with open(f"{sys.argv[2]}/{os.environ['RANK']}.txt", "w") as file:
-    print(result.step, result.loss, [row["loss"] for row in result.rows], file=file)
-"""
-
-
-@pytest.mark.long
-def test_ranks_under_a_launcher_have_one_result(tmp_path: Path) -> None:
-    (tmp_path / "two.py").write_text(TWO_RANKS)
-    write_job(tmp_path)
-    program = [str(tmp_path / "two.py"), str(tmp_path / "run.toml"), str(tmp_path / "run")]
-    subprocess.run(
-        [sys.executable, "-m", "torchtitan.launch", "--standalone", "--nproc_per_node=2", *program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
-    )
-    first, second = ((tmp_path / "run" / f"{rank}.txt").read_text() for rank in range(2))
-    losses = [row["loss"] for row in read_rows(tmp_path / "run")]
-    assert first == second == f"20 {losses[-1]} {losses}\n"
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")

@@ -21,11 +21,10 @@ from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
-from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import remote
-from torchtitan.checkpoint.checksums import read_manifest, seal, write_bytes
+from torchtitan.checkpoint.checksums import read_manifest, seal
 from torchtitan.checkpoint.remote import RemoteCheckpoints, Store
-from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.job import load_config
 
@@ -259,33 +258,6 @@ def order_of_writes(job: list[str]) -> tuple[list[str], str]:
         store.before = staticmethod(refuse)
         message = jobs.failure([*job, "--checkpoint.upload_timeout_seconds=1"])
         return order, message
-
-
-def commit_as_files_come(folder: Path) -> list[list[int]]:
-    """Commit a step without its file, with a part of it, and with all of it; return the steps that
-    the store then has."""
-    write_bytes(folder / "manifest.json", seal({"files": {"a": {"size": 3, "xxh3_128": "0" * 32}}}))
-    manifest = read_manifest(folder)
-    found = []
-    with stores.faulty_store():
-        store, how = open_store(ALONE), {"settings": CheckpointConfig(), "key": "folder"}
-        runs = RemoteCheckpoints(ALONE, folder=folder, group=dist.group.WORLD, **how)
-        runs.pull_newest()
-        for content in (None, b"ab", b"abc"):
-            if content is not None:
-                store.write(f"step-1/{manifest['checksum']}/a", content)
-            if content == b"abc":
-                runs._commit("step-1", manifest)
-            else:
-                with pytest.raises(CheckpointError, match="step-1/"):
-                    runs._commit("step-1", manifest)
-            found.append(find_stored(store))
-    return found
-
-
-@pytest.mark.promise("kill-upload")
-def test_what_is_not_there_is_not_committed(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(commit_as_files_come, tmp_path, world=1) == [[[], [], [1]]]
 
 
 @pytest.mark.promise("object-stores")
