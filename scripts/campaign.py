@@ -23,7 +23,7 @@ from scripts.ports import hold_port
 from tests.jobs import TINY
 from torchtitan import trainer
 from torchtitan.base.errors import DataError
-from torchtitan.tools.compare.layouts.launch import train
+from torchtitan.tools.compare.launch import train
 
 ROOT = Path(__file__).parent.parent
 ENVIRON: Mapping[str, str] = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from scripts.benchmarks.pairs import Report, show, write_json
 from torchtitan.base.device import GIB, device_name
 from torchtitan.base.errors import UserError
-from torchtitan.tools.compare.layouts.launch import SECONDS_TO_SAVE, end
+from torchtitan.tools.compare.launch import SECONDS_TO_SAVE, end
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.devices import Device, find_device
 from torchtitan.tools.plan.job import plan_job

@@ -41,9 +41,9 @@ from torchtitan.generate.text import answer
 from torchtitan.job import load_config
 from torchtitan.metrics.rows import read_rows
 from torchtitan.resume_rules import resolve_model
-from torchtitan.tools.compare.layouts.gaps import relative
-from torchtitan.tools.compare.layouts.launch import train
-from torchtitan.tools.compare.layouts.words import parse_layout
+from torchtitan.tools.compare.gaps import relative
+from torchtitan.tools.compare.launch import train
+from torchtitan.tools.compare.words import parse_layout
 from torchtitan.tools.convert import to_hf
 
 STEPS, BATCH, NUM_ROWS, SEED = 10, 2, 225, 0

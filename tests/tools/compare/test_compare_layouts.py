@@ -24,14 +24,14 @@ from tests.distributed.rank_pool import RankPool
 from tests.naming import naming
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
+from torchtitan.mesh.dims import resolve_dims
 from torchtitan.parallel.execution import Batch
-from torchtitan.tools.compare import command
-from torchtitan.tools.compare.compare_layouts import make_plans, settings_of_all
-from torchtitan.tools.compare.compare_runs import StoredTensors
-from torchtitan.tools.compare.layouts import gaps
-from torchtitan.tools.compare.layouts.launch import run_ranks
-from torchtitan.tools.compare.layouts.rank import GRADIENTS, record_gradients
-from torchtitan.tools.compare.layouts.words import fit_local_batch, parse_layout
+from torchtitan.tools.compare import command, gaps
+from torchtitan.tools.compare.launch import run_ranks
+from torchtitan.tools.compare.layouts import make_plans, settings_of_all
+from torchtitan.tools.compare.rank import GRADIENTS, record_gradients
+from torchtitan.tools.compare.runs import StoredTensors
+from torchtitan.tools.compare.words import fit_local_batch, parse_layout
 from torchtitan.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -39,60 +39,33 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 TOML = Path(__file__).parents[3] / "train_configs" / "compare_layouts.toml"
 
 
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+
+
 @pytest.mark.parametrize(
     ("text", "degrees", "world", "dp"),
     [
         ("single", {}, 1, 1),
         ("1", {}, 1, 1),
-        ("fsdp4", {"data_parallel_shard_degree": 4}, 4, 4),
-        ("ddp2", {"data_parallel_replicate_degree": 2}, 2, 2),
-        (
-            "hsdp2x3",
-            {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 3},
-            6,
-            6,
-        ),
-        ("tp2", {"tensor_parallel_degree": 2}, 2, 1),
-        (
-            "pp2, fsdp2 tp4",
-            {
-                "pipeline_parallel_degree": 2,
-                "data_parallel_shard_degree": 2,
-                "tensor_parallel_degree": 4,
-            },
-            16,
-            2,
-        ),
-        ("cp2", {"context_parallel_degree": 2}, 2, 1),
-        (
-            "ep4,fsdp2,tp2",
-            {
-                "data_parallel_shard_degree": 2,
-                "tensor_parallel_degree": 2,
-                "expert_parallel_degree": 4,
-            },
-            4,
-            2,
-        ),
+        ("fsdp4", {"dp_shard": 4}, 4, 4),
+        ("ddp2", {"dp_replicate": 2}, 2, 2),
+        ("hsdp2x3", {"dp_replicate": 2, "dp_shard": 3}, 6, 6),
+        ("pp2, fsdp2 tp4", {"pp": 2, "dp_shard": 2, "tp": 4}, 16, 2),
+        ("cp2", {"cp": 2}, 2, 1),
+        ("ep4,fsdp2,tp2", {"dp_shard": 2, "tp": 2, "ep": 4}, 4, 2),
     ],
 )
 def test_words(text: str, degrees: Mapping[str, int], world: int, dp: int) -> None:
+    """Every degree is set, so that the TOML's do not count."""
     layout = parse_layout(text)
-    assert {key: n for key, n in layout.degrees.items() if n > 1} == degrees
     assert (layout.world_size, layout.dp, layout.overrides) == (world, dp, ())
-
-
-def test_every_degree_is_given_so_that_the_toml_has_no_say() -> None:
-    given = [word.split("=") for word in parse_layout("ddp2").arguments]
-    assert {key.removeprefix("--parallelism."): int(degree) for key, degree in given} == {
-        "data_parallel_replicate_degree": 2,
-        "data_parallel_shard_degree": 1,
-        "tensor_parallel_degree": 1,
-        "pipeline_parallel_degree": 1,
-        "context_parallel_degree": 1,
-        "expert_parallel_degree": 1,
+    options = ["--job.config_file=train_configs/compare_layouts.toml", *layout.arguments]
+    options += ["--model.name=qwen3_moe"] if layout.degrees["expert_parallel_degree"] > 1 else []
+    dims = resolve_dims(load_config(options).parallelism, world_size=world)
+    assert {axis: getattr(dims, axis) for axis in DEGREES} == {
+        **dict.fromkeys(DEGREES, 1),
+        **degrees,
     }
-    load_config([f"--job.config_file={TOML}", *parse_layout("ddp2").arguments])
 
 
 def test_options_go_behind_the_words() -> None:
@@ -148,8 +121,10 @@ def rows(losses: list[float]) -> list[dict[str, float]]:
 BOTH = {"loss": 1e-5, "grad_norm": 1e-4}
 
 
-def beyond(a: list[dict[str, float]], b: list[dict[str, float]]) -> list[gaps.Gap]:
-    return gaps.beyond_tolerance(gaps.compare_rows(a, b, tolerances=BOTH))
+def beyond(
+    a: list[dict[str, float]], b: list[dict[str, float]], tolerances: Mapping[str, float] = BOTH
+) -> list[gaps.Gap]:
+    return [gap for gap in gaps.compare_rows(a, b, tolerances=tolerances).values() if gap.beyond]
 
 
 def test_rounding_is_no_divergence() -> None:
@@ -190,9 +165,9 @@ def test_a_placeholder_or_no_number_is_a_divergence(loss: float | None) -> None:
 
 def test_a_figure_computed_without_sums_must_be_equal() -> None:
     a, b = ([{"step": 1, **dict.fromkeys(gaps.TOLERANCES, 1.0)}] for _ in "ab")
-    assert not gaps.beyond_tolerance(gaps.compare_rows(a, b))
+    assert not beyond(a, b, gaps.TOLERANCES)
     b[0]["valid_token_fraction"] = 1.0 + 2**-52
-    assert gaps.beyond_tolerance(gaps.compare_rows(a, b))
+    assert beyond(a, b, gaps.TOLERANCES)
 
 
 def test_a_step_that_one_run_lacks() -> None:
@@ -301,9 +276,7 @@ def test_a_planted_gradient_is_found(
     ranks.run(recorded, [*job, "--training.local_batch_size=2"], plant, world=2)
     stored = [StoredTensors(p / "g" / "step-1", GRADIENTS, skip=()) for p in (right, job_run(job))]
     gap = gaps.compare_gradients(*stored)
-    found = gaps.beyond_tolerance(
-        gaps.compare_rows(*(jobs.read_rows(p) for p in (right, job_run(job))))
-    )
+    found = beyond(*(jobs.read_rows(p) for p in (right, job_run(job))), gaps.TOLERANCES)
     assert (gap.largest > gaps.GRADIENTS_TOLERANCE) == (plant != "none"), gap
     if plant in ("scaled tensor", "missing sum"):
         assert gap.name == NORM
@@ -343,6 +316,14 @@ def compare(folder: Path, *arguments: str) -> Said:
         code = command.main(["layouts", *words, cache])
     stored = json.loads(figures.read_text()) if figures.is_file() else {"runs": []}
     return Said(code, out.getvalue(), err.getvalue(), stored["runs"])
+
+
+@pytest.mark.long
+def test_experts_in_float64(tmp_path: Path) -> None:
+    experts = ("--model.name=qwen3_moe", TINY, "--model.vocab_size=264", "--float64", "--steps=2")
+    said = compare(tmp_path, "fsdp2,ep2", *experts)
+    assert said.code == 0, said.out + said.err
+    assert 0 < max(gap["largest"] for gap in said.runs[1]["gradients"]) < 1e-12
 
 
 @pytest.mark.promise("compare")

@@ -21,8 +21,8 @@ from torchtitan.config.settings import to_toml
 from torchtitan.job import CONFIG_FILE, load_config
 from torchtitan.metrics.events import EVENTS, EventLog
 from torchtitan.tools.compare import command
-from torchtitan.tools.compare.compare_runs import Comparison, compare_runs, have_same_samples
-from torchtitan.tools.compare.layouts.gaps import tensor_difference
+from torchtitan.tools.compare.gaps import tensor_difference
+from torchtitan.tools.compare.runs import Comparison, compare_runs, have_same_samples
 
 
 def compare(a: Path, b: Path, *options: str) -> int:

@@ -17,13 +17,12 @@ from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.urls import local_path
-from torchtitan.tools.compare.layouts.gaps import (
+from torchtitan.tools.compare.gaps import (
     GRADIENTS_TOLERANCE,
-    MARGIN_TOLERANCE,
     TOLERANCES,
     WEIGHTS_TOLERANCE,
 )
-from torchtitan.tools.compare.layouts.words import option_key
+from torchtitan.tools.compare.words import option_key
 from torchtitan.tools.verbs import Verbs, build_parser, choose, report_errors
 
 TOLERATED = {
@@ -31,7 +30,6 @@ TOLERATED = {
     "grad_norm_tolerance": (TOLERANCES["grad_norm"], "relative"),
     "gradients_tolerance": (GRADIENTS_TOLERANCE, "relative to each tensor's norm"),
     "weights_tolerance": (WEIGHTS_TOLERANCE, "relative to each tensor's movement"),
-    "margin_tolerance": (MARGIN_TOLERANCE, "of scores, for a changed choice of experts"),
 }
 
 
@@ -63,9 +61,8 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
     max_loss, if the data-parallel ranks have the same samples as the reference's. Options of the
     trainer outside quotes apply to all layouts.
 
-    Two scores of experts that nearly tie may be decided differently. So layouts replay the
-    reference's choices of experts; the choices that they would have made are compared, and those
-    that differ (flips) must be near ties.
+    Rounding decides between two experts whose scores nearly tie, and trainings are different from
+    then on: if layouts of a model with experts diverge, compare them with --float64.
 
     Exit code 0: the same training in all layouts. 1: a layout diverges or fails. 2: a mistake.
     """
@@ -82,7 +79,7 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
         add(f"--{name}", type=float, default=default, metavar="X", help=f"{unit} ({default:g})")
     text = "compare the gradients of the first N steps (3)"
     add("--gradient_steps", type=int, default=3, metavar="N", help=text)
-    text = "train in float64, except operations without such a kernel (context parallelism)"
+    text = "train in float64, which context parallelism has no kernels for"
     add("--float64", action="store_true", help=text)
     options, settings = parser.parse_known_args(argv)
     options.settings = settings
@@ -123,18 +120,17 @@ def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
 
 def _parser(comparison: str, parse: Callable[..., object]) -> argparse.ArgumentParser:
     parser = build_parser(f"compare {comparison}", inspect.getdoc(parse))
-    parser.allow_abbrev = False
     return parser
 
 
 PARSERS = {"layouts": parse_layouts, "runs": parse_runs}
 KINDS: Verbs = {
     "layouts": (
-        "torchtitan.tools.compare.compare_layouts",
+        "torchtitan.tools.compare.layouts",
         "train one job in several layouts and compare them",
     ),
     "runs": (
-        "torchtitan.tools.compare.compare_runs",
+        "torchtitan.tools.compare.runs",
         "compare the figures and tensors of two runs",
     ),
 }

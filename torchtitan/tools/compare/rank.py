@@ -1,16 +1,17 @@
 """One rank of a compared layout: the trainer, which also saves what the comparison needs.
 
-Started instead of `torchtitan.train`, so that a single launch yields the initial and final weights,
-the gradients of the first steps and the choices of experts (`routing.py`). The run's own checkpoint
-manager saves the initial weights in step 0 and names them alike in every layout. Gradients are
-written in the same way, after they are summed over all ranks and before they are clipped. The
-trainer has no settings for this, so its `build_run` is replaced.
+Started instead of `torchtitan.train`, so that a single launch yields the initial and final weights
+and the gradients of the first steps. The run's own checkpoint manager saves the initial weights in
+step 0 and names them alike in every layout. Gradients are written in the same way, after they are
+summed over all ranks and before they are clipped. The trainer has no settings for this, so its
+`build_run` is replaced.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from importlib import import_module
@@ -20,15 +21,31 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import write
-from torchtitan.tools.compare.layouts.routing import CHOICES, ObservedExecution, watch_routing
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchtitan.parallel.execution import Batch, Execution
     from torchtitan.trainer import Run
 
 GRADIENTS = "gradients"
 NUM_STEPS = "GRADIENT_STEPS"
-REPLAYED = "REPLAYED_CHOICES"
 FLOAT64 = "TRAIN_IN_FLOAT64"
+
+
+class ObservedExecution:
+    """An execution that calls `after()` after each step's backward passes."""
+
+    def __init__(self, execution: Execution, *, after: Callable[[], None]) -> None:
+        self.owns_loss, self.evaluate = execution.owns_loss, execution.evaluate
+        self.after_update = execution.after_update
+        self._run, self._after = execution.forward_backward, after
+
+    def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
+        """Run the batches of a step."""
+        loss_sum = self._run(batches, divisor=divisor)
+        self._after()
+        return loss_sum
 
 
 def record_gradients(run: Run, *, folder: Path, num_steps: int) -> Run:
@@ -61,18 +78,11 @@ def main(argv: list[str]) -> None:
     build_run = train.build_run
 
     def build_and_observe(settings: Any, **kwargs: Any) -> Run:
-        folder, replayed = Path(settings.job.dump_folder), os.environ[REPLAYED]
         run = build_run(in_float64(settings) if os.environ[FLOAT64] else settings, **kwargs)
         assert run.checkpoints is not None, "checkpoints are enabled by the comparison"
         if run.progress.step == 0:
             run.checkpoints.save(last=False)
-        run = watch_routing(
-            run,
-            folder=folder / CHOICES,
-            rank=int(os.environ.get("RANK", "0")),
-            replayed=Path(replayed) if replayed else None,
-        )
-        num_steps = int(os.environ[NUM_STEPS])
+        folder, num_steps = Path(settings.job.dump_folder), int(os.environ[NUM_STEPS])
         return record_gradients(run, folder=folder / GRADIENTS, num_steps=num_steps)
 
     train.build_run = build_and_observe

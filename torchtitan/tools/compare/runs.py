@@ -29,7 +29,7 @@ from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.events import EVENTS, read_events
 from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.resume_rules import Job
-from torchtitan.tools.compare.layouts.gaps import tensor_difference
+from torchtitan.tools.compare.gaps import tensor_difference
 from torchtitan.tools.verbs import format_table
 
 TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak", "slowest_")
@@ -163,9 +163,14 @@ def have_same_samples(a: Path, b: Path) -> bool:
             if row["event"] == "start":
                 config = Job.stored(row["config"], file=run / EVENTS).config
                 dp = resolve_dims(config.parallelism, world_size=row["world_size"]).dp
-                # a single rank has all samples, for any size of its microbatches
-                split.add((dp, config.training.local_batch_size if dp > 1 else 0))
+                split.add(split_of(dp, config.training.local_batch_size))
     return splits[0] == splits[1] and len(splits[0]) == 1
+
+
+def split_of(dp: int, local_batch_size: int) -> tuple[int, int]:
+    """Return what decides the samples of a data-parallel rank. A single one has all samples, for
+    any size of its microbatches."""
+    return dp, local_batch_size if dp > 1 else 0
 
 
 def compare_checkpoints(comparison: Comparison, a: Path, b: Path) -> None:

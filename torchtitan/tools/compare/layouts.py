@@ -1,46 +1,87 @@
 """Train one job in several layouts on this machine, and compare them with the first.
 
-`command.py` has the options, `layouts/` the parts: the notation (`words`), the launcher (`launch`)
-of ranks that save more (`rank`, `routing`), the comparison (`gaps`, `flips`) and the `report`.
+`words.py` has the notation of layouts, `launch.py` starts ranks that save more (`rank.py`), and
+`gaps.py` compares.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.job import load_config
-from torchtitan.metrics.rows import read_rows
+from torchtitan.job import Config, load_config
+from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.models.families import find_model
-from torchtitan.models.settings import ModelSection
 from torchtitan.models.sizes import MoEConfig
-from torchtitan.tools.compare.compare_runs import MAX_LOSS, StoredTensors, have_same_samples, say
-from torchtitan.tools.compare.layouts.flips import compare_choices
-from torchtitan.tools.compare.layouts.gaps import (
+from torchtitan.tools.compare.gaps import (
     TOLERANCES,
+    Gap,
+    TensorGap,
     compare_gradients,
     compare_rows,
     compare_weights,
     first_unequal,
     largest_move,
 )
-from torchtitan.tools.compare.layouts.launch import last_lines, run_ranks
-from torchtitan.tools.compare.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, REPLAYED
-from torchtitan.tools.compare.layouts.report import Verdict, show_table, write_json
-from torchtitan.tools.compare.layouts.routing import CHOICES
-from torchtitan.tools.compare.layouts.words import Layout, fit_local_batch, option_key, parse_layout
+from torchtitan.tools.compare.launch import last_lines, run_ranks
+from torchtitan.tools.compare.rank import FLOAT64, GRADIENTS, NUM_STEPS
+from torchtitan.tools.compare.runs import MAX_LOSS, StoredTensors, say, split_of
+from torchtitan.tools.compare.words import Layout, fit_local_batch, option_key, parse_layout
+from torchtitan.tools.verbs import format_table
 
 FIXED = ("training.steps", "training.max_norm", "training.global_batch_size")
 FIXED_SECTIONS = ("job.", "metrics.", "checkpoint.")
 LOCAL_BATCH = "training.local_batch_size"
 CHECKPOINTS = "checkpoint"
+EXPLANATION = (
+    "Largest relative differences: loss and grad_norm (before clipping) of any step, gradient of "
+    "any tensor in the first steps, final weights of any tensor relative to its movement."
+)
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """The comparison of a layout with the reference."""
+
+    layout: str
+    world_size: int
+    folder: Path
+    """The run's folder."""
+    seconds: float
+    samples: tuple[int, int]
+    """Data-parallel ranks and their local batch, which decide the samples of a rank."""
+    rows: list[Row]
+    problem: str = ""
+    """Why the layout failed."""
+    unequal: str = ""
+    """The first initial weight that is not bit-identical."""
+    steps: dict[str, Gap] = field(default_factory=dict)
+    """Empty for the reference."""
+    gradients: list[TensorGap] = field(default_factory=list)
+    """One for each of the first steps."""
+    weights: TensorGap | None = None
+    differences: list[tuple[int, str]] = field(default_factory=list)
+    """The differences beyond the tolerances, each with its first step, in order."""
+
+    @property
+    def summary(self) -> str:
+        """The verdict in a few words."""
+        if self.problem:
+            return "FAILED"
+        if self.unequal:
+            return "DIVERGES at the initial weights"
+        if self.differences:
+            return f"DIVERGES at step {self.differences[0][0]}"
+        return "same" if self.steps else "reference"
 
 
 def main(options: argparse.Namespace) -> int:
@@ -52,26 +93,28 @@ def main(options: argparse.Namespace) -> int:
     common = (file, *options.settings, *settings_of_all(steps=options.steps))
     plans = make_plans(options.layouts, common=common)
     config = load_config(common)
+    if isinstance(find_model(config.model)[1], MoEConfig) and not options.float64:
+        note("two experts with nearly equal scores are chosen by rounding; --float64 avoids it")
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.out or Path(temporary)).resolve()
         for number, (layout, arguments) in enumerate(plans, start=1):
-            replayed = verdicts[0].folder / CHOICES if verdicts else None
-            verdict = _train(
-                layout, arguments, folder=folder / str(number), options=options, replayed=replayed
-            )
+            verdict = _train(layout, arguments, folder=folder / str(number), options=options)
             verdicts.append(verdict)
             if verdicts[0].problem:
                 note("the reference failed: the other layouts are not trained")
                 break
             if verdict is not verdicts[0] and not verdict.problem:
-                _compare(verdict, verdicts[0], options=options, model=config.model)
+                _compare(verdict, verdicts[0], options=options)
         if not verdicts[0].problem:
-            _show_reference(verdicts[0], max_norm=config.training.max_norm)
-        show_table(verdicts)
+            _show_reference(verdicts[0], config)
+        _show(verdicts)
     if options.json is not None:
-        write_json(options.json, verdicts, toml=options.toml)
-    return int(any(result.complaints for result in verdicts))
+        runs = [{**asdict(verdict), "verdict": verdict.summary} for verdict in verdicts]
+        text = json.dumps({"toml": options.toml, "runs": runs}, indent=1, default=str)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(text, encoding="utf-8")
+    return int(any(verdict.problem or verdict.differences for verdict in verdicts))
 
 
 def settings_of_all(*, steps: int) -> tuple[str, ...]:
@@ -129,14 +172,8 @@ def make_plans(
 
 
 def _train(
-    layout: Layout,
-    arguments: Sequence[str],
-    *,
-    folder: Path,
-    options: argparse.Namespace,
-    replayed: Path | None,
+    layout: Layout, arguments: Sequence[str], *, folder: Path, options: argparse.Namespace
 ) -> Verdict:
-    """Train a layout. With `replayed`, a folder of choices, its tokens go to these experts."""
     run, start = folder / "run", time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     note(f"{layout.name}, {plural(layout.world_size, 'rank')}: training")
@@ -144,10 +181,9 @@ def _train(
         [*arguments, f"--job.dump_folder={run}"],
         world_size=layout.world_size,
         log=folder / "output.txt",
-        module="torchtitan.tools.compare.layouts.rank",
+        module="torchtitan.tools.compare.rank",
         environ={
             NUM_STEPS: str(options.gradient_steps),
-            REPLAYED: str(replayed or ""),
             FLOAT64: "1" if options.float64 else "",
         },
         timeout_s=options.timeout,
@@ -163,48 +199,49 @@ def _train(
         world_size=layout.world_size,
         folder=run,
         seconds=seconds,
-        is_reference=replayed is None,
+        samples=split_of(layout.dp, load_config(arguments).training.local_batch_size),
         problem=problem,
         rows=rows,
-        gradients_tolerance=options.gradients_tolerance,
-        weights_tolerance=options.weights_tolerance,
     )
 
 
-def _compare(
-    verdict: Verdict, reference: Verdict, *, options: argparse.Namespace, model: ModelSection
-) -> None:
+def _compare(verdict: Verdict, reference: Verdict, *, options: argparse.Namespace) -> None:
     """Fill in the verdict on a layout that trained to its end."""
-    _, sizes = find_model(model)
-    if isinstance(sizes, MoEConfig):
-        groups = sizes.num_expert_groups or 1
-        verdict.flips = compare_choices(
-            reference.folder / CHOICES,
-            verdict.folder / CHOICES,
-            num_steps=options.steps,
-            groups=(groups, sizes.num_limited_groups or groups),
-            tolerance=options.margin_tolerance,
-        )
     tolerances = {
         **TOLERANCES,
         "loss": options.loss_tolerance,
         "grad_norm": options.grad_norm_tolerance,
     }
-    if have_same_samples(reference.folder, verdict.folder):
+    if verdict.samples == reference.samples:
         tolerances[MAX_LOSS] = options.loss_tolerance
     initial = _weights(reference, min)
-    verdict.unequal = first_unequal(initial, _weights(verdict, min))
+    differences = []
+    if unequal := first_unequal(initial, _weights(verdict, min)):
+        verdict.unequal = unequal
+        differences.append((0, f"initial weights: {unequal}"))
     verdict.steps = compare_rows(reference.rows, verdict.rows, tolerances=tolerances)
+    differences += [(gap.beyond[0][0], str(gap)) for gap in verdict.steps.values() if gap.beyond]
     for step in range(1, min(options.gradient_steps, options.steps) + 1):
-        verdict.gradients.append(
-            compare_gradients(
-                *(
-                    StoredTensors(x.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
-                    for x in (reference, verdict)
-                )
-            )
+        stored = (
+            StoredTensors(x.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
+            for x in (reference, verdict)
         )
+        gap = compare_gradients(*stored)
+        if gap.largest > options.gradients_tolerance and not any(
+            other.largest > options.gradients_tolerance for other in verdict.gradients
+        ):
+            text = f"gradients from step {step}, the largest of {gap.name}: {gap.largest:.2g} "
+            differences.append((step, f"{text}(tolerance {options.gradients_tolerance:g})"))
+        verdict.gradients.append(gap)
     verdict.weights = compare_weights(initial, _weights(reference, max), _weights(verdict, max))
+    if verdict.weights.largest > options.weights_tolerance:
+        text = (
+            f"final weights, the largest of {verdict.weights.name}: {verdict.weights.largest:.2g} "
+        )
+        text += f"of its movement (tolerance {options.weights_tolerance:g})"
+        differences.append((options.steps, text))
+    # within a step, figures come first
+    verdict.differences = sorted(differences, key=lambda difference: difference[0])
 
 
 def _weights(of: Verdict, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
@@ -213,10 +250,10 @@ def _weights(of: Verdict, choose: Callable[[Iterable[int]], int]) -> StoredTenso
     return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
 
 
-def _show_reference(reference: Verdict, *, max_norm: float) -> None:
+def _show_reference(reference: Verdict, config: Config) -> None:
     """Print how much the reference trained: without movement, agreement proves little."""
     moved = largest_move(_weights(reference, min), _weights(reference, max))
-    rows = reference.rows
+    rows, max_norm = reference.rows, config.training.max_norm
     clipped = sum(row["grad_norm"] > max_norm for row in rows)
     first, last = (
         "-" if row["loss"] is None else f"{row['loss']:.5f}" for row in (rows[0], rows[-1])
@@ -225,6 +262,24 @@ def _show_reference(reference: Verdict, *, max_norm: float) -> None:
         f"reference: loss {first} to {last}, weights moved by up to {moved:.2g}, "
         f"{clipped} of {len(rows)} steps clipped (max_norm {max_norm:g})"
     )
+
+
+def _show(verdicts: Sequence[Verdict]) -> None:
+    """Print a line for each layout, then the differences."""
+    rows = [["layout", "ranks", "seconds", "loss", "grad_norm", "gradients", "weights"]]
+    for verdict in verdicts:
+        cells = [f"{verdict.steps[k].largest:.1e}" for k in ("loss", "grad_norm") if verdict.steps]
+        cells = cells or ["-", "-"]
+        for gaps in (verdict.gradients, [verdict.weights] if verdict.weights else []):
+            cells.append(f"{max(gap.largest for gap in gaps):.1e}" if gaps else "-")
+        rows.append([verdict.layout, str(verdict.world_size), f"{verdict.seconds:.0f}", *cells])
+    summaries = ["verdict", *(verdict.summary for verdict in verdicts)]
+    for line, summary in zip(format_table(rows), summaries, strict=True):
+        say(f"{line}  {summary}")
+    say(EXPLANATION)
+    for verdict in verdicts:
+        for text in [verdict.problem] if verdict.problem else [t for _, t in verdict.differences]:
+            say(f"{verdict.layout}: {text}")
 
 
 def note(text: str) -> None:

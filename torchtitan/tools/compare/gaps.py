@@ -51,8 +51,6 @@ TOLERANCES: Mapping[str, float] = {
 """Allowed relative difference of each figure, for float32."""
 GRADIENTS_TOLERANCE = 1e-4
 WEIGHTS_TOLERANCE = 1e-2
-MARGIN_TOLERANCE = 1e-5
-"""Allowed margin of a changed choice of experts. Scores are at most about 1."""
 LEAST_SHARE = 1e-5
 """A gradient smaller than this share of the global norm is compared with this share instead: where
 terms cancel, only their rounding is left."""
@@ -122,11 +120,6 @@ def compare_rows(
         gaps.append(gap)
     gaps.sort(key=lambda gap: gap.beyond[0][0] if gap.beyond else math.inf)
     return {gap.figure: gap for gap in gaps}
-
-
-def beyond_tolerance(gaps: Mapping[str, Gap]) -> list[Gap]:
-    """Return the figures that differ by more than their tolerance, the first to differ first."""
-    return [gap for gap in gaps.values() if gap.beyond]
 
 
 def compare_gradients(
