@@ -8,10 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.models.fake_group import fake_group
-from torchtitan.config.settings import to_toml
 from torchtitan.job import Config, load_config
 from torchtitan.parallel import precision
-from torchtitan.resume_rules import Job, trajectory_differences
 
 
 def resolved(config: Config) -> tuple[Config, str]:
@@ -45,17 +43,3 @@ def test_one_rank_without_it_makes_all_compute_in_float32(
     kind, reason = settled(monkeypatch, has=has, others_lacking=others)
     assert kind == "float32"
     assert ranks in reason
-
-
-def test_another_machine_does_not_change_a_run_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = []
-    for has in (True, False):
-        monkeypatch.setattr(precision, "has_bfloat16", lambda kind, has=has: has)
-        with fake_group(rank=0, world_size=1):
-            jobs.append(resolved(load_config([]))[0])
-    then, now = Job.stored(to_toml(jobs[0])), Job(config=jobs[1])
-    [difference] = trajectory_differences(then, now)
-    assert difference.startswith(
-        'training.mixed_precision_param: stored "bfloat16", now "float32" '
-    )
-    assert 'mixed_precision_param = "bfloat16")' in difference

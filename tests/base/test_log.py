@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -96,27 +95,3 @@ def test_warnings_take_the_way_of_the_log(tmp_path: Path) -> None:
     text = (tmp_path / "logs" / "rank_1.log").read_text()
     assert "old thing on rank 1" in text
     assert "lib warns on rank 1" in text
-
-
-@pytest.mark.slow
-def test_handlers_that_libraries_installed_are_silenced_unless_torch_logs_asks(
-    warm_python: Path,
-) -> None:
-    """torch gives its loggers handlers on stderr at import, on every rank."""
-    code = (
-        "import logging\n"
-        "import torch.distributed\n"
-        "from torchtitan.base.log import init_logging\n"
-        "init_logging(rank=1, world_size=2, log_rank=None, folder=None, color=False)\n"
-        "logging.getLogger('torch.distributed').warning('noise of rank 1')\n"
-    )
-    without = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
-    for env, heard in ((without, False), ({**without, "TORCH_LOGS": "+fsdp"}, True)):
-        done = subprocess.run(
-            [warm_python, "-c", code],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert ("noise of rank 1" in done.stderr) == heard

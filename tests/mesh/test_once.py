@@ -38,14 +38,6 @@ def test_one_rank_of_each_machine_works(ranks: RankPool, tmp_path: Path) -> None
     ]
 
 
-def test_a_second_run_of_the_same_processes_looks_again(ranks: RankPool) -> None:
-    assert ranks.run(two_runs, world=2) == [[1, 2]] * 2
-
-
-def two_runs() -> list[int]:
-    return [OncePerMachine()(lambda run=run: run) for run in (1, 2)]
-
-
 def said_of(kind: str) -> str:
     def fail() -> None:
         if kind == "setting":

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from torchtitan.mesh import sync as agreement
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.mesh.sync import StepSync
 
@@ -50,18 +48,3 @@ def test_a_vote_after_a_save_counts_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     found.is_stopped()
     assert found.stopped is not None
     assert collectives == [[0, 0, 0], [0, 1, 0]]
-
-
-def test_a_norm_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[tuple[float, int]] = []
-
-    def note(norm: float, *, loss: Tensor, step: int) -> None:
-        checked.append((norm, step))
-
-    monkeypatch.setattr(agreement, "raise_if_nonfinite", note)
-    found = StepSync(StopRequest(), failures=[], equal_ranks=1, device=CPU)
-    found.check_pending_norm()
-    found.defer_norm_check(torch.tensor(2.0), loss=torch.tensor(1.0), step=7)
-    found.check_pending_norm()
-    found.check_pending_norm()
-    assert checked == [(2.0, 7)]

@@ -112,18 +112,11 @@ def test_without_valid_labels_loss_and_gradients_are_zero() -> None:
 # --- the vocabulary over several ranks
 
 
-def on_ranks(tensors: Sequence[Tensor], *, group_size: int | None = None, **settings: Any) -> Found:
+def on_ranks(tensors: Sequence[Tensor], **settings: Any) -> Found:
     """Return the loss, and the gradients of this rank's part of the weight, on each rank."""
-    group = dist.group.WORLD
-    if group_size is not None:  # the parts of the first ranks and of the last ones, as with dp 2
-        parts = dist.get_world_size() // group_size
-        groups = [
-            dist.new_group(list(range(i * group_size, (i + 1) * group_size))) for i in range(parts)
-        ]
-        group = groups[dist.get_rank() // group_size]
     x, weight, labels = tensors
-    part = weight.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-    return computed([x, part, labels], group=group, **settings)
+    part = weight.chunk(dist.get_world_size())[dist.get_rank()]
+    return computed([x, part, labels], group=dist.group.WORLD, **settings)
 
 
 def together(answers: Sequence[Found]) -> Found:

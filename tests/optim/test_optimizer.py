@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.distributed.rank_pool import RankPool
 from torchtitan.optim.optimizer import (
     build_optimizer,
-    create_state,
 )
 from torchtitan.optim.schedule import set_lr
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig
@@ -127,7 +126,7 @@ def gradients(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
-def updated(settings: dict[str, Any], *, sharded: bool, state_first: bool) -> list[Tensor]:
+def updated(settings: dict[str, Any], *, sharded: bool) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2,)) if sharded else None
 
     def lay(name: str, value: Tensor) -> Tensor:
@@ -137,8 +136,6 @@ def updated(settings: dict[str, Any], *, sharded: bool, state_first: bool) -> li
 
     net = nn.ParameterDict({name: nn.Parameter(lay(name, x)) for name, x in gradients(0).items()})
     optimizer = build_optimizer(net, settings=OptimizerConfig(lr=0.1, **settings))
-    if state_first:
-        create_state(optimizer)
     for step in range(1, 7):  # RAdam begins to adapt at the sixth
         for name, grad in gradients(step).items():
             net[name].grad = lay(name, grad)
@@ -148,7 +145,7 @@ def updated(settings: dict[str, Any], *, sharded: bool, state_first: bool) -> li
 
 
 def all_updated() -> list[list[Tensor]]:
-    return [updated(settings, sharded=True, state_first=False) for settings in TORCHS]
+    return [updated(settings, sharded=True) for settings in TORCHS]
 
 
 @pytest.mark.promise("optimizers")
@@ -156,6 +153,6 @@ def all_updated() -> list[list[Tensor]]:
 def test_torchs_optimizers_update_shards_as_whole_parameters(ranks: RankPool) -> None:
     for result in ranks.run(all_updated, world=2):
         for settings, found in zip(TORCHS, result, strict=True):
-            expected = updated(settings, sharded=False, state_first=False)
+            expected = updated(settings, sharded=False)
             for ours, whole in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, whole, atol=1e-6, rtol=1e-6, msg=str(settings))
