@@ -28,8 +28,8 @@ from torchtitan.metrics.events import EVENTS
 from torchtitan.resume_rules import Job
 from torchtitan.tools import convert as convert_hf
 from torchtitan.tools import generate, hang
-from torchtitan.tools.audit import command as explain
 from torchtitan.tools.evaluate import command as evaluate
+from torchtitan.tools.explain import command as explain
 from torchtitan.tools.report import command as report
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -15,7 +15,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import UNSAVED
 from tests.optim.spiky import SPIKES
-from tests.tools.audit.campaign import SMALL
+from tests.tools.explain.campaign import SMALL
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.metrics.events import read_events
 from torchtitan.metrics.rows import read_rows

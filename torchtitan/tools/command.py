@@ -33,7 +33,7 @@ VERBS: Verbs = {
         "convert weights to and from Hugging Face; average them",
     ),
     "compare": ("torchtitan.tools.compare.command", "compare runs, or layouts of a job"),
-    "explain": ("torchtitan.tools.audit.command", "name the documents of a step, or its steps"),
+    "explain": ("torchtitan.tools.explain.command", "name the documents of a step, or its steps"),
     "report": ("torchtitan.tools.report.command", "write a page about runs"),
     "hang": ("torchtitan.tools.hang", "name the rank that other ranks waited for"),
 }

@@ -53,7 +53,7 @@ class Span:
 
 
 @dataclass
-class Places:
+class RunData:
     """The samples of a run and their documents."""
 
     config: Config
@@ -62,7 +62,7 @@ class Places:
     _names: dict[tuple[StoreKey, int], str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Config) -> Places:
+    def of(cls, config: Config) -> RunData:
         """Open the data of a run. They are tokenized again if they are no longer in the cache."""
         path = config.model.tokenizer_path
         tokenizer = build_tokenizer(path)
@@ -75,9 +75,10 @@ class Places:
         )
         return cls(config, dataset, tokenizer)
 
-    def check(self, fingerprint: dict[str, str]) -> None:
-        """Raise DataError unless a checkpoint was trained on these data."""
+    def check(self, fingerprint: dict[str, str] | None) -> None:
+        """Raise DataError unless a checkpoint was trained on these data. None: no checkpoint."""
         ours = self.dataset.fingerprint
+        fingerprint = ours if fingerprint is None else fingerprint
         if changed := [k for k in {**fingerprint, **ours} if fingerprint.get(k) != ours.get(k)]:
             raise DataError(
                 f"the data must be the same as in training, but {', '.join(changed)} changed "

@@ -14,8 +14,8 @@ from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.log import plural
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.tools.audit.history import Stretch, read_history, stretch_of
-from torchtitan.tools.audit.places import Places, StoreKey
+from torchtitan.tools.explain.documents import RunData, StoreKey
+from torchtitan.tools.explain.steps import Stretch, local_settings, read_history
 
 SHOWN_CHARS = 60
 """Characters of a document's text on a line."""
@@ -24,11 +24,23 @@ SHOWN_CHARS = 60
 def main(options: argparse.Namespace) -> int:
     """Print the samples of a step, or the steps of a document."""
     history = read_history(options.run, world_size=options.world_size)
+    if not history:
+        raise ConfigError("the run has no steps")
     if options.step is None:
-        facts = explain_document(history, options.document)
+        stretch = history[-1]
+    elif not (stretches := [s for s in history if s.first_step <= options.step <= s.last_step]):
+        last = history[-1].last_step
+        raise ConfigError(f"--step must be one of the run's steps, 1 to {last}, got {options.step}")
+    else:
+        [stretch] = stretches
+    data = RunData.of(
+        local_settings(stretch.config, cache=options.dataset_cache, may_fetch=options.fetch)
+    )
+    if options.step is None:
+        facts = explain_document(history, options.document, data=data)
         lines = _document_lines(facts)
     else:
-        facts = explain_step(history, options.step, text=options.text)
+        facts = explain_step(stretch, options.step, data=data, text=options.text)
         lines = _step_lines(facts)
     text = json.dumps(facts) if options.json else printable("\n".join(lines))
     sys.stdout.write(text + "\n")
@@ -36,30 +48,22 @@ def main(options: argparse.Namespace) -> int:
 
 
 def explain_step(
-    history: Sequence[Stretch], step: int, *, text: bool = False, data: Places | None = None
+    stretch: Stretch, step: int, *, data: RunData, text: bool = False
 ) -> dict[str, Any]:
-    """Return each sample of a step: number, hash, ranks, microbatch and documents.
-
-    With `text`, each document's text is added. `places` is the run's data, if they are already
-    open. Raises UserError if the run has no such step, or its data changed.
-    """
-    stretch = stretch_of(history, step)
-    data = data or Places.of(stretch.config)
-    if stretch.fingerprint is not None:
-        data.check(stretch.fingerprint)
+    """Return each sample of a step: number, hash, ranks, microbatch and documents, with their texts
+    if `text`. Raises DataError if the data ended before, or changed."""
+    data.check(stretch.fingerprint)
     numbers = stretch.samples(step)
     first, last, total = numbers[0], numbers[-1], data.dataset.num_samples
     if first < 0 or (total is not None and last >= total):
         raise DataError(
-            f"step {step} would read samples {first} to {last}, but the data have "
-            f"{'no negative numbers' if first < 0 else total}; the run ended before, or its "
-            f"settings changed"
+            f"step {step} would read samples {first} to {last}, but the data have {total}; the run "
+            f"ended before, or its settings changed"
         )
     spans = {k: data.spans(k) for k in numbers}
     names = data.names(span for group in spans.values() for span in group)
     samples = []
     for k in numbers:
-        tokens = data.read(k)["tokens"] if text else None
         facts: dict[str, Any] = {"sample": k, "hash": data.hash(k), **stretch.reader_of(k)}
         if isinstance(data.dataset, Dataset):
             source, epoch, i = data.dataset.place_of(k)
@@ -74,8 +78,8 @@ def explain_step(
             }
             for span in spans[k]
         ]
-        if tokens is not None:
-            _add_texts(facts, tokens, data.tokenizer)
+        if text:
+            _add_texts(facts, data.read(k)["tokens"], data.tokenizer)
         samples.append(facts)
     return {
         "step": step,
@@ -96,17 +100,13 @@ def _add_texts(sample: dict[str, Any], tokens: Tensor, tokenizer: Tokenizer) -> 
         sample["text"] = tokenizer.decode(tokens.tolist())
 
 
-def explain_document(history: Sequence[Stretch], name: str) -> dict[str, Any]:
-    """Return the steps of each document with this name, up to the run's last step; raise UserError
+def explain_document(history: Sequence[Stretch], name: str, *, data: RunData) -> dict[str, Any]:
+    """Return the steps of each document with this name, up to the run's last step; raise DataError
     if no document has this name, or the data changed."""
-    if not history:
-        raise ConfigError("the run has no steps")
     visits: list[dict[str, Any]] = []
-    data = Places.of(history[-1].config)
     documents = data.find(name)
     for stretch in history:
-        if stretch.fingerprint is not None:
-            data.check(stretch.fingerprint)
+        data.check(stretch.fingerprint)
         for store, document in documents:
             for k in _reads(data, stretch, store, document):
                 visits += [
@@ -133,7 +133,7 @@ def explain_document(history: Sequence[Stretch], name: str) -> dict[str, Any]:
     }
 
 
-def _reads(data: Places, stretch: Stretch, store: StoreKey, document: int) -> Iterator[int]:
+def _reads(data: RunData, stretch: Stretch, store: StoreKey, document: int) -> Iterator[int]:
     """Yield the samples of a stretch that read a document, epoch by epoch."""
     assert isinstance(data.dataset, Dataset)
     last_step, total = stretch.last_step, data.dataset.num_samples

@@ -9,7 +9,6 @@ files are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +21,9 @@ from torchtitan.checkpoint.start import stored_layout
 from torchtitan.checkpoint.storage import STATE, find_steps
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.data.sampler import SkippedSamples
-from torchtitan.data.settings import DEFAULT_CACHE
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
-from torchtitan.mesh.settings import CommConfig
 from torchtitan.metrics.events import read_events, read_hardware
-from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.resume_rules import Job
 
 
@@ -80,15 +76,6 @@ class Stretch:
         return {"dp_rank": dp_rank, "microbatch": microbatch, "ranks": ranks}
 
 
-def stretch_of(history: Sequence[Stretch], step: int) -> Stretch:
-    """Return the stretch that has a step; raise ConfigError if none has."""
-    for stretch in history:
-        if stretch.first_step <= step <= stretch.last_step:
-            return stretch
-    last = history[-1].last_step if history else 0
-    raise ConfigError(f"--step must be one of the run's steps, 1 to {last}, got {step}")
-
-
 def samples_per_step(config: Config, dims: ParallelDims) -> int:
     """Return the global batch of a job in a layout."""
     local, batch = config.training.local_batch_size, config.training.global_batch_size
@@ -118,28 +105,17 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
         stretches.append(
             _after(run, config, step, position, last_step=last_step, world_size=world_size)
         )
-    return [replace(part, config=without_places(part.config)) for part in stretches]
+    return stretches
 
 
-def without_places(config: Config) -> Config:
-    """Return stored settings without folders for traces and TensorBoard, or a URL as cache.
-
-    They may come from a stranger and lead out of the run's folder; the defaults replace them.
-    """
-    comm, tb, traces = CommConfig(), MetricsConfig().save_tb_folder, ProfilingConfig()
-    config = replace(
-        config,
-        comm=replace(
-            config.comm,
-            save_traces_folder=comm.save_traces_folder,
-            save_traces_file_prefix=comm.save_traces_file_prefix,
-        ),
-        metrics=replace(config.metrics, save_tb_folder=tb),
-        profiling=replace(config.profiling, save_traces_folder=traces.save_traces_folder),
-    )
-    if not is_url(config.training.dataset_cache):
-        return config
-    return replace(config, training=replace(config.training, dataset_cache=DEFAULT_CACHE))
+def local_settings(config: Config, *, cache: str, may_fetch: bool) -> Config:
+    """Return stored settings with the user's cache, since they may come from a stranger; raise
+    ConfigError if they name a URL."""
+    urls = [path for path in config.training.dataset_path if is_url(path)]
+    if urls and not may_fetch:
+        rule = f"of the run names {urls[0]!r}; pass --fetch to read it"
+        raise ConfigError.at("training.dataset_path", rule)
+    return replace(config, training=replace(config.training, dataset_cache=cache))
 
 
 def _until(checkpoint: Path, *, after: int, position: int) -> tuple[Stretch, int]:
@@ -176,8 +152,6 @@ def _until(checkpoint: Path, *, after: int, position: int) -> tuple[Stretch, int
 def _after(
     run: Path, config: Config, step: int, position: int, *, last_step: int, world_size: int | None
 ) -> Stretch:
-    if world_size is not None and world_size < 1:
-        raise ConfigError(f"--world_size must be at least 1, got {world_size}")
     doubt = ""
     if world_size is None:
         try:

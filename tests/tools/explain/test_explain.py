@@ -1,4 +1,4 @@
-"""What `audit explain` says, against the log of samples, the files' bytes and itself backwards."""
+"""What `explain` says, against the log of samples, the files' bytes and itself backwards."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from tests.tools.audit.campaign import (
+from tests.tools.explain.campaign import (
     LAYOUTS,
     SETTINGS,
     SMALL,
     compare,
     drive,
+    explain,
     read_log,
     write_data,
 )
 from torchtitan.data.sampler import Inverse, Mixture, Permutation
-from torchtitan.tools.audit.command import main
-from torchtitan.tools.audit.explain import explain_document, explain_step
-from torchtitan.tools.audit.history import read_history
+from torchtitan.job import load_config
+from torchtitan.tools.explain.command import main
+from torchtitan.tools.explain.documents import RunData
+from torchtitan.tools.explain.report import explain_document
+from torchtitan.tools.explain.steps import read_history
 
-CACHE = "--training.dataset_cache=cache"
+CACHE, CONFIG = "--training.dataset_cache=cache", "--job.config_file=run/config.toml"
 CP = "--parallelism.context_parallel_degree=2"
 
 
@@ -68,17 +71,17 @@ def test_40_steps_are_explained_as_they_were_logged(kind: str, layout: str) -> N
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_the_steps_of_each_document_are_those_that_have_it(kind: str) -> None:
     drive(Path("run"), [*SETTINGS[kind], CACHE], world=2, steps=60)
-    history = read_history(Path("run"))
+    history, data = read_history(Path("run")), RunData.of(load_config([CONFIG]))
     visits = defaultdict(list)
     for step in range(1, 61):
-        for sample in explain_step(history, step)["samples"]:
+        for sample in explain(Path("run"), step, data=data)["samples"]:
             for part in sample["documents"]:
                 place = step, sample["sample"], part["first_token"], part["num_tokens"]
                 visits[part["where"]].append((*place, sample["microbatch"]))
     assert any(len({step for step, *_ in seen}) > 1 for seen in visits.values())
     for where, expected in sorted(visits.items())[:: len(visits) // 8]:
         keys = "step", "sample", "first_token", "num_tokens", "microbatch"
-        found = explain_document(history, where)["visits"]
+        found = explain_document(history, where, data=data)["visits"]
         assert [tuple(one[key] for key in keys) for one in found] == sorted(expected)
 
 
@@ -108,9 +111,9 @@ def test_a_real_run_that_goes_on_in_another_layout_with_another_batch(
     assert [one.origin.partition(",")[0] for one in read_history(run)] == ["step-3", "step-5"]
     # without the first checkpoint its steps cannot be known for sure, and that is said
     shutil.rmtree(run / "checkpoint" / "step-3")
-    assert "batch changed" in explain_step(read_history(run), 5)["doubt"]
-    last = explain_step(read_history(run), 5)["samples"]
-    assert [one["sample"] for one in last] == sorted(n for n, *_ in logged[5])
+    last = explain(run, 5)
+    assert "batch changed" in last["doubt"]
+    assert [one["sample"] for one in last["samples"]] == sorted(n for n, *_ in logged[5])
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +139,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--step", "5"], "5"),
         (["run", "--document", "a.jsonl:9999"], "'a.jsonl line "),
         (["run", "--step", "1", "--world_size", "3"], "3"),
+        (["run", "--step", "1", "--world_size", "0"], "--world_size"),
         (["run", "--document", "a.jsonl", "--text"], "--text"),
     ],
 )
@@ -143,6 +147,25 @@ def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture
     drive(Path("run"), [*SETTINGS["mixed"], CACHE], world=1, steps=4)
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_stored_settings_name_no_host_and_no_folder_that_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    drive(Path("run"), [*SETTINGS["split"], CACHE], world=1, steps=4)
+    stored = Path("run") / "config.toml"
+    text = stored.read_text().replace('dataset_cache = "cache"', 'dataset_cache = "elsewhere"')
+    stored.write_text(text)
+    assert main(["run", "--step", "1"]) == 0
+    assert "elsewhere" in text
+    assert not Path("elsewhere").exists()
+    url = 'dataset_path = ["http://127.0.0.1:9/a.jsonl"]'
+    stored.write_text(re.sub(r"dataset_path = \[[^]]+\]", url, text))
+    assert main(["run", "--step", "1"]) == 2
+    assert "--fetch" in capsys.readouterr().err
+    assert main(["run", "--step", "1", "--fetch"]) == 2
+    assert "127.0.0.1" in capsys.readouterr().err
 
 
 def test_data_that_changed_since_the_checkpoint_are_refused(
@@ -163,7 +186,10 @@ def test_data_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
     for name, is_known in (("Indexed", True), ("Stream", False)):
         run = Path(name)
         drive(
-            run, [f"--training.dataset=tests.tools.audit.own_data:{name}", CACHE], world=1, steps=2
+            run,
+            [f"--training.dataset=tests.tools.explain.own_data:{name}", CACHE],
+            world=1,
+            steps=2,
         )
         assert main([name, "--step", "2", "--json", "--trust_code"]) == 0
         samples = json.loads(capsys.readouterr().out)["samples"]

@@ -1,24 +1,14 @@
-"""Does `explain` say what a run has read?
+"""Runs of the real loader with the real sample log, and what explain says about them.
 
-    python -m tests.tools.audit.campaign --steps 1000
-
-The real loader is driven for three times as many steps, with the real sample log, over data of
-several kinds and in several layouts. So many steps, drawn at random, are then explained and
-compared with the log: number, hash, step, rank file and microbatch. And each part that is said to
-come from a row or a file is compared with the bytes there: tokens are bytes here.
+Tokens are bytes here: each part that is said to come from a row or a file is compared with the
+bytes there.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
-import logging
-import os
 import random
-import sys
-import tempfile
-import time
 from collections import Counter, defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -34,9 +24,9 @@ from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.job import load_config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.events import EventLog, Hardware
-from torchtitan.tools.audit.explain import explain_step
-from torchtitan.tools.audit.history import read_history
-from torchtitan.tools.audit.places import Places
+from torchtitan.tools.explain.documents import RunData
+from torchtitan.tools.explain.report import explain_step
+from torchtitan.tools.explain.steps import read_history
 
 LOCAL_BATCH = 2
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -120,7 +110,7 @@ def drive(run: Path, arguments: list[str], *, world: int, steps: int) -> None:
     (run / "config.toml").write_text(to_toml(config))
     record = Hardware(resumed_from=0, world_size=world, ranks_per_machine=world, device="cpu")
     EventLog(run).write("start", step=0, **asdict(record))
-    dims, dataset = resolve_dims(config.parallelism, world_size=world), Places.of(config).dataset
+    dims, dataset = resolve_dims(config.parallelism, world_size=world), RunData.of(config).dataset
     local = config.training.local_batch_size
     for rank in range(world // dims.pp):
         dp_rank, others = divmod(rank, dims.cp * dims.tp)
@@ -177,16 +167,19 @@ def contents(where: str) -> bytes:
     return gzip.decompress(raw) if where.endswith(".gz") else raw
 
 
-def compare(run: Path, *, draw: int | None = None) -> tuple[int, int]:
-    """Compare all logged steps, or `draw` of them at random, with what is explained; return the
-    numbers of samples and parts."""
-    history, logged = read_history(run), read_log(run)
-    places = Places.of(history[-1].config)
+def explain(run: Path, step: int, *, data: RunData | None = None) -> dict[str, Any]:
+    """Return what is said about a step."""
+    history = read_history(run)
+    [stretch] = [s for s in history if s.first_step <= step <= s.last_step]
+    return explain_step(stretch, step, data=data or RunData.of(stretch.config))
+
+
+def compare(run: Path) -> tuple[int, int]:
+    """Compare all logged steps with what is explained; return the numbers of samples and parts."""
+    places = RunData.of(read_history(run)[-1].config)
     num_samples = num_parts = 0
-    steps = sorted(logged) if draw is None else random.Random(draw).sample(sorted(logged), draw)
-    for step in steps:
-        rows = logged[step]
-        found = explain_step(history, step, data=places)
+    for step, rows in sorted(read_log(run).items()):
+        found = explain(run, step, data=places)
         said = [
             (one["sample"], one["hash"], one["ranks"][0], one["microbatch"])
             for one in found["samples"]
@@ -198,7 +191,7 @@ def compare(run: Path, *, draw: int | None = None) -> tuple[int, int]:
     return num_samples, num_parts
 
 
-def check_parts(sample: dict[str, Any], places: Places) -> int:
+def check_parts(sample: dict[str, Any], places: RunData) -> int:
     """Compare each part of a sample with the bytes of the document that it is said to be of."""
     tokens = places.read(sample["sample"])["tokens"].tolist()
     at = 0
@@ -211,27 +204,3 @@ def check_parts(sample: dict[str, Any], places: Places) -> int:
         assert tokens[part["at"] : at] == whole[first : first + part["num_tokens"]], part
     assert at == len(tokens) or "sft.jsonl line" in sample["documents"][-1]["where"]
     return len(sample["documents"])
-
-
-def main(steps: int) -> None:
-    """Drive and compare all kinds in all layouts, in a folder that is thrown away."""
-    logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        write_data(Path())
-        for kind, settings in SETTINGS.items():
-            for name, (world, layout) in LAYOUTS.items():
-                run, begin = Path(f"{kind} {name}".replace(" ", "-")), time.monotonic()
-                arguments = [*settings, *layout, "--training.dataset_cache=cache"]
-                drive(run, arguments, world=world, steps=3 * steps)
-                num_samples, num_parts = compare(run, draw=steps)
-                sys.stdout.write(
-                    f"{kind:<7} {name:<11} {steps} random steps, {num_samples} samples equal the "
-                    f"log, {num_parts} parts equal their source, {time.monotonic() - begin:.1f} s\n"
-                )
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    main(parser.parse_args().steps)
