@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from torchtitan.base.errors import StoppedError
-from torchtitan.tools import verbs
 from torchtitan.tools.command import VERBS
 
 ROOT = Path(__file__).parent.parent
@@ -66,8 +63,3 @@ def test_help_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for words, text in zip(given, done.stdout.split("=== ")[1:], strict=True):
         assert f"torchtitan {words}" in text or f"torchtitan.{words}" in text
-
-
-@verbs.report_errors
-def fail(argv: Sequence[str]) -> int:
-    raise StoppedError("stopped") if argv else OSError("full")

@@ -56,10 +56,6 @@ def test_sizes_written_as_settings_are_the_same_model(name: str) -> None:
         assert (spec.name, found) == (name, wanted)
 
 
-STRETCHED = ["--model.rope_scaling.type=yarn", "--model.rope_scaling.factor=4"]
-STRETCHED += ["--model.rope_scaling.original_max_position=64"]
-
-
 def folder_of(path: Path, *, name: str = "qwen2", **changes: object) -> Path:
     spec = MODELS[name]
     sizes = sizes_of(dataclasses.replace(spec.flavors["tiny"], num_layers=3), spec.hf)
@@ -88,12 +84,6 @@ def test_a_folder_that_is_named_once_says_family_sizes_and_tokenizer(tmp_path: P
         assert (found.num_layers, found.qkv_bias, found.norm_eps) == (3, True, 1e-6)
         assert resolve_model(config) == config
     assert find_layout(config, world_size=1).architecture == found
-
-
-LLAMA_31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA_31 |= {"original_max_position_embeddings": 8192}
-OWN = ["--model.rope_scaling.type=llama3", "--model.rope_scaling.factor=16"]
-OWN += ["--model.rope_scaling.original_max_position=8192"]
 
 
 def test_a_run_has_no_more_need_of_the_folder(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ BASE = (
     "--training.local_batch_size=8",
 )
 CP2 = "--parallelism.context_parallel_degree=2"
-RING = "--parallelism.context_parallel_rotate_method=ring"
 CONTIGUOUS = "--parallelism.context_parallel_load_balancer=none"
 
 

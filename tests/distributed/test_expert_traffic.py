@@ -24,7 +24,7 @@ from torchtitan.parallel.expert import Exchange
 from torchtitan.trainer import Trainer
 
 NUM_LAYERS = 2  # with experts: the first of them is dense
-E, K, H, C = 8, 2, 24, 32
+E, K, C = 8, 2, 32
 B, S = 8, 16
 STEP = ("--model.num_layers=3", "--training.steps=1", f"--training.seq_len={S}")
 FREED = "--parallelism.fsdp_reshard_after_forward=always"

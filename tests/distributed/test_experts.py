@@ -12,10 +12,8 @@ from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
 from tests.distributed.rank_pool import RankPool
-from tests.jobs import FEW_EXPERTS, IN_SIXES, OPTIONS, TINY8, UNSAVED, ep, pipeline
-from torchtitan.models.init import local_part
+from tests.jobs import IN_SIXES, OPTIONS, TINY8, UNSAVED, ep, pipeline
 from torchtitan.models.moe import Router
-from torchtitan.trainer import Trainer
 
 MOE = TINY8.replace("[model]", '[model]\nname = "qwen3_moe"')
 SHORT = ("--training.seq_len=40", "--training.steps=2")
@@ -55,16 +53,6 @@ def test_experts_without_a_token(
     job += [f"--training.local_batch_size={size}"]
     results = ranks.run(train_among_two, job, world=world)
     pj.assert_same_training(results, reference)
-
-
-def shards(jobs_of: list[list[str]]) -> list[set[tuple[int, ...]]]:
-    found = []
-    for job in jobs_of:
-        run = jobs.start([*job, *FEW_EXPERTS])
-        named = run.model.named_parameters()
-        found.append({tuple(local_part(p).shape) for n, p in named if n.endswith("experts.w1")})
-        Trainer(run).close()
-    return found
 
 
 def hashes(jobs_of: list[list[str]]) -> set[str]:

@@ -143,23 +143,3 @@ def test_the_end_of_the_data_ends_the_run_on_all_ranks(ranks: RankPool, tmp_path
     folder = tmp_path / "run" / "checkpoint"
     assert find_steps(folder) == [3]
     assert read_state(folder / "step-3", "dataloader")["position"] == 24
-
-
-def stopped(job: list[str], *, step: int, factor: float) -> str:
-    """Ask for an end in a step, and multiply its loss."""
-
-    class Asked(StopRequest):
-        def votes(self) -> list[int]:
-            return [int(run.progress.step == step), 0]
-
-    def changed(correct: HeadLoss) -> HeadLoss:
-        return lambda x, weight, labels: (
-            correct(x, weight, labels) * (factor if run.progress.step == step else 1.0)
-        )
-
-    with jobs.other_loss(changed):
-        run = jobs.start(job)
-    try:
-        return f"stopped by {Trainer(run, stop=Asked()).train()} after step {run.progress.step}"
-    except NonFiniteError as error:
-        return str(error)

@@ -25,91 +25,35 @@ from torchtitan.hf.weights import ScaledMatrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-YARN = {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "type": "yarn",
-}
-COMMON: dict[str, Any] = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "aux_loss_alpha": 0.001,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_layer_freq": 1,
-    "pretraining_tp": 1,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000,
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "v_head_dim": 128,
-}
-V3 = {
-    **COMMON,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-    "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "vocab_size": 129280,
-}
-V2_LITE = {
-    **COMMON,
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "first_k_dense_replace": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "model_type": "deepseek_v2",
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "q_lora_rank": None,
-    "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "vocab_size": 102400,
-}
+COMMON = json.loads("""{
+"attention_bias": false, "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "bos_token_id": 0,
+"eos_token_id": 1, "hidden_act": "silu", "initializer_range": 0.02, "kv_lora_rank": 512,
+"max_position_embeddings": 163840, "moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim":
+128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "seq_aux": true,
+"tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true, "v_head_dim": 128
+}""")
+V3 = COMMON | json.loads("""{
+"architectures": ["DeepseekV3ForCausalLM"], "ep_size": 1, "first_k_dense_replace": 3,
+"hidden_size": 7168, "intermediate_size": 18432, "model_type": "deepseek_v3",
+"moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+"norm_topk_prob": true, "num_attention_heads": 128, "num_experts_per_tok": 8,
+"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+"q_lora_rank": 1536, "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3",
+"quant_method": "fp8", "weight_block_size": [128, 128]}, "rope_scaling": {"beta_fast": 32,
+"beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn",
+"mscale": 1.0, "mscale_all_dim": 1.0}, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+"topk_group": 4, "topk_method": "noaux_tc", "vocab_size": 129280
+}""")
+V2_LITE = COMMON | json.loads("""{
+"architectures": ["DeepseekV2ForCausalLM"], "first_k_dense_replace": 1, "hidden_size": 2048,
+"intermediate_size": 10944, "model_type": "deepseek_v2", "moe_intermediate_size": 1408,
+"n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": false,
+"num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+"num_key_value_heads": 16, "q_lora_rank": null, "rope_scaling": {"beta_fast": 32, "beta_slow":
+1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn", "mscale": 0.707,
+"mscale_all_dim": 0.707}, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group":
+1, "topk_method": "greedy", "vocab_size": 102400
+}""")
 
 
 @pytest.mark.parametrize(

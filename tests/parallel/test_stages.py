@@ -90,7 +90,3 @@ def test_modules_of_each_stage() -> None:
         ("layers.1", "layers.2"),
         ("layers.3", "norm", "output"),
     )
-
-
-def settings(pp: int, **keys: object) -> ParallelismConfig:
-    return ParallelismConfig(pipeline_parallel_degree=pp, **keys)  # type: ignore[arg-type]
