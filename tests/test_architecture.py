@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ class File:
     path: str
     source: str
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.source, filename=self.path)
 
@@ -251,6 +252,7 @@ RULES: list[Rule] = [
 ]
 
 
+@cache
 def _own_files() -> list[File]:
     paths = sorted([*ROOT.glob("torchtitan/**/*.py"), *ROOT.glob("scripts/**/*.py")])
     return [File(path.relative_to(ROOT).as_posix(), path.read_text("utf-8")) for path in paths]

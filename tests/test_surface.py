@@ -147,6 +147,7 @@ SECTIONS = ("settings", "exit codes", *JOBS)
 
 
 @pytest.mark.promise("surface")
+@pytest.mark.slow(gate=["settings", "lora"])
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_surface_is_what_was_recorded(section: str, tmp_path: Path) -> None:
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))[section]

@@ -140,7 +140,7 @@ def each_alone() -> dict[str, list[Figures]]:
 
 
 @pytest.mark.promise("documents")
-@pytest.mark.slow(gate=["pp 2"])
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ALONE)
 def test_as_if_each_document_were_alone(
     layout: str,

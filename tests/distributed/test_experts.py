@@ -61,6 +61,7 @@ def hashes(jobs_of: list[list[str]]) -> set[str]:
 
 
 @pytest.mark.promise("experts")
+@pytest.mark.slow
 def test_recomputation_chooses_the_same_experts(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:

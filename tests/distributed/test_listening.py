@@ -43,6 +43,7 @@ def sockets(pid: int) -> set[str]:
     return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_only_loopback_is_listened_on(ranks: int, tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_losses_and_norms(world: int, ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("dp", "pp")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "world", "options"),
     [

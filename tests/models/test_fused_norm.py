@@ -68,6 +68,7 @@ def train_fused(job: list[str]) -> tuple[list[tuple[float, float]], set[str]]:
         return train(job), called
 
 
+@pytest.mark.slow
 def test_tensor_parallel_norms_are_sharded(ranks: RankPool, tmp_path: Path) -> None:
     """By the operator's own rules."""
     short = ("--model.flavor=tiny8", "--training.steps=2")

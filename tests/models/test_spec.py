@@ -47,6 +47,7 @@ PUBLISHED = {
 
 
 @pytest.mark.promise("hf")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "flavor"), FLAVORS)
 def test_parameters_are_those_of_the_public_model(name, flavor):
     config = MODELS[name].flavors[flavor]
@@ -117,7 +118,8 @@ def test_flops_are_those_of_forward_and_backward(variant, monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dim", [64, 256, 1024])
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_loss_is_that_of_equal_probabilities(name: str, dim: int, tied: bool) -> None:
     flavor, vocab_size = MODELS[name].flavors["tiny"], 2048

@@ -96,7 +96,8 @@ def expected_part(
 
 @pytest.mark.promise("initial-weights")
 @pytest.mark.parametrize(
-    ("fsdp", "tp", "tied"), [(1, 4, False), (2, 2, True), (3, 2, False), (7, 2, True)]
+    ("fsdp", "tp", "tied"),
+    [(1, 4, False), (2, 2, True), (3, 2, False), pytest.param(7, 2, True, marks=pytest.mark.slow)],
 )
 def test_each_rank_holds_its_part_and_starts_from_the_bits_of_one_device(
     fsdp: int, tp: int, tied: bool
