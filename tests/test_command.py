@@ -41,6 +41,18 @@ def test_a_mistake_is_one_message_with_code_2(arguments: list[str], said: str) -
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_verb_may_have_no_output(closed: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m torchtitan"
+    tokenizer = f"tokenizer {tmp_path}/t --vocab_size 300 {__file__}"
+    for verb, code in ((tokenizer, 0), ("config", 0), ("", 0), ("report nowhere", 2)):
+        words = f"{command} {verb} {closed}"
+        done = subprocess.run(words, shell=True, cwd=ROOT, stderr=subprocess.PIPE, check=False)
+        assert done.returncode == code, verb
+        assert b"Traceback" not in done.stderr
+    assert (tmp_path / "t" / "tokenizer.json").is_file()
+
+
 HELP = """
 import sys
 sys.modules["torch"] = None

@@ -125,6 +125,7 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
             "prompt 2: text must not contain special tokens",
         ),
         (".", ["--prompts_file", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (".", ["--prompts_file", "/dev/zero"], "/dev/zero cannot be read"),
         (".", ["--prompt", "\udcff"], "prompt 2 must hold complete characters"),
         (".", ["--tokenizer", "nope"], "nope"),
         (".", ["--tokenizer", "bpe_2048"], "2048 ids"),
@@ -139,6 +140,14 @@ def test_mistakes_end_with_one_message_and_code_2(
     assert captured.out == ""
     assert message in captured.err
     assert captured.err.count("error:") == 1
+
+
+def test_a_huge_file_of_prompts_is_not_read(script, trained, capsys, tmp_path):
+    file = tmp_path / "huge.txt"
+    with file.open("wb") as opened:
+        opened.truncate(2**40)
+    assert script.main(["--checkpoint", str(trained[0]), "--prompts_file", str(file)]) == 2
+    assert "huge.txt" in capsys.readouterr().err
 
 
 def test_no_prompt_at_all_is_a_mistake(script, trained, capsys, tmp_path):

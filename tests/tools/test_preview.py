@@ -160,3 +160,16 @@ def test_all_files_are_shown_and_all_mistakes_reported(
     assert "special_tokens_in_examples" in said
     words = ["--rows=0", "--training.special_tokens_in_examples=encode"]
     assert main([*job[:-2], write_lines(tmp_path / "f.jsonl", [*ROWS, special]), *words]) == 0
+
+
+def test_rows_after_a_broken_line_are_shown(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "broken.jsonl"
+    lines = Path(write_lines(file, [ROWS[0]] * 3)).read_text().splitlines()
+    file.write_text("\n".join(["{", lines[0], '{"prompt": ', lines[1]]) + "\n")
+    assert main([*job[:-2], str(file)]) == 2
+    shown, said = capsys.readouterr()
+    assert shown_of(shown, f"{file} line 2") == shown_of(shown, f"{file} line 4") != []
+    assert "2 rows, 2 kept" in shown
+    assert [said.count(f"{file} line {number} ") for number in (1, 2, 3, 4)] == [1, 0, 1, 0]

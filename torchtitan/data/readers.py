@@ -174,10 +174,15 @@ def suffix_of(file: Path) -> str:
 
 
 def read_json_lines(data: io.BufferedReader, file: Path, columns: Collection[str]) -> Numbered:
-    """Yield the value of each line that is not blank."""
+    """Yield the value of each line that is not blank. That of a broken line is a text, which
+    no reader of rows accepts, so that the lines after it can be read."""
     for number, line in enumerate(data, start=1):
         if line.strip():
-            yield number, json.loads(line)
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                value = f"damaged: {error}"
+            yield number, value
 
 
 def read_json(data: io.BufferedReader, file: Path, columns: Collection[str]) -> Numbered:

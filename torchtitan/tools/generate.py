@@ -23,6 +23,7 @@ Under torchrun the ranks share the model's matrices (tensor parallelism), and ra
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from torchtitan.generate.chat import Chat
 
 MOST_TOKENS = 10**6
+MOST_BYTES = 2**26
+"""Of a file of prompts, which are all in memory."""
 
 
 @report_errors
@@ -208,6 +211,8 @@ def _check(args: argparse.Namespace) -> list[str]:
 
 def _read_prompts(file: Path) -> list[str]:
     try:
+        if file.stat().st_size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES} bytes")
         return [line for line in read_text(file).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(

@@ -137,7 +137,6 @@ CRAFTED: dict[str, object] = {
     "a time beyond the calendar": RECORD
     | {"entries": [RECORD["entries"][0] | {"time_created_ns": 10**40}]},  # type: ignore[index]
     "no group of an entry": RECORD | {"entries": [RECORD["entries"][0] | {"process_group": []}]},  # type: ignore[index]
-    "sizes within sizes": RECORD | {"entries": [RECORD["entries"][0] | {"input_sizes": [[[2]]]}]},  # type: ignore[index]
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -174,6 +175,32 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     assert main([str(run), "--out", str(run)]) == 2
     assert "--out" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_older_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = write_run(tmp_path / "run"), tmp_path / "report.html"
+    out.write_text("older")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+    try:
+        assert main([str(run), "--out", str(out)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "--out" in capsys.readouterr().err
+    assert out.read_text() == "older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
+
+
+def test_control_characters_are_escaped(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path / "run\x1b[2J"), tmp_path / "report.html"
+    row = {"event": "failure", "time": "2026\x1b", "step": 40, "reason": "\x1b[31m"}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert main([str(run), "--out", str(out)]) == 0
+    assert "ended: \\x1b[31m" in out.read_text()
+    assert "\x1b" not in out.read_text()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, Debian's package chromium")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.base.custom import add_trust_code, trusting_stored
@@ -33,10 +34,14 @@ def main(argv: Sequence[str]) -> int:
         runs = [read_run(path, name=name) for name, path in name_runs(arguments.runs).items()]
         page = build_page(runs)
     out: Path = arguments.out
+    draft = out.with_name(f".{out.name}.tmp")  # a full disk leaves an older page
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(out)
     except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
         raise ConfigError(f"--out must be a writable file, got {out}: {error.strerror}") from error
     size = len(page.encode()) / 2**20
     names = printable(", ".join(run.name for run in runs))

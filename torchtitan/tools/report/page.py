@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 from string import Template
 
-from torchtitan.base.errors import UserError
+from torchtitan.base.errors import UserError, printable
 from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.metrics.rows import figure_of
@@ -20,6 +20,11 @@ from torchtitan.tools.report.read import PANELS, RunRecord, events
 HERE = Path(__file__).parent
 MOST_CHARACTERS = 80
 """Shown of the names of data files."""
+
+
+def escape(text: object) -> str:
+    """Return text of a run for HTML, without control characters."""
+    return html.escape(printable(str(text)))
 
 
 def build_page(runs: Sequence[RunRecord]) -> str:
@@ -62,8 +67,7 @@ def _section(number: int, run: RunRecord) -> str:
     """Return the section of a run: facts, layout, pipeline and events."""
     parts = [f"<section class='card run r{number % 8}'><h2>{escape(run.name)}</h2><dl>"]
     parts += (
-        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
-        for name, value in _facts(run)
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(run)
     )
     parts.append("</dl>")
     pictures = {}
@@ -78,9 +82,9 @@ def _section(number: int, run: RunRecord) -> str:
         for title, picture in pictures.items()
     )
     rows = "".join(
-        f"<tr class='{escape(str(event['kind']))}'><td>{event['step']}</td>"
+        f"<tr class='{escape(event['kind'])}'><td>{event['step']}</td>"
         f"<td>{escape(str(event['time']).replace('T', ' ').replace('+00:00', ''))}</td>"
-        f"<td>{escape(str(event['line']))}</td></tr>"
+        f"<td>{escape(event['line'])}</td></tr>"
         for event in events(run)
     )
     if rows:
