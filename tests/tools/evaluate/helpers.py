@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.models.families import MODELS
-from torchtitan.tools.evaluate import command, evaluation
+from torchtitan.tools.evaluate import command, model
 
 METRICS = {
     "multiple_choice": ("acc", "acc_norm"),
@@ -98,7 +98,7 @@ def write_tasks(folder: Path) -> Path:
 def evaluate(*words: object) -> dict[str, Any]:
     """Return the report of a command line."""
     args = command._parser().parse_args([*map(str, words)])
-    return evaluation.evaluate(args, command.check(args))
+    return model.evaluate(args, command.check(args))
 
 
 def numbers_of(task: Mapping[str, Any]) -> dict[str, float]:

@@ -13,18 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torchtitan.base.custom import trusting_stored
 from torchtitan.base.errors import Mistakes
 from torchtitan.base.urls import local_path
-from torchtitan.tools.evaluate.report import is_first_rank, show
-from torchtitan.tools.verbs import add_model_options, build_parser, report_errors
+from torchtitan.tools.verbs import add_model_options, build_parser, format_table, report_errors
 
-OF_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template", "chat_template")
-OF_PERPLEXITY = ("dataset_text_key", "dataset_text_template", "dataset_cache")
+NEEDED = {
+    "tasks": ("num_fewshot", "limit", "include_path", "apply_chat_template", "chat_template"),
+    "perplexity": ("dataset_text_key", "dataset_text_template", "dataset_cache"),
+    "apply_chat_template": ("chat_template",),
+}
+"""Options that need another one."""
+LEAST = {"batch_size": 1, "seq_len": 1, "num_fewshot": 0, "limit": 1}
 Files = dict[str, tuple[str, ...]]
 """Files of each domain."""
 
@@ -36,12 +43,12 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     files = check(args)
     from torchtitan.mesh.faults import refuse_exits
-    from torchtitan.tools.evaluate.evaluation import evaluate
+    from torchtitan.tools.evaluate.model import evaluate
 
     with trusting_stored(args.trust_code), refuse_exits():
         report = evaluate(args, files)
-    if is_first_rank():
-        show(report)
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write("\n".join([*_lines(report), ""]))
         if args.output is not None:
             args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -56,13 +63,11 @@ def check(args: argparse.Namespace) -> Files:
         files = parse_domains(args.perplexity, key="--perplexity")
     if not args.perplexity and not args.tasks:
         mistakes.add("--perplexity", "or --tasks must be given")
-    for needed, keys in (("tasks", OF_TASKS), ("perplexity", OF_PERPLEXITY)):
+    for needed, keys in NEEDED.items():
         for key in () if getattr(args, needed) else keys:
             if getattr(args, key) not in (None, False):
                 mistakes.add(f"--{key}", f"needs --{needed}")
-    if args.chat_template is not None and not args.apply_chat_template:
-        mistakes.add("--chat_template", "needs --apply_chat_template")
-    for key, least in (("batch_size", 1), ("seq_len", 1), ("num_fewshot", 0), ("limit", 1)):
+    for key, least in LEAST.items():
         if (value := getattr(args, key)) is not None and value < least:
             mistakes.add(f"--{key}", f"must be at least {least}, got {value}")
     if args.include_path is not None and not args.include_path.is_dir():
@@ -70,11 +75,7 @@ def check(args: argparse.Namespace) -> Files:
     if args.output is not None and (args.output.is_dir() or not args.output.parent.is_dir()):
         mistakes.add("--output", f"must be a file in an existing folder, got {args.output}")
     if args.tasks and find_spec("lm_eval") is None:
-        mistakes.add(
-            "--tasks",
-            "needs the package lm-eval; install it, in the repository, with: "
-            "pip install -e '.[eval]'",
-        )
+        mistakes.add("--tasks", "needs the package lm-eval: pip install -e '.[eval]'")
     mistakes.report()
     return files
 
@@ -93,18 +94,33 @@ def parse_domains(texts: Sequence[str], *, key: str) -> Files:
     return files
 
 
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield tables of the figures, after the step or folder of the model."""
+    yield f"checkpoint: {report['checkpoint']}"
+    if report["perplexity"]:
+        rows = [["domain", "loss", "perplexity", "bits/byte", "tokens", "documents", "bytes"]]
+        for name, row in report["perplexity"].items():
+            figures = (f"{row[key]:.4f}" for key in ("loss", "perplexity", "bits_per_byte"))
+            counts = (f"{row[key]:,}" for key in ("num_tokens", "num_documents", "num_bytes"))
+            rows.append([name, *figures, *counts])
+        yield from format_table(rows)
+    if report["tasks"]:
+        rows = [["task", "metric", "value", "stderr", "examples", "shots"]]
+        for name, task in report["tasks"].items():
+            examples, shots = str(task["num_examples"]), str(task["num_fewshot"])
+            for metric, figure in task["figures"].items():
+                error = "" if figure["stderr"] is None else f"± {figure['stderr']:.4f}"
+                rows.append([name, metric, f"{figure['value']:.4f}", error, examples, shots])
+        yield from format_table(rows)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser("evaluate", __doc__)
     add_model_options(parser)
     add = parser.add_argument
-    add(
-        "--perplexity",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="NAME=FILES",
-        help="held-out files of a domain, as in training.dataset_path; a repeated name adds files",
-    )
+    text = "held-out files of a domain, as in training.dataset_path; a repeated name adds files"
+    files: dict[str, Any] = {"action": "extend", "nargs": "+", "default": []}
+    add("--perplexity", metavar="NAME=FILES", help=text, **files)
     add("--dataset_text_key", metavar="KEY", help="as in [training]")
     add("--dataset_text_template", metavar="TEXT", help="as in [training]")
     add("--dataset_cache", metavar="DIR", help="as in [training]")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
@@ -29,19 +30,20 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from torchtitan.base.errors import ConfigError, UserError, did_you_mean
+from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.finetune.chat import Conversation
 from torchtitan.finetune.encoder import with_begin
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.sampling import generate
-from torchtitan.tools.evaluate.report import is_first_rank, tracked
+from torchtitan.tools.evaluate.perplexity import tracked
 
 Row = tuple[int, ...]
 MAX_NEW_TOKENS = 256
 """Default for tasks that generate text."""
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-HAS_NO_EFFECT = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
-"""Settings of sampling, in a task that generates greedily."""
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+"""Settings without effect in a task that generates greedily."""
+SUPPORTED = ("until", *LENGTHS, *SAMPLING)
 NEUTRAL = (None, 1, False)
 """Values of other settings that change nothing."""
 
@@ -57,7 +59,7 @@ def find_tasks(names: Sequence[str], *, include_path: Path | None) -> TaskManage
             return manager
     raise ConfigError(
         f"--tasks must name tasks of lm-evaluation-harness or --include_path, or YAML files, "
-        f"got {unknown[0]!r}{did_you_mean(unknown[0], task_names)}"
+        f"got {unknown[0]!r}"
     )
 
 
@@ -73,7 +75,8 @@ def run_tasks(
     """Return the figures of each task and group on the first rank of a machine, else {}; raise
     UserError if a task has an unsupported setting."""
     # other ranks would repeat the harness's progress bars and warnings
-    with nullcontext() if is_first_rank() else redirect_stderr(io.StringIO()):
+    is_first = os.environ.get("RANK", "0") == "0"
+    with nullcontext() if is_first else redirect_stderr(io.StringIO()):
         results = simple_evaluate(
             adapter,
             tasks=list(names),
@@ -172,13 +175,6 @@ class Adapter(TemplateLM):
         last = chat_history[-1]["content"].strip()
         return text[: text.rindex(last) + len(last)]
 
-    def loglikelihood(
-        self, requests: Sequence[Any], disable_tqdm: bool = True
-    ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-likelihood, and whether greedy decoding yields it."""
-        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return answers
-
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = True
     ) -> list[float]:
@@ -276,7 +272,13 @@ class Adapter(TemplateLM):
 
     def _generate(self, rows: set[Row], settings: Mapping[str, Any]) -> dict[Row, str]:
         """Return the text after each row of tokens; long rows are cut on the left."""
-        _check_greedy(settings)
+        samples = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
+        unsupported = {k: v for k, v in settings.items() if k not in SUPPORTED and v not in NEUTRAL}
+        if samples or unsupported:
+            raise ConfigError(
+                f"a task's generation_kwargs must decode greedily, got "
+                f"{settings if samples else unsupported}"
+            )
         tokenizer = self._generator.tokenizer
         until = settings.get("until") or []
         until = [until] if isinstance(until, str) else until
@@ -307,13 +309,3 @@ class Adapter(TemplateLM):
                 for stop in filter(None, until):
                     texts[row] = texts[row].split(stop)[0]
         return texts
-
-
-def _check_greedy(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a task samples, or has a setting that greedy decoding does not have."""
-    supported = ("until", *LENGTHS, *HAS_NO_EFFECT)
-    wrong = {key: v for key, v in settings.items() if key not in supported and v not in NEUTRAL}
-    if settings.get("do_sample", float(settings.get("temperature") or 0) > 0):
-        wrong["do_sample"] = True
-    if wrong:
-        raise ConfigError(f"a task's generation_kwargs must decode greedily, got {wrong}")

@@ -14,10 +14,16 @@ Bits per byte compare models with different tokenizers: (tokens / bytes) x loss 
 from __future__ import annotations
 
 import math
+import os
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.data.dataset import Dataset, PadToBatch
@@ -31,25 +37,9 @@ from torchtitan.models.interface import LanguageModel
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel.context.shard import SequenceShard
 from torchtitan.parallel.execution import WholeModel
-from torchtitan.tools.evaluate.report import tracked
 from torchtitan.validate import perplexity_of
 
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Results of a model on a domain's text."""
-
-    loss: float
-    """Nats per token."""
-    perplexity: float
-    bits_per_byte: float
-    num_tokens: int
-    """Predicted tokens."""
-    num_tokens_of_text: int
-    """All tokens, with an end token after each document."""
-    num_documents: int
-    num_bytes: int
-    """Size of the text in UTF-8."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,9 +76,15 @@ def open_domain(
 @torch.no_grad()
 def measure(
     model: LanguageModel, domain: Domain, *, tokenizer: Tokenizer, batch_size: int
-) -> Figures:
-    """Measure a model on a domain. All ranks that share the model must call this. Raises UserError
-    if the loss is not finite, or no token of the text has a label."""
+) -> dict[str, float]:
+    """Measure a model on a domain. All ranks that share the model must call this.
+
+    Returns:
+        `loss` in nats per token, `perplexity` and `bits_per_byte`; counts of predicted tokens, of
+        all tokens with an end token after each document, of documents, and of bytes in UTF-8.
+
+    Raises UserError if the loss is not finite, or no token of the text has a label.
+    """
     cut, samples = domain.cut, domain.samples
     shard = SequenceShard(
         None,
@@ -113,27 +109,23 @@ def measure(
         num_labels += count_valid(batch.labels)
         loss_sum += execution.evaluate(batch.to(device))
     if not num_labels:
-        raise DataError(
-            f"--perplexity {domain.name}: the text has no token to predict, since each document "
-            f"has one token"
-        )
+        raise DataError(f"--perplexity {domain.name}: no document has a second token to predict")
     loss = loss_sum.item() / num_labels.item()
     if not math.isfinite(loss):
         raise UserError(
             f"--perplexity {domain.name}: the loss must be finite, got {loss}; try "
             f"--dtype float32, or another checkpoint"
         )
-    stores = samples.stores
-    num_tokens, num_bytes = samples.num_tokens, sum(_num_bytes(s, tokenizer) for s in stores)
-    return Figures(
-        loss=loss,
-        perplexity=perplexity_of(loss),
-        bits_per_byte=loss / math.log(2) * num_tokens / num_bytes,
-        num_tokens=int(num_labels),
-        num_tokens_of_text=num_tokens,
-        num_documents=sum(store.num_documents for store in stores),
-        num_bytes=num_bytes,
-    )
+    num_bytes = sum(_num_bytes(store, tokenizer) for store in samples.stores)
+    return {
+        "loss": loss,
+        "perplexity": perplexity_of(loss),
+        "bits_per_byte": loss / math.log(2) * samples.num_tokens / num_bytes,
+        "num_tokens": int(num_labels),
+        "num_tokens_of_text": samples.num_tokens,
+        "num_documents": sum(store.num_documents for store in samples.stores),
+        "num_bytes": num_bytes,
+    }
 
 
 def _num_bytes(store: TokenStore, tokenizer: Tokenizer) -> int:
@@ -144,3 +136,10 @@ def _num_bytes(store: TokenStore, tokenizer: Tokenizer) -> int:
     documents = (store.document(number).tolist() for number in range(store.num_documents))
     texts = (tokenizer.decode([i for i in ids if i != tokenizer.eos_id]) for ids in documents)
     return sum(len(text.encode()) for text in texts)
+
+
+def tracked(items: Iterable[T], noun: str, *, total: int) -> Iterable[T]:
+    """Yield the items, on rank 0 with a progress bar in a terminal."""
+    is_shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    console = Console(stderr=True)
+    return track(items, noun, total=total, console=console, transient=True, disable=not is_shown)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Subject:
     folder: Path
     """The step or the Hugging Face folder."""
     step: int | None
-    """None: a Hugging Face folder."""
+    """None for a Hugging Face folder."""
     generator: Generator
     cut: TrainingConfig
     """How text is cut by default, as in the training."""
@@ -67,13 +67,18 @@ def open_subject(
     if (path / CONFIG).is_file():
         generator = load_generator(path, **options)
         positions = read_config(path).get("max_position_embeddings", UNKNOWN_POSITIONS)
+        file = tokenizer_file(tokenizer or str(path))
+        config = (
+            {} if file is None else read_tokenizer_config(file.parent / "tokenizer_config.json")
+        )
+        begin, own = special_token(config, "bos_token") or "", generator.tokenizer
         return Subject(
             folder=path,
             step=None,
             generator=generator,
             cut=TrainingConfig(seq_len=min(positions, UNKNOWN_POSITIONS)),
             positions=positions,
-            first_id=_begin_token(tokenizer or str(path), generator),
+            first_id=own.special_tokens.get(begin, own.eos_id),
         )
     step = find_run_step(path, verify=verify, group=None if mesh is None else mesh.get_group())
     generator = load_generator(step, verify=False, **options)
@@ -90,14 +95,6 @@ def open_subject(
         positions=training.seq_len,
         first_id=generator.tokenizer.eos_id,
     )
-
-
-def _begin_token(tokenizer_path: str, generator: Generator) -> int:
-    """Return the BOS token, or the end token if the tokenizer has none."""
-    file, tokenizer = tokenizer_file(tokenizer_path), generator.tokenizer
-    config = {} if file is None else read_tokenizer_config(file.with_name("tokenizer_config.json"))
-    token = special_token(config, "bos_token") or ""
-    return tokenizer.special_tokens.get(token, tokenizer.eos_id)
 
 
 def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -124,7 +121,7 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
     # all are opened before the first is measured
     domains = [open_domain(n, f, cut=cut, tokenizer=tokenizer) for n, f in files.items()]
     perplexity = {
-        domain.name: asdict(measure(model, domain, tokenizer=tokenizer, batch_size=args.batch_size))
+        domain.name: measure(model, domain, tokenizer=tokenizer, batch_size=args.batch_size)
         for domain in domains
     }
     tasks: Mapping[str, Any] = {}
@@ -144,27 +141,22 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
             limit=args.limit,
             apply_chat_template=args.apply_chat_template,
         )
-    num_ranks = 1 if mesh is None else mesh.size()
-    settings = _settings(args, subject=subject, cut=cut)
     return {
         "checkpoint": str(subject.folder),
         "step": subject.step,
         "perplexity": perplexity,
         "tasks": tasks,
-        "settings": {**settings, "perplexity": files, "num_ranks": num_ranks},
-    }
-
-
-def _settings(args: argparse.Namespace, *, subject: Subject, cut: TrainingConfig) -> dict[str, Any]:
-    dtype = next(subject.generator.model.parameters()).dtype
-    return {
-        **{key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()},
-        "seq_len": cut.seq_len if args.perplexity else None,
-        "seq_len_of_tasks": (args.seq_len or subject.positions) if args.tasks else None,
-        "attn_mask_type": cut.attn_mask_type,
-        "reset_positions": cut.reset_positions,
-        "dtype": str(dtype).removeprefix("torch."),
-        "version": __version__,
+        "settings": {
+            **{key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()},
+            "perplexity": files,
+            "seq_len": cut.seq_len if args.perplexity else None,
+            "seq_len_of_tasks": max_length if args.tasks else None,
+            "attn_mask_type": cut.attn_mask_type,
+            "reset_positions": cut.reset_positions,
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+            "version": __version__,
+            "num_ranks": 1 if mesh is None else mesh.size(),
+        },
     }
 
 
