@@ -20,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.md"))
 RUN = [PAGES[0], *(pytest.param(page, marks=pytest.mark.long) for page in PAGES[1:])]
 SMALL = " --training.seq_len 32 --training.local_batch_size 2"
 NOT_RUN = ("./scripts/run_tests.sh",)
@@ -90,7 +91,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+    for page in [*PAGES, *BENCHMARKS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\((?!http)([^)]+)", page.read_text()):
             path, _, anchor = target.partition("#")
             file = page.parent / path if path else page

@@ -22,7 +22,7 @@ from torchtitan.config.settings import (
     Text,
 )
 
-# docs/optimizers.md explains why torch's other classes are missing
+# docs/optimizer.md explains why torch's other classes are missing
 OPTIMIZERS = (
     "Adadelta",
     "Adagrad",
