@@ -14,15 +14,13 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from tests.jobs import cp
 from tests.naming import naming
 from torchtitan.checkpoint.checksums import seal
 from torchtitan.config.settings import to_toml
 from torchtitan.job import CONFIG_FILE, load_config
-from torchtitan.metrics.events import EVENTS, EventLog
 from torchtitan.tools.compare import command
 from torchtitan.tools.compare.gaps import tensor_difference
-from torchtitan.tools.compare.runs import Comparison, compare_runs, have_same_samples
+from torchtitan.tools.compare.runs import compare_runs
 
 
 def compare(a: Path, b: Path, *options: str) -> int:
@@ -31,13 +29,12 @@ def compare(a: Path, b: Path, *options: str) -> int:
 
 @pytest.fixture(scope="module")
 def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same job on two ranks, twice, on one, and with its sequences on two."""
+    """The same job on two ranks, twice, and on one."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, world in {"a": 2, "b": 2, "alone": 1, "cp": 2}.items():
+    for name, world in {"a": 2, "b": 2, "alone": 1}.items():
         job = jobs.write_job(folder, name=name, cache=folder / "cache")
-        job += cp(2, "allgather") if name == "cp" else []
         ranks.run(jobs.train, [*job, "--training.steps=2", "--checkpoint.interval=1"], world=world)
-    return {name: folder / name for name in ("a", "b", "alone", "cp")}
+    return {name: folder / name for name in ("a", "b", "alone")}
 
 
 @pytest.mark.promise("same-bits", "compare")
@@ -64,17 +61,6 @@ def test_layouts_are_equal_within_a_tolerance(
     assert compare(a, b, "--tolerance=1e-12") == 1
 
 
-def test_max_loss_is_that_of_the_data_parallel_ranks(runs: dict[str, Path]) -> None:
-    """It is the largest mean loss of such a rank: with cp 2 as alone, with dp 2 higher."""
-    found = {
-        name: [row["max_loss"] / row["loss"] for row in jobs.read_rows(run)]
-        for name, run in runs.items()
-    }
-    assert found["cp"] == pytest.approx(found["alone"], rel=1e-5)
-    assert min(a - b for a, b in zip(found["a"], found["alone"], strict=True)) >= 0
-    assert max(a - b for a, b in zip(found["a"], found["alone"], strict=True)) > 0
-
-
 def test_settings_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     words = {
@@ -95,54 +81,6 @@ def test_settings_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert "optimizer.lr" not in capsys.readouterr().out
     (b / CONFIG_FILE).unlink()
     assert compare(a, b) == 0
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "is_comparable"),
-    [("alone", "cp", True), ("cp", "a", False)],
-)
-def test_max_loss_is_compared_where_data_parallel_ranks_had_the_same_samples(
-    a: str, b: str, is_comparable: bool, runs: dict[str, Path], tmp_path: Path
-) -> None:
-    right, wrong = runs[a], Path(shutil.copytree(runs[b], tmp_path / "wrong"))
-    assert have_same_samples(right, wrong) == is_comparable
-    assert not compare_runs(right, wrong, folder="checkpoint", tolerance=1e-4).differences
-    rows = jobs.read_rows(wrong)
-    rows[1]["max_loss"] *= 1.005
-    (wrong / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = compare_runs(right, wrong, folder="checkpoint", tolerance=1e-4).differences
-    assert [text.partition(":")[0] for text in found] == ["step 2, max_loss"] * is_comparable
-
-
-@pytest.mark.parametrize(
-    ("world", "options", "is_same"),
-    [
-        (2, [], True),
-        (4, ["--parallelism.tensor_parallel_degree=2"], True),
-        (4, ["--parallelism.data_parallel_replicate_degree=2"], False),
-        (2, ["--training.local_batch_size=1"], False),
-        (1, [], False),
-    ],
-)
-def test_the_samples_of_data_parallel_ranks(
-    world: int, options: list[str], is_same: bool, tmp_path: Path
-) -> None:
-    """Of all starts."""
-
-    def write_starts(run: Path, *starts: tuple[int, int, list[str]]) -> Path:
-        run.mkdir()
-        for step, ranks, words in starts:
-            config = to_toml(load_config([*jobs.write_job(tmp_path), *words]))
-            EventLog(run).write("start", step=step, config=config, layout="", world_size=ranks)
-        return run
-
-    a = write_starts(tmp_path / "a", (0, 2, []))
-    b = write_starts(tmp_path / "b", (0, world, options))
-    later = write_starts(tmp_path / "later", (0, 2, []), (3, world, options))
-    assert have_same_samples(a, b) == have_same_samples(a, later) == is_same
-    assert have_same_samples(later, later) == is_same
-    (b / EVENTS).unlink()
-    assert not have_same_samples(a, b)
 
 
 @pytest.fixture
@@ -187,17 +125,9 @@ def test_a_figure_is_named(
     (spoiled / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert compare(runs["a"], spoiled) == 1
     said = capsys.readouterr().out
-    assert f"first: step 2, grad_norm: {rows[1]['grad_norm'] - 0.5!r} and" in said
-    assert ", by 0.5" in said
-
-
-def test_a_step_without_labels_is_equal_where_both_have_none() -> None:
-    loss, none = ([{"step": 1, "loss": loss}] for loss in (2.5, None))
-    found = Comparison()
-    found.compare_rows(none, none)
-    assert found.differences == []
-    found.compare_rows(none, loss)
-    assert found.differences == ["step 1, loss: only in B"]
+    assert "first: step 2, grad_norm" in said
+    row = next(line for line in said.splitlines() if line.startswith("metrics.jsonl"))
+    assert row.split()[2] == "1"
 
 
 def test_a_step_or_component_that_one_of_them_lacks(runs: dict[str, Path], spoiled: Path) -> None:
@@ -209,7 +139,7 @@ def test_a_step_or_component_that_one_of_them_lacks(runs: dict[str, Path], spoil
     del content["checksum"]
     manifest.write_bytes(seal(content))
     found = compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
-    assert found.differences[0] == "step 2: only in A"
+    assert found.differences[0].startswith("step 2, ")
     assert "step-2/optimizer: only in A" in found.differences
 
 

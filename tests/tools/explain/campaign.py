@@ -110,7 +110,7 @@ def drive(run: Path, arguments: list[str], *, world: int, steps: int) -> None:
     (run / "config.toml").write_text(to_toml(config))
     record = Hardware(resumed_from=0, world_size=world, ranks_per_machine=world, device="cpu")
     EventLog(run).write("start", step=0, **asdict(record))
-    dims, dataset = resolve_dims(config.parallelism, world_size=world), RunData.of(config).dataset
+    dims, dataset = resolve_dims(config.parallelism, world_size=world), RunData(config).dataset
     local = config.training.local_batch_size
     for rank in range(world // dims.pp):
         dp_rank, others = divmod(rank, dims.cp * dims.tp)
@@ -171,12 +171,12 @@ def explain(run: Path, step: int, *, data: RunData | None = None) -> dict[str, A
     """Return what is said about a step."""
     history = read_history(run)
     [stretch] = [s for s in history if s.first_step <= step <= s.last_step]
-    return explain_step(stretch, step, data=data or RunData.of(stretch.config))
+    return explain_step(stretch, step, data=data or RunData(stretch.config))
 
 
 def compare(run: Path) -> tuple[int, int]:
     """Compare all logged steps with what is explained; return the numbers of samples and parts."""
-    places = RunData.of(read_history(run)[-1].config)
+    places = RunData(read_history(run)[-1].config)
     num_samples = num_parts = 0
     for step, rows in sorted(read_log(run).items()):
         found = explain(run, step, data=places)
@@ -193,7 +193,7 @@ def compare(run: Path) -> tuple[int, int]:
 
 def check_parts(sample: dict[str, Any], places: RunData) -> int:
     """Compare each part of a sample with the bytes of the document that it is said to be of."""
-    tokens = places.read(sample["sample"])["tokens"].tolist()
+    tokens = places.tokens(sample["sample"]).tolist()
     at = 0
     for part in sample["documents"]:
         assert part["at"] == at

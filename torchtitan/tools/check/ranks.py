@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a rank finds. A string in the place of facts is an error; None: not the first rank."""
+    """The facts of a rank. Text in the place of facts is an error; None: not the first rank."""
 
     machine: str
     versions: dict[str, str]
@@ -74,16 +74,6 @@ class Answer:
     """Hash of each file."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """Result of a check."""
-
-    name: str
-    summary: str
-    """One line."""
-    faults: Sequence[str] = ()
-
-
 def check_job(config: Config, *, checksums: bool) -> int:
     """Check, print the table on rank 0, and return the exit code, the same on all ranks; raise
     UserError if the settings are invalid."""
@@ -91,41 +81,29 @@ def check_job(config: Config, *, checksums: bool) -> int:
     config = resolve_model(config)
     layout = find_layout(config, world_size=launch.world_size)
     check_device(config.compile, float8=layout.float8, device_type=device_type())
-    dump_folder = Path(config.job.dump_folder)
-    init_process_group(
-        launch, device_type=device_type(), settings=config.comm, dump_folder=dump_folder
-    )
-    folder = dump_folder
+    folder = Path(config.job.dump_folder)
+    init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
+    needed_gib = 0.0
     if config.checkpoint.enable:
         folder /= config.checkpoint.local_folder
+        needed_gib = BYTES_PER_PARAMETER * layout.counts.num_parameters / GIB
     answer = find_facts(config, launch, folder=folder)
     answers: list[Answer] | None = [answer] * launch.world_size if launch.rank == 0 else None
     dist.gather_object(answer, answers)
-    damage = find_damage(folder) if checksums else None
+    damage = {"checksums": find_damage(folder)} if checksums else {}
     code = 0
     if answers is not None:
-        needed = layout.counts.num_parameters * config.checkpoint.enable
-        results = [
-            compare_versions(answers),
-            compare_memory(answers),
-            compare_disks(
-                answers,
-                folder=folder,
-                needed_gib=BYTES_PER_PARAMETER * needed / GIB,
-                # each machine uploads to a store from its own disk
-                is_shared=not is_url(config.checkpoint.folder),
-            ),
-            compare_data(answers),
-            *([] if damage is None else [damage]),
-        ]
+        # each machine uploads to a store from its own disk
+        is_shared = not is_url(config.checkpoint.folder)
+        faults = find_faults(answers, needed_gib=needed_gib, is_shared=is_shared) | damage
         machines = plural(len({answer.machine for answer in answers}), "machine")
         lines = [f"{config.model.name} {config.model.flavor}, {layout.dims}: on {machines}"]
-        for result in results:
-            verdict = "FAULT" if result.faults else "ok"
-            lines.append(f"  {result.name:<11}  {verdict:<5}  {result.summary}")
-        faults = [f"{result.name}: {fault}" for result in results for fault in result.faults]
-        sys.stdout.write("\n".join([*lines, *faults, ""]))
-        code = UserError.exit_code if faults else 0
+        lines += [f"  {name:<11}  {'FAULT' if faults[name] else 'ok'}" for name in faults]
+        lines += [f"{name}: {fault}" for name in faults for fault in faults[name]]
+        if needed_gib:
+            lines.append(f"a checkpoint takes at most about {needed_gib:.3g} GiB in {folder}")
+        sys.stdout.write("\n".join([*lines, ""]))
+        code = UserError.exit_code if any(faults.values()) else 0
     return on_first_rank(lambda: code, group=dist.group.WORLD)
 
 
@@ -195,7 +173,7 @@ def find_disk(folder: Path, seen: Path) -> Disk | str:
             time.sleep(0.1)
         return Disk(free_gib=shutil.disk_usage(folder).free / GIB, is_shared=is_shared)
     except OSError as error:
-        return str(error)
+        return f"cannot write to {folder}: {error}"
 
 
 def find_data(config: Config) -> dict[str, str] | str:
@@ -212,7 +190,7 @@ def find_data(config: Config) -> dict[str, str] | str:
                 hashes |= {str(file): _hash(file) for file in files}
         return hashes
     except (OSError, UserError) as error:
-        return str(error)
+        return f"cannot read the data: {error}"
 
 
 def _hash(file: Path) -> str:
@@ -228,90 +206,73 @@ def _hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def compare_versions(answers: Sequence[Answer]) -> Result:
-    """Compare versions, code, settings and devices of all ranks."""
-    faults = []
+def find_faults(
+    answers: Sequence[Answer], *, needed_gib: float, is_shared: bool
+) -> dict[str, list[str]]:
+    """Return the faults of each check.
+
+    A checkpoint takes `needed_gib`. `is_shared`: all machines must see the same checkpoint folder.
+    """
+    return {
+        "versions": [*_other_versions(answers)],
+        "memory": [*_little_memory(answers)],
+        "checkpoints": [*_bad_disks(answers, needed_gib=needed_gib, is_shared=is_shared)],
+        "data": [*_other_data(answers)],
+    }
+
+
+def _other_versions(answers: Sequence[Answer]) -> Iterator[str]:
     for name in {name: None for answer in answers for name in answer.versions}:
         values = [answer.versions.get(name, "none") for answer in answers]
         usual = Counter(values).most_common(1)[0][0]
         for rank, value in enumerate(values):
             if value != usual:
-                faults.append(
-                    f"{name} must be the same on all ranks: {usual} on most, got {value} on rank "
-                    f"{rank}, {answers[rank].machine}"
-                )
-    versions = answers[0].versions
-    summary = f"torch {versions['torch']}, device {versions['device']}"
-    return Result(name="alike", summary=summary, faults=faults)
+                machine = answers[rank].machine
+                yield f"{name} is {usual} on most ranks, got {value} on rank {rank}, {machine}"
 
 
-def compare_memory(answers: Sequence[Answer]) -> Result:
-    """Compare the available memory of machines."""
-    measured = {a.machine: a.memory_gib for a in answers if a.memory_gib is not None}
-    if not measured:
-        return Result(name="memory", summary="unknown")
-    usual = sorted(measured.values())[len(measured) // 2]
-    faults = [
-        f"machines should have equal available memory, {machine} has {gib:.1f} GiB where "
-        f"{usual:.1f} GiB are usual"
-        for machine, gib in measured.items()
-        if gib < LEAST_MEMORY * usual
-    ]
-    summary = f"{min(measured.values()):.1f} GiB available at least"
-    return Result(name="memory", summary=summary, faults=faults)
+def _little_memory(answers: Sequence[Answer]) -> Iterator[str]:
+    gibs = {a.machine: a.memory_gib for a in answers if a.memory_gib is not None}
+    usual = sorted(gibs.values())[len(gibs) // 2] if gibs else 0.0
+    for machine, gib in gibs.items():
+        if gib < LEAST_MEMORY * usual:
+            yield f"{usual:.1f} GiB are available on most machines, {gib:.1f} GiB on {machine}"
 
 
-def compare_disks(
-    answers: Sequence[Answer], *, folder: Path, needed_gib: float, is_shared: bool
-) -> Result:
-    """Check that all machines can write to the checkpoint folder, and see the same one."""
-    faults = []
+def _bad_disks(answers: Sequence[Answer], *, needed_gib: float, is_shared: bool) -> Iterator[str]:
     for answer in answers:
         if isinstance(answer.disk, str):
-            faults.append(f"every machine must write to {folder}, {answer.machine}: {answer.disk}")
+            yield f"{answer.machine} {answer.disk}"
         elif answer.disk is not None:
-            if answer.disk.free_gib < needed_gib:
-                faults.append(
-                    f"a checkpoint takes at most about {needed_gib:.1f} GiB, and "
-                    f"{answer.disk.free_gib:.1f} GiB are free in {folder} on {answer.machine}"
+            if (free := answer.disk.free_gib) < needed_gib:
+                yield (
+                    f"a checkpoint takes at most about {needed_gib:.1f} GiB, and {free:.1f} GiB "
+                    f"are free on {answer.machine}"
                 )
             if is_shared and not answer.disk.is_shared:
-                faults.append(
-                    f"{folder} must be one folder for all machines, {answer.machine} does not see "
-                    f"the file of rank 0"
+                yield (
+                    f"all machines must share the folder, and {answer.machine} does not see the "
+                    f"file of rank 0"
                 )
-    free = [answer.disk.free_gib for answer in answers if isinstance(answer.disk, Disk)]
-    summary = f"{folder}: {f'{min(free):.1f} GiB free' if free else 'not writable'}"
-    summary += f", a checkpoint takes at most about {needed_gib:.3g} GiB" if needed_gib else ""
-    return Result(name="checkpoints", summary=summary, faults=faults)
 
 
-def compare_data(answers: Sequence[Answer]) -> Result:
-    """Compare the tokenizer, and size and ends of the data files, between machines."""
-    faults, first = [], dict[str, str]()
+def _other_data(answers: Sequence[Answer]) -> Iterator[str]:
+    first = dict[str, str]()
     for answer in answers:
         if isinstance(answer.data, str):
-            faults.append(f"every machine must read the data, {answer.machine}: {answer.data}")
+            yield f"{answer.machine} {answer.data}"
         elif answer.data is not None:
             first = first or answer.data
             names = {**first, **answer.data}
-            different = sorted(k for k in names if first.get(k) != answer.data.get(k))
-            if different:
-                faults.append(
-                    f"all machines must read the same data; on {answer.machine} "
-                    f"{plural(len(different), 'file')} differ from the first machine's, such as "
-                    f"{different[0]}"
+            if different := sorted(k for k in names if first.get(k) != answer.data.get(k)):
+                yield (
+                    f"{plural(len(different), 'file')} on {answer.machine} differ from the first "
+                    f"machine's, such as {different[0]}"
                 )
-    return Result(name="data", summary=plural(max(len(first) - 1, 0), "file"), faults=faults)
 
 
-def find_damage(folder: Path) -> Result:
+def find_damage(folder: Path) -> list[str]:
     """Verify the checksums of all checkpoints in a folder. Collective."""
     steps = on_first_rank(lambda: find_steps(folder), group=dist.group.WORLD)
-    faults = []
-    for step in steps:
-        faults += [
-            f"{folder / f'step-{step}'}: {mistake}"
-            for mistake in verify(folder / f"step-{step}", group=dist.group.WORLD)
-        ]
-    return Result(name="checksums", summary=plural(len(steps), "checkpoint"), faults=faults)
+    checkpoints = [folder / f"step-{step}" for step in steps]
+    return [f"{c}: {text}" for c in checkpoints for text in verify(c, group=dist.group.WORLD)]

@@ -11,17 +11,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.urls import local_path
-from torchtitan.tools.compare.gaps import (
-    GRADIENTS_TOLERANCE,
-    TOLERANCES,
-    WEIGHTS_TOLERANCE,
-)
+from torchtitan.tools.compare.gaps import GRADIENTS_TOLERANCE, TOLERANCES, WEIGHTS_TOLERANCE
 from torchtitan.tools.compare.words import option_key
 from torchtitan.tools.verbs import Verbs, build_parser, choose, report_errors
 
@@ -36,14 +32,14 @@ TOLERATED = {
 @report_errors
 def main(argv: Sequence[str]) -> int:
     """Run a comparison; return 0 if it finds no difference, 1 if it finds one, 2 for a mistake."""
-    comparison = choose(
+    kind = choose(
         KINDS, argv, prog="python -m torchtitan compare", noun="kind", what="what to compare"
     )
-    if comparison is None:
+    if kind is None:
         return 0
-    options = PARSERS[comparison](argv[1:])
+    options = PARSERS[kind](argv[1:])
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    code: int = import_module(KINDS[comparison][0]).main(options)
+    code: int = import_module(KINDS[kind][0]).main(options)
     return code
 
 
@@ -57,16 +53,15 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
     layout is a real launch with the same global batch.
 
     Initial weights must be bit-identical. Losses, gradient norms before clipping, the gradient of
-    every parameter in the first steps and final weights must agree within the tolerances; so must
-    max_loss, if the data-parallel ranks have the same samples as the reference's. Options of the
-    trainer outside quotes apply to all layouts.
+    every parameter in the first steps and final weights must agree within the tolerances. Options
+    of the trainer outside quotes apply to all layouts.
 
     Rounding decides between two experts whose scores nearly tie, and trainings are different from
     then on: if layouts of a model with experts diverge, compare them with --float64.
 
     Exit code 0: the same training in all layouts. 1: a layout diverges or fails. 2: a mistake.
     """
-    parser = _parser("layouts", parse_layouts)
+    parser = build_parser("compare layouts", inspect.getdoc(parse_layouts))
     parser.usage = "%(prog)s TOML LAYOUT [LAYOUT ...] [options] [--section.key=value ...]"
     add = parser.add_argument
     add("toml", type=Path, metavar="TOML", help="the job")
@@ -102,13 +97,12 @@ def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
     """Compare two runs: every logged figure, and every tensor of the checkpoints that both have.
 
     Prints the first difference and a table. Equal means bit-identical, unless --tolerance allows a
-    relative difference. With a tolerance, random generators are left out, which each rank has for
-    itself, and max_loss, the largest mean loss of a data-parallel rank, if these ranks had
-    different samples.
+    relative difference. With a tolerance, figures and random generators of single ranks, which
+    depend on the layout, are left out.
 
     Exit code 0: equal. 1: different. 2: a mistake.
     """
-    parser = _parser("runs", parse_runs)
+    parser = build_parser("compare runs", inspect.getdoc(parse_runs))
     add = parser.add_argument
     add("a", type=Path, metavar="A", help="folder of a run")
     add("b", type=Path, metavar="B", help="folder of another run")
@@ -116,11 +110,6 @@ def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
     text = "relative difference that counts as equal"
     add("--tolerance", type=float, default=0.0, metavar="X", help=text)
     return parser.parse_args(argv)
-
-
-def _parser(comparison: str, parse: Callable[..., object]) -> argparse.ArgumentParser:
-    parser = build_parser(f"compare {comparison}", inspect.getdoc(parse))
-    return parser
 
 
 PARSERS = {"layouts": parse_layouts, "runs": parse_runs}

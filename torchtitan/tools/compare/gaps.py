@@ -34,9 +34,9 @@ This module imports torch only inside functions, because `--help` prints the tol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,14 +70,13 @@ class Gap:
     def __str__(self) -> str:
         step, size = self.beyond[0]
         return (
-            f"{self.figure} differs by {size:.2g} in step {step} and by at most {self.largest:.2g} "
-            f"(tolerance {self.tolerance:g})"
+            f"step {step}, {self.figure}: differs by {size:.2g}, in any step by at most "
+            f"{self.largest:.2g} (tolerance {self.tolerance:g})"
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorGap:
-    """The tensor with the largest difference."""
+class TensorGap(NamedTuple):
+    """A tensor and its difference."""
 
     largest: float
     name: str
@@ -99,16 +98,17 @@ def compare_rows(
     *,
     tolerances: Mapping[str, float] = TOLERANCES,
 ) -> dict[str, Gap]:
-    """Compare the figures in `tolerances` at every step. One that a run lacks differs by inf.
+    """Compare the figures in `tolerances` at every step. One that a run lacks differs by inf. If a
+    step has two rows, the later one counts.
 
     The figure that is first beyond its tolerance comes first.
     """
-    assert reference_rows, "a reference without steps would agree with every run"
     a, b = ({int(row["step"]): row for row in run_rows} for run_rows in (reference_rows, rows))
     gaps = []
     for figure, tolerance in tolerances.items():
+        assert any(figure in row for row in (*a.values(), *b.values())), f"no row has {figure}"
         sizes = [
-            (step, relative(*(x.get(step, {}).get(figure, math.nan) for x in (a, b))))
+            (step, relative(a.get(step, {}).get(figure), b.get(step, {}).get(figure)))
             for step in sorted(a.keys() | b.keys())
         ]
         gap = Gap(
@@ -145,16 +145,6 @@ def compare_weights(
     )
 
 
-def largest_move(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
-    """Return the largest distance a weight moved, relative to the largest weight of its tensor."""
-    moves = []
-    for name in end:
-        a, b = start[name], end[name]
-        largest = max(a.abs().max().item(), b.abs().max().item())
-        moves.append((b - a).abs().max().item() / (largest or 1.0))
-    return max(moves)
-
-
 def _largest_gap(
     reference: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
@@ -169,7 +159,7 @@ def _largest_gap(
             a, b = reference[name], tensors[name]
             if a.shape == b.shape and a.dtype == b.dtype:
                 gap = _relative_norm(a, b, size=size(name, a))
-        gaps.append(TensorGap(name=name, largest=gap))
+        gaps.append(TensorGap(gap, name))
     assert gaps, "empty mappings would agree with every layout"
     return max(gaps, key=lambda gap: gap.largest)
 
@@ -187,22 +177,25 @@ def _norm(tensor: Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
-def first_unequal(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
-    """Describe the first tensor that is not bit-identical. Return "" if all are."""
-    for name in sorted({*reference, *weights}):
-        if name not in reference or name not in weights:
-            return f"{name}: only in {'the reference' if name in reference else 'this layout'}"
-        _, text = tensor_difference(reference[name], weights[name], tolerance=0.0)
+def compare_tensors(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, tolerance: float = 0.0
+) -> Iterator[tuple[str, float, str]]:
+    """Yield name, largest difference and a description of each tensor that differs.
+
+    Without a tolerance all bits must be equal. A tolerance is relative to the largest element of a
+    tensor, whose rounding a sum in another order changes.
+    """
+    for name in sorted({*a, *b}):
+        if name in a and name in b:
+            gap, text = tensor_difference(a[name], b[name], tolerance=tolerance)
+        else:
+            gap, text = 0.0, f"only in {'A' if name in a else 'B'}"
         if text:
-            return f"{name}: {text}"
-    return ""
+            yield name, gap, text
 
 
 def tensor_difference(a: Tensor, b: Tensor, *, tolerance: float) -> tuple[float, str]:
-    """Return the largest difference and a description, which is "" if the tensors are equal.
-
-    `tolerance` is relative to the largest element, whose rounding a sum in another order changes.
-    """
+    """Return the largest difference and a description, which is "" if the tensors are equal."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -214,8 +207,8 @@ def tensor_difference(a: Tensor, b: Tensor, *, tolerance: float) -> tuple[float,
     gap = (wide_a - wide_b).abs()
     same = (wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())
     gap[same] = 0.0
-    allowed = tolerance * max(wide_a.abs().max().item(), wide_b.abs().max().item())
-    outside = ~same & ~(gap <= allowed)
+    largest = max(wide_a.abs().max().item(), wide_b.abs().max().item())
+    outside = ~same & ~(gap <= tolerance * largest)
     if not outside.any():
         return 0.0, "" if tolerance else "equal numbers with different bits (-0.0 or nan)"
     first = int(outside.nonzero()[0])

@@ -8,80 +8,83 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.job import Config, load_config
-from torchtitan.metrics.rows import Row, read_rows
+from torchtitan.job import load_config
+from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.models.families import find_model
 from torchtitan.models.sizes import MoEConfig
 from torchtitan.tools.compare.gaps import (
     TOLERANCES,
-    Gap,
-    TensorGap,
     compare_gradients,
     compare_rows,
+    compare_tensors,
     compare_weights,
-    first_unequal,
-    largest_move,
 )
 from torchtitan.tools.compare.launch import last_lines, run_ranks
 from torchtitan.tools.compare.rank import FLOAT64, GRADIENTS, NUM_STEPS
-from torchtitan.tools.compare.runs import MAX_LOSS, StoredTensors, say, split_of
-from torchtitan.tools.compare.words import Layout, fit_local_batch, option_key, parse_layout
+from torchtitan.tools.compare.runs import say
+from torchtitan.tools.compare.words import Layout, option_key, parse_layout
+from torchtitan.tools.tensors import StoredTensors
 from torchtitan.tools.verbs import format_table
 
 FIXED = ("training.steps", "training.max_norm", "training.global_batch_size")
 FIXED_SECTIONS = ("job.", "metrics.", "checkpoint.")
 LOCAL_BATCH = "training.local_batch_size"
 CHECKPOINTS = "checkpoint"
+FIGURES = ("loss", "grad_norm", "gradients", "weights")
 EXPLANATION = (
     "Largest relative differences: loss and grad_norm (before clipping) of any step, gradient of "
     "any tensor in the first steps, final weights of any tensor relative to its movement."
 )
+Plan = tuple[Layout, tuple[str, ...]]
+"""A layout, and the trainer's options for it."""
 
 
 @dataclass(kw_only=True)
-class Verdict:
-    """The comparison of a layout with the reference."""
+class Result:
+    """A layout's training, and its comparison with the reference."""
 
     layout: str
-    world_size: int
+    num_ranks: int
     folder: Path
     """The run's folder."""
     seconds: float
-    samples: tuple[int, int]
-    """Data-parallel ranks and their local batch, which decide the samples of a rank."""
     rows: list[Row]
     problem: str = ""
     """Why the layout failed."""
-    unequal: str = ""
-    """The first initial weight that is not bit-identical."""
-    steps: dict[str, Gap] = field(default_factory=dict)
-    """Empty for the reference."""
-    gradients: list[TensorGap] = field(default_factory=list)
-    """One for each of the first steps."""
-    weights: TensorGap | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    """Largest relative difference of each of `FIGURES`. Empty for the reference."""
     differences: list[tuple[int, str]] = field(default_factory=list)
-    """The differences beyond the tolerances, each with its first step, in order."""
+    """The differences beyond the tolerances, each with its first step; 0: the initial weights."""
 
     @property
-    def summary(self) -> str:
-        """The verdict in a few words."""
+    def verdict(self) -> str:
+        """The result in a few words."""
         if self.problem:
             return "FAILED"
-        if self.unequal:
-            return "DIVERGES at the initial weights"
         if self.differences:
-            return f"DIVERGES at step {self.differences[0][0]}"
-        return "same" if self.steps else "reference"
+            step = self.differences[0][0]
+            return f"DIVERGES at {f'step {step}' if step else 'the initial weights'}"
+        return "same" if self.figures else "reference"
+
+    def weights(self, *, last: bool) -> StoredTensors:
+        """Return the final or the initial weights."""
+        folder = self.folder / CHECKPOINTS
+        return StoredTensors(folder / f"step-{find_steps(folder)[-1 if last else 0]}", "model")
+
+    def gradients(self, step: int) -> StoredTensors:
+        """Return the gradients of one of the first steps."""
+        return StoredTensors(self.folder / GRADIENTS / f"step-{step}", GRADIENTS)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -95,26 +98,26 @@ def main(options: argparse.Namespace) -> int:
     config = load_config(common)
     if isinstance(find_model(config.model)[1], MoEConfig) and not options.float64:
         note("two experts with nearly equal scores are chosen by rounding; --float64 avoids it")
-    verdicts: list[Verdict] = []
+    results: list[Result] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.out or Path(temporary)).resolve()
-        for number, (layout, arguments) in enumerate(plans, start=1):
-            verdict = _train(layout, arguments, folder=folder / str(number), options=options)
-            verdicts.append(verdict)
-            if verdicts[0].problem:
+        for number, plan in enumerate(plans, start=1):
+            result = _train(plan, folder=folder / str(number), options=options)
+            results.append(result)
+            if results[0].problem:
                 note("the reference failed: the other layouts are not trained")
                 break
-            if verdict is not verdicts[0] and not verdict.problem:
-                _compare(verdict, verdicts[0], options=options)
-        if not verdicts[0].problem:
-            _show_reference(verdicts[0], config)
-        _show(verdicts)
+            if result is not results[0] and not result.problem:
+                _compare(result, results[0], options=options)
+        if not results[0].problem:
+            _show_reference(results[0], max_norm=config.training.max_norm)
+    _show(results)
     if options.json is not None:
-        runs = [{**asdict(verdict), "verdict": verdict.summary} for verdict in verdicts]
+        runs = [{**asdict(result), "verdict": result.verdict} for result in results]
         text = json.dumps({"toml": options.toml, "runs": runs}, indent=1, default=str)
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(text, encoding="utf-8")
-    return int(any(verdict.problem or verdict.differences for verdict in verdicts))
+    return int(any(result.problem or result.differences for result in results))
 
 
 def settings_of_all(*, steps: int) -> tuple[str, ...]:
@@ -133,9 +136,7 @@ def settings_of_all(*, steps: int) -> tuple[str, ...]:
     )
 
 
-def make_plans(
-    texts: Sequence[str], *, common: Sequence[str]
-) -> list[tuple[Layout, tuple[str, ...]]]:
+def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
     """Return the layouts with the trainer's options for each.
 
     The first is the reference, whose global batch all of them get. Raises ConfigError if a layout
@@ -148,21 +149,27 @@ def make_plans(
         if option_key(option).removeprefix("parallelism.") in layouts[0].degrees:
             raise ConfigError(f"write {option} as a word of each layout")
     training = load_config(common).training
-    batch = training.global_batch_size
+    batch, local = training.global_batch_size, training.local_batch_size
     if batch == -1:
-        batch = training.local_batch_size * layouts[0].dp
+        batch = local * layouts[0].dp
         note(f"training.global_batch_size is not set: using {batch}, as in {layouts[0].name}")
     if {training.mixed_precision_param, training.dtype} != {"float32"}:
         note("the tolerances are for float32, but this job may compute in bfloat16")
     plans = []
     for layout in layouts:
-        for key in map(option_key, layout.overrides):
+        keys = [*map(option_key, layout.overrides)]
+        for key in keys:
             if key in FIXED or key.startswith(FIXED_SECTIONS):
                 raise ConfigError(f"layout '{layout.name}': {key} must be the same for all layouts")
         arguments = (*common, *layout.arguments, f"--training.global_batch_size={batch}")
-        if LOCAL_BATCH not in map(option_key, layout.overrides):
-            local = training.local_batch_size
-            fitting = fit_local_batch(local, global_batch_size=batch, layout=layout)
+        if LOCAL_BATCH not in keys:
+            per_rank, remainder = divmod(batch, layout.dp)
+            if remainder:
+                raise ConfigError(
+                    f"layout '{layout.name}': training.global_batch_size must be a multiple of "
+                    f"its {layout.dp} data-parallel ranks, got {batch}"
+                )
+            fitting = next(n for n in range(min(local, per_rank), 0, -1) if per_rank % n == 0)
             if fitting != local:
                 note(f"{layout.name}: {LOCAL_BATCH} is {fitting} instead of {local}")
             arguments += (f"--{LOCAL_BATCH}={fitting}",)
@@ -171,115 +178,89 @@ def make_plans(
     return plans
 
 
-def _train(
-    layout: Layout, arguments: Sequence[str], *, folder: Path, options: argparse.Namespace
-) -> Verdict:
-    run, start = folder / "run", time.monotonic()
+def _train(plan: Plan, *, folder: Path, options: argparse.Namespace) -> Result:
+    (layout, arguments), run, start = plan, folder / "run", time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     note(f"{layout.name}, {plural(layout.world_size, 'rank')}: training")
+    float64 = "1" if options.float64 else ""
     problem = run_ranks(
         [*arguments, f"--job.dump_folder={run}"],
         world_size=layout.world_size,
         log=folder / "output.txt",
         module="torchtitan.tools.compare.rank",
-        environ={
-            NUM_STEPS: str(options.gradient_steps),
-            FLOAT64: "1" if options.float64 else "",
-        },
+        environ={NUM_STEPS: str(options.gradient_steps), FLOAT64: float64},
         timeout_s=options.timeout,
     )
-    metrics = run / "metrics.jsonl"
-    rows = list(read_rows(metrics)) if metrics.is_file() else []
+    metrics = run / f"{RECORD}.jsonl"
+    rows = [*read_rows(metrics)] if metrics.is_file() else []
     if not problem and not rows:
         problem = f"trained no step{last_lines(folder / 'output.txt')}"
     seconds = time.monotonic() - start
     note(f"{layout.name}: {'failed' if problem else 'trained'}, {seconds:.0f} s")
-    return Verdict(
+    return Result(
         layout=layout.name,
-        world_size=layout.world_size,
+        num_ranks=layout.world_size,
         folder=run,
         seconds=seconds,
-        samples=split_of(layout.dp, load_config(arguments).training.local_batch_size),
         problem=problem,
         rows=rows,
     )
 
 
-def _compare(verdict: Verdict, reference: Verdict, *, options: argparse.Namespace) -> None:
-    """Fill in the verdict on a layout that trained to its end."""
-    tolerances = {
-        **TOLERANCES,
-        "loss": options.loss_tolerance,
-        "grad_norm": options.grad_norm_tolerance,
-    }
-    if verdict.samples == reference.samples:
-        tolerances[MAX_LOSS] = options.loss_tolerance
-    initial = _weights(reference, min)
-    differences = []
-    if unequal := first_unequal(initial, _weights(verdict, min)):
-        verdict.unequal = unequal
-        differences.append((0, f"initial weights: {unequal}"))
-    verdict.steps = compare_rows(reference.rows, verdict.rows, tolerances=tolerances)
-    differences += [(gap.beyond[0][0], str(gap)) for gap in verdict.steps.values() if gap.beyond]
-    for step in range(1, min(options.gradient_steps, options.steps) + 1):
-        stored = (
-            StoredTensors(x.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
-            for x in (reference, verdict)
-        )
-        gap = compare_gradients(*stored)
-        if gap.largest > options.gradients_tolerance and not any(
-            other.largest > options.gradients_tolerance for other in verdict.gradients
-        ):
-            text = f"gradients from step {step}, the largest of {gap.name}: {gap.largest:.2g} "
-            differences.append((step, f"{text}(tolerance {options.gradients_tolerance:g})"))
-        verdict.gradients.append(gap)
-    verdict.weights = compare_weights(initial, _weights(reference, max), _weights(verdict, max))
-    if verdict.weights.largest > options.weights_tolerance:
-        text = (
-            f"final weights, the largest of {verdict.weights.name}: {verdict.weights.largest:.2g} "
-        )
-        text += f"of its movement (tolerance {options.weights_tolerance:g})"
-        differences.append((options.steps, text))
+def _compare(result: Result, reference: Result, *, options: argparse.Namespace) -> None:
+    """Add figures and differences to the result of a layout that trained to its end."""
+    initial = reference.weights(last=False)
+    bits = compare_tensors(initial, result.weights(last=False))
+    differences = [(0, f"initial weights, {name}: {text}") for name, _, text in bits][:1]
+    tolerances = {key: getattr(options, f"{key}_tolerance") for key in FIGURES}
+    figures = {**TOLERANCES, **{key: tolerances[key] for key in ("loss", "grad_norm")}}
+    gaps = compare_rows(reference.rows, result.rows, tolerances=figures)
+    result.figures = {key: gaps[key].largest for key in ("loss", "grad_norm")}
     # within a step, figures come first
-    verdict.differences = sorted(differences, key=lambda difference: difference[0])
+    differences += [(gap.beyond[0][0], str(gap)) for gap in gaps.values() if gap.beyond]
+
+    steps = range(1, min(options.gradient_steps, options.steps) + 1)
+    tensors = {
+        (step, "gradients"): compare_gradients(reference.gradients(step), result.gradients(step))
+        for step in steps
+    }
+    ends = (run.weights(last=True) for run in (reference, result))
+    tensors[options.steps, "weights"] = compare_weights(initial, *ends)
+    for (step, key), gap in tensors.items():
+        if gap.largest > tolerances[key] >= result.figures.get(key, 0.0):  # the first of its kind
+            text = f"{key} of step {step}, {gap.name}: differ by {gap.largest:.2g} "
+            differences.append((step, f"{text}(tolerance {tolerances[key]:g})"))
+        result.figures[key] = max(gap.largest, result.figures.get(key, 0.0))
+    result.differences = sorted(differences, key=lambda difference: difference[0])
 
 
-def _weights(of: Verdict, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
-    """Return the initial weights with `min`, the final ones with `max`."""
-    folder = of.folder / CHECKPOINTS
-    return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
-
-
-def _show_reference(reference: Verdict, config: Config) -> None:
+def _show_reference(reference: Result, *, max_norm: float) -> None:
     """Print how much the reference trained: without movement, agreement proves little."""
-    moved = largest_move(_weights(reference, min), _weights(reference, max))
-    rows, max_norm = reference.rows, config.training.max_norm
+    start, rows, moved = reference.weights(last=False), reference.rows, 0.0
+    for name, end in reference.weights(last=True).items():
+        size = max(tensor.abs().max().item() for tensor in (start[name], end))
+        moved = max(moved, (end - start[name]).abs().max().item() / (size or 1.0))
     clipped = sum(row["grad_norm"] > max_norm for row in rows)
-    first, last = (
-        "-" if row["loss"] is None else f"{row['loss']:.5f}" for row in (rows[0], rows[-1])
-    )
+    first, last = (math.nan if row["loss"] is None else row["loss"] for row in (rows[0], rows[-1]))
     say(
-        f"reference: loss {first} to {last}, weights moved by up to {moved:.2g}, "
+        f"reference: loss {first:.5f} to {last:.5f}, weights moved by up to {moved:.2g}, "
         f"{clipped} of {len(rows)} steps clipped (max_norm {max_norm:g})"
     )
 
 
-def _show(verdicts: Sequence[Verdict]) -> None:
+def _show(results: Sequence[Result]) -> None:
     """Print a line for each layout, then the differences."""
-    rows = [["layout", "ranks", "seconds", "loss", "grad_norm", "gradients", "weights"]]
-    for verdict in verdicts:
-        cells = [f"{verdict.steps[k].largest:.1e}" for k in ("loss", "grad_norm") if verdict.steps]
-        cells = cells or ["-", "-"]
-        for gaps in (verdict.gradients, [verdict.weights] if verdict.weights else []):
-            cells.append(f"{max(gap.largest for gap in gaps):.1e}" if gaps else "-")
-        rows.append([verdict.layout, str(verdict.world_size), f"{verdict.seconds:.0f}", *cells])
-    summaries = ["verdict", *(verdict.summary for verdict in verdicts)]
-    for line, summary in zip(format_table(rows), summaries, strict=True):
-        say(f"{line}  {summary}")
+    rows = [["layout", "ranks", "seconds", *FIGURES]]
+    for result in results:
+        cells = [f"{result.figures[key]:.1e}" if key in result.figures else "-" for key in FIGURES]
+        rows.append([result.layout, str(result.num_ranks), f"{result.seconds:.0f}", *cells])
+    verdicts = ["verdict", *(result.verdict for result in results)]
+    for line, verdict in zip(format_table(rows), verdicts, strict=True):
+        say(f"{line}  {verdict}")
     say(EXPLANATION)
-    for verdict in verdicts:
-        for text in [verdict.problem] if verdict.problem else [t for _, t in verdict.differences]:
-            say(f"{verdict.layout}: {text}")
+    for result in results:
+        for text in [result.problem] if result.problem else [t for _, t in result.differences]:
+            say(f"{result.layout}: {text}")
 
 
 def note(text: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from importlib import import_module
@@ -25,7 +25,7 @@ from torchtitan.checkpoint.storage import write
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchtitan.parallel.execution import Batch, Execution
+    from torchtitan.parallel.execution import Batch
     from torchtitan.trainer import Run
 
 GRADIENTS = "gradients"
@@ -33,34 +33,31 @@ NUM_STEPS = "GRADIENT_STEPS"
 FLOAT64 = "TRAIN_IN_FLOAT64"
 
 
-class ObservedExecution:
-    """An execution that calls `after()` after each step's backward passes."""
+class RecordedExecution:
+    """The execution of a run, which writes the gradients of the first steps to `folder`/step-N."""
 
-    def __init__(self, execution: Execution, *, after: Callable[[], None]) -> None:
-        self.owns_loss, self.evaluate = execution.owns_loss, execution.evaluate
-        self.after_update = execution.after_update
-        self._run, self._after = execution.forward_backward, after
+    def __init__(self, run: Run, *, folder: Path, num_steps: int) -> None:
+        self.owns_loss, self.evaluate = run.execution.owns_loss, run.execution.evaluate
+        self.after_update = run.execution.after_update
+        self._run, self._folder, self._num_steps = run, folder, num_steps
+        self._group = build_group(3600)
 
     def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
         """Run the batches of a step."""
-        loss_sum = self._run(batches, divisor=divisor)
-        self._after()
+        run = self._run
+        loss_sum = run.execution.forward_backward(batches, divisor=divisor)
+        if (step := run.progress.step) <= self._num_steps:
+            parameters = run.model.named_parameters()
+            gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+            content = {GRADIENTS: Component(tensors=gradients)}
+            folder = self._folder / f"step-{step}"
+            write(folder, content, manifest={"step": step}, group=self._group)
         return loss_sum
 
 
 def record_gradients(run: Run, *, folder: Path, num_steps: int) -> Run:
-    """Return a run that writes the gradients of its first steps to `folder`/step-N, by name."""
-    group = build_group(3600)
-
-    def write_gradients() -> None:
-        step = run.progress.step
-        if step <= num_steps:
-            parameters = run.model.named_parameters()
-            gradients = {name: p.grad for name, p in parameters if p.grad is not None}
-            content = {GRADIENTS: Component(tensors=gradients)}
-            write(folder / f"step-{step}", content, manifest={"step": step}, group=group)
-
-    return replace(run, execution=ObservedExecution(run.execution, after=write_gradients))
+    """Return a run that writes the gradients of its first steps, by name."""
+    return replace(run, execution=RecordedExecution(run, folder=folder, num_steps=num_steps))
 
 
 def in_float64(settings: Any) -> Any:
@@ -77,7 +74,7 @@ def main(argv: list[str]) -> None:
     train: Any = import_module("torchtitan.train")
     build_run = train.build_run
 
-    def build_and_observe(settings: Any, **kwargs: Any) -> Run:
+    def build_and_record(settings: Any, **kwargs: Any) -> Run:
         run = build_run(in_float64(settings) if os.environ[FLOAT64] else settings, **kwargs)
         assert run.checkpoints is not None, "checkpoints are enabled by the comparison"
         if run.progress.step == 0:
@@ -85,7 +82,7 @@ def main(argv: list[str]) -> None:
         folder, num_steps = Path(settings.job.dump_folder), int(os.environ[NUM_STEPS])
         return record_gradients(run, folder=folder / GRADIENTS, num_steps=num_steps)
 
-    train.build_run = build_and_observe
+    train.build_run = build_and_record
     train.main_and_exit(argv)
 
 

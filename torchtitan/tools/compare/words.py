@@ -25,11 +25,9 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "ep": ("expert_parallel_degree",),
 }
 """The keys of [parallelism] that a word sets, one for each of its numbers."""
-KNOWN = ", ".join(
-    ["single", "1", *(word + "x".join("N" for _ in keys) for word, keys in WORDS.items())]
-)
+RULE = "must be single, or have words of fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN, epN, each axis once"
 EP = "expert_parallel_degree"
-_WORD = re.compile(r"([a-z]+)([0-9]+(?:x[0-9]+)*)")
+_WORD = re.compile(r"([a-z]+)([1-9][0-9]*(?:x[1-9][0-9]*)*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,43 +67,24 @@ def parse_layout(text: str) -> Layout:
         raise ConfigError(f"layout '{text}': {error}") from error
     overrides = tuple(part for part in parts if part.startswith("--"))
     words = [word for part in parts if part not in overrides for word in part.split(",") if word]
-    degrees = dict.fromkeys((key for keys in WORDS.values() for key in keys), 1)
     numbers_of: dict[str, int] = {}
     for word in [] if words in (["single"], ["1"]) else words:
         match = _WORD.fullmatch(word)
         keys = WORDS.get(match[1], ()) if match else ()
         numbers = [int(number) for number in match[2].split("x")] if match else []
-        if not keys or len(numbers) != len(keys) or 0 in numbers or numbers_of.keys() & {*keys}:
-            raise ConfigError(f"layout '{text}' must have words of {KNOWN}, each once, got {word}")
+        if not keys or len(numbers) != len(keys) or numbers_of.keys() & {*keys}:
+            raise ConfigError(f"layout '{text}' {RULE}, got {word}")
         numbers_of |= zip(keys, numbers, strict=True)
-    degrees |= numbers_of
+    degrees = dict.fromkeys((key for keys in WORDS.values() for key in keys), 1) | numbers_of
     num_ranks = prod(degrees[WORDS[axis][0]] for axis in ("fsdp", "cp", "tp"))
-    if not words:
-        raise ConfigError(f"layout '{text}' must have words of {KNOWN}")
     if num_ranks % degrees[EP]:
-        raise ConfigError(
-            f"layout '{text}': ep must divide the number of ranks of fsdp, cp and tp "
-            f"({num_ranks}), got {degrees[EP]}"
-        )
-    for option in overrides:
-        if option_key(option).removeprefix("parallelism.") in degrees:
-            raise ConfigError(f"layout '{text}': write {option} as one of {KNOWN}")
+        raise ConfigError(f"layout '{text}': ep must divide {num_ranks}, got {degrees[EP]}")
+    settings = [option_key(option).removeprefix("parallelism.") for option in overrides]
+    if not words or {*settings} & degrees.keys():
+        raise ConfigError(f"layout '{text}' {RULE}, got {' '.join(overrides)}")
     return Layout(name=text, degrees=degrees, overrides=overrides)
 
 
 def option_key(option: str) -> str:
     """Return the key of an option: `--training.steps=3` -> `training.steps`."""
     return option.removeprefix("--").partition("=")[0]
-
-
-def fit_local_batch(local: int, *, global_batch_size: int, layout: Layout) -> int:
-    """Return the largest local batch up to `local` that divides each rank's share of the batch;
-    raise ConfigError if the data-parallel ranks do not divide the global batch."""
-    per_rank, remainder = divmod(global_batch_size, layout.dp)
-    if remainder:
-        raise ConfigError(
-            f"layout '{layout.name}': training.global_batch_size must be a multiple of its "
-            f"{layout.dp} data-parallel ranks, got {global_batch_size}; try "
-            f"--training.global_batch_size={(per_rank + 1) * layout.dp}"
-        )
-    return next(size for size in range(min(local, per_rank), 0, -1) if per_rank % size == 0)

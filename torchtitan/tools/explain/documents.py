@@ -12,23 +12,23 @@ import hashlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.custom import is_import_path
+from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.urls import is_url
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.dataset import Dataset, build_samples
 from torchtitan.data.documents import TextSource, find_corpora
 from torchtitan.data.holdout import goes_to_holdout
-from torchtitan.data.loader import MapSamples, Samples, StreamSamples
 from torchtitan.data.prepare import read_notes
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.finetune.data import ExampleSource, build_encoder
 from torchtitan.finetune.encoder import is_answered
 from torchtitan.finetune.sources import find_examples, label_all
@@ -36,6 +36,16 @@ from torchtitan.job import Config
 
 StoreKey = tuple[int, int]
 """Number of a source, and of a store in it."""
+
+
+def local_settings(config: Config, *, cache: str, may_fetch: bool) -> Config:
+    """Return stored settings with the user's cache, since they may come from a stranger; raise
+    ConfigError if they name a URL."""
+    urls = [path for path in config.training.dataset_path if is_url(path)]
+    if urls and not may_fetch:
+        rule = f"of the run names {urls[0]!r}; pass --fetch to read it"
+        raise ConfigError.at("training.dataset_path", rule)
+    return replace(config, training=replace(config.training, dataset_cache=cache))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +62,31 @@ class Span:
     num_tokens: int
 
 
-@dataclass
 class RunData:
     """The samples of a run and their documents."""
 
-    config: Config
-    dataset: MapSamples
-    tokenizer: Tokenizer
-    _names: dict[tuple[StoreKey, int], str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, config: Config) -> RunData:
-        """Open the data of a run. They are tokenized again if they are no longer in the cache."""
-        path = config.model.tokenizer_path
-        tokenizer = build_tokenizer(path)
+    def __init__(self, config: Config) -> None:
+        """Open the data. They are tokenized again if they are no longer in the cache. Raises
+        DataError if they are custom data, which do not have documents."""
+        training, path = config.training, config.model.tokenizer_path
+        if is_import_path(training.dataset):
+            rule = f"of the run is custom, and its documents are unknown: '{training.dataset}'"
+            raise DataError.at("training.dataset", rule)
+        self._config, self.tokenizer = config, build_tokenizer(path)
         dataset = build_samples(
-            config.training,
-            tokenizer=tokenizer,
+            training,
+            tokenizer=self.tokenizer,
             tokenizer_path=path,
             seed=config.debug.seed,
             holdout_fraction=config.validation.holdout_fraction,
         )
-        return cls(config, dataset, tokenizer)
+        assert isinstance(dataset, Dataset)
+        self.dataset, self._origins = dataset, dict[StoreKey, Corpus | TokenStore]()
+        if training.dataset in SUPERVISED:
+            self._origins[0, 0] = find_examples(training)
+        else:
+            for source, parts in enumerate(find_corpora(training)):
+                self._origins |= {(source, number): part for number, part in enumerate(parts)}
 
     def check(self, fingerprint: dict[str, str] | None) -> None:
         """Raise DataError unless a checkpoint was trained on these data. None: no checkpoint."""
@@ -85,58 +98,38 @@ class RunData:
                 f"since; restore them"
             )
 
-    def read(self, k: int) -> Samples:
-        """Return a sample. Raise DataError for a stream, which cannot go back."""
-        if isinstance(self.dataset, StreamSamples):
-            raise DataError(
-                f"'{self.config.training.dataset}' is a stream, whose samples cannot be read again"
-            )
-        return self.dataset[k]
+    def tokens(self, k: int) -> Tensor:
+        """Return the tokens of a sample."""
+        return self.dataset[k]["tokens"]
 
-    def hash(self, k: int) -> str | None:
-        """Return the hash of a sample as examples/sample_log.py logs it. None: a stream."""
-        if isinstance(self.dataset, StreamSamples):
-            return None
-        tokens = self.read(k)["tokens"]
-        return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
+    def hash(self, k: int) -> str:
+        """Return the hash of a sample as examples/sample_log.py logs it."""
+        return hashlib.sha256(self.tokens(k).numpy().tobytes()).hexdigest()[:16]
 
-    def spans(self, k: int) -> list[Span]:
-        """Return the documents in a sample. Empty for custom data, which do not have documents."""
-        if not isinstance(self.dataset, Dataset):
-            return []
+    def spans(self, k: int) -> Iterator[Span]:
+        """Yield the documents in a sample."""
         number, _, i = self.dataset.place_of(k)
-        source = self.dataset.sources[number]
+        source, seq_len, at = self.dataset.sources[number], self._config.training.seq_len, 0
         if isinstance(source, ExampleSource):
-            return [*self._spans_of_examples(source, number, i)]
-        return [*self._spans_of_text(source, number, i)] if isinstance(source, TextSource) else []
-
-    def _spans_of_examples(self, source: ExampleSource, number: int, i: int) -> Iterator[Span]:
-        at, [store] = 0, source.stores
-        for document in source.samples.document(i):
-            # the last token is only a label
-            length = min(len(store.document(document)) - 1, self.config.training.seq_len)
-            yield Span(store=(number, 0), document=int(document), first=0, at=at, num_tokens=length)
-            at += length
-
-    def _spans_of_text(self, source: TextSource, number: int, i: int) -> Iterator[Span]:
-        row, start = source.place_of(i)
-        store, at = source.stores[row], 0
-        stop = start + self.config.training.seq_len
-        for token in (start, *store.boundaries(start, stop)):
-            document = _document_at(store, token)
-            end = min(stop, store.first_token(document + 1))
-            yield Span(
-                store=(number, row),
-                document=document,
-                first=token - store.first_token(document),
-                at=at,
-                num_tokens=end - token,
-            )
-            at += end - token
+            [store], key = source.stores, (number, 0)
+            # the last token of an example is only a label
+            ends = {n: min(len(store.document(n)) - 1, seq_len) for n in source.samples.document(i)}
+            parts = [(int(document), 0, end) for document, end in ends.items()]
+        else:
+            assert isinstance(source, TextSource)
+            row, start = source.place_of(i)
+            store, key, stop = source.stores[row], (number, row), start + seq_len
+            parts = []
+            for token in (start, *store.boundaries(start, stop)):
+                document = _document_at(store, token)
+                end, begin = store.first_token(document + 1), store.first_token(document)
+                parts.append((document, token - begin, min(stop, end) - token))
+        for document, first, num_tokens in parts:
+            yield Span(store=key, document=document, first=first, at=at, num_tokens=num_tokens)
+            at += num_tokens
 
     def samples_of(self, store: StoreKey, document: int) -> Collection[int]:
         """Return the samples of its source that have tokens of a document."""
-        assert isinstance(self.dataset, Dataset)
         source = self.dataset.sources[store[0]]
         if isinstance(source, ExampleSource):
             at = np.flatnonzero(source.samples.tokens == document)
@@ -146,83 +139,60 @@ class RunData:
         start, stop = row.first_token(document), row.first_token(document + 1)
         if start == stop:
             return []
-        seq_len, begin = self.config.training.seq_len, source.ends[store[1] - 1] if store[1] else 0
+        seq_len, begin = self._config.training.seq_len, source.ends[store[1] - 1] if store[1] else 0
         last = min(begin - (-stop // seq_len), source.ends[store[1]])
         return range(begin + start // seq_len, last)
 
     def names(self, spans: Iterable[Span]) -> dict[tuple[StoreKey, int], str]:
         """Return file and row of each document, by store and number."""
-        missing: dict[StoreKey, set[int]] = defaultdict(set)
+        names, missing = {}, defaultdict[StoreKey, set[int]](set)
         for span in spans:
-            if (span.store, span.document) not in self._names:
-                missing[span.store].add(span.document)
+            missing[span.store].add(span.document)
         for store, documents in missing.items():
             for number, name in enumerate(self._read_names(store)):
                 if number in documents:
-                    self._names[store, number] = name
+                    names[store, number] = name
                     documents.remove(number)
                 if not documents:
                     break
             assert not documents, "the files have the documents of the store"
-        return self._names
+        return names
 
     def find(self, name: str) -> list[tuple[StoreKey, int]]:
         """Return store and number of the documents of a FILE, a FILE:ROW, or a name of `names`;
         raise DataError if no document has this name."""
-        if not self._parts:
-            raise DataError(
-                f"'{self.config.training.dataset}' is custom data, whose documents are unknown; "
-                f"use --step"
-            )
         matches = [
             (store, number)
-            for store in self._parts
+            for store in self._origins
             for number, stored_name in enumerate(self._read_names(store))
             if _matches(name, stored_name)
         ]
         if not matches:
-            example = next(self._read_names(next(iter(self._parts))))
+            example = next(self._read_names(next(iter(self._origins))))
             raise DataError(
                 f"the run has no document {name!r:.200}; write FILE as in its settings, or "
                 f"FILE:ROW; its first document is {example!r}"
             )
         return matches
 
-    @cached_property
-    def _parts(self) -> dict[StoreKey, Any]:
-        """The origin of each store: a corpus, examples, or a store of the user."""
-        training = self.config.training
-        if not isinstance(self.dataset, Dataset) or not self.dataset.num_tokens:
-            return {}  # custom data
-        if training.dataset in SUPERVISED:
-            return {(0, 0): find_examples(training)}
-        return {
-            (source, number): part
-            for source, parts in enumerate(find_corpora(training))
-            for number, part in enumerate(parts)
-        }
-
     def _read_names(self, store: StoreKey) -> Iterator[str]:
         """Yield file and row of each document of a store, in order."""
-        part = self._parts[store]
-        if isinstance(part, TokenStore):
-            yield from (f"{part.prefix} document {n}" for n in range(part.num_documents))
-        elif self.config.training.dataset not in SUPERVISED:
-            yield from self._read_trained(part)
-        else:
-            assert isinstance(self.dataset, Dataset)
-            [examples] = self.dataset.stores
-            if not read_notes(Path(examples.prefix).parent)["without_answer"]:
-                yield from (row.where for row in part.pieces())
-                return
-            training, path = self.config.training, self.config.model.tokenizer_path
+        origin, training = self._origins[store], self._config.training
+        if isinstance(origin, TokenStore):
+            yield from (f"{origin.prefix} document {n}" for n in range(origin.num_documents))
+        elif training.dataset not in SUPERVISED:
+            yield from self._read_trained(origin)
+        elif read_notes(Path(self.dataset.stores[0].prefix).parent)["without_answer"]:
+            path = self._config.model.tokenizer_path
             encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
-            encoded = label_all(part, encoder)
+            encoded = label_all(origin, encoder)
             yield from (example.where for example, row in encoded if is_answered(row))
+        else:
+            yield from (row.where for row in origin.pieces())
 
     def _read_trained(self, corpus: Corpus) -> Iterator[str]:
         """Yield file and row of each document that is trained on. Held-out ones are encoded."""
-        fraction, text = self.config.validation.holdout_fraction, ""
+        fraction, text = self._config.validation.holdout_fraction, ""
         for piece in corpus.pieces():
             if fraction is not None:
                 text += piece.text

@@ -8,14 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.log import plural
-from torchtitan.data.dataset import Dataset
-from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.tools.explain.documents import RunData, StoreKey
-from torchtitan.tools.explain.steps import Stretch, local_settings, read_history
+from torchtitan.tools.explain.documents import RunData, StoreKey, local_settings
+from torchtitan.tools.explain.steps import Stretch, read_history
 
 SHOWN_CHARS = 60
 """Characters of a document's text on a line."""
@@ -23,81 +19,65 @@ SHOWN_CHARS = 60
 
 def main(options: argparse.Namespace) -> int:
     """Print the samples of a step, or the steps of a document."""
-    history = read_history(options.run, world_size=options.world_size)
-    if not history:
-        raise ConfigError("the run has no steps")
-    if options.step is None:
-        stretch = history[-1]
-    elif not (stretches := [s for s in history if s.first_step <= options.step <= s.last_step]):
-        last = history[-1].last_step
-        raise ConfigError(f"--step must be one of the run's steps, 1 to {last}, got {options.step}")
-    else:
-        [stretch] = stretches
-    data = RunData.of(
-        local_settings(stretch.config, cache=options.dataset_cache, may_fetch=options.fetch)
-    )
-    if options.step is None:
+    history, step = read_history(options.run), options.step
+    last = history[-1].last_step if history else 0
+    wanted = last if step is None else step
+    stretch = next((s for s in history if s.first_step <= wanted <= s.last_step), None)
+    if stretch is None:
+        raise ConfigError(f"--step must be one of the run's steps, 1 to {last}, got {step}")
+    cache, may_fetch = options.dataset_cache, options.fetch
+    data = RunData(local_settings(stretch.config, cache=cache, may_fetch=may_fetch))
+    if step is None:
         facts = explain_document(history, options.document, data=data)
         lines = _document_lines(facts)
     else:
-        facts = explain_step(stretch, options.step, data=data, text=options.text)
+        facts = explain_step(stretch, step, data=data, text=options.text)
         lines = _step_lines(facts)
     text = json.dumps(facts) if options.json else printable("\n".join(lines))
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(f"{text}\n")
     return 0
 
 
 def explain_step(
     stretch: Stretch, step: int, *, data: RunData, text: bool = False
 ) -> dict[str, Any]:
-    """Return each sample of a step: number, hash, ranks, microbatch and documents, with their texts
-    if `text`. Raises DataError if the data ended before, or changed."""
+    """Return the samples of a step with their documents, and `text`; raise DataError if the data
+    changed or end before."""
     data.check(stretch.fingerprint)
-    numbers = stretch.samples(step)
-    first, last, total = numbers[0], numbers[-1], data.dataset.num_samples
-    if first < 0 or (total is not None and last >= total):
+    numbers, total = stretch.samples(step), data.dataset.num_samples
+    if numbers[0] < 0 or (total is not None and numbers[-1] >= total):
         raise DataError(
-            f"step {step} would read samples {first} to {last}, but the data have {total}; the run "
-            f"ended before, or its settings changed"
+            f"step {step} would read samples {numbers[0]} to {numbers[-1]}, but the data have "
+            f"{total}; the run ended before, or its settings changed"
         )
-    spans = {k: data.spans(k) for k in numbers}
+    spans = {k: [*data.spans(k)] for k in numbers}
     names = data.names(span for group in spans.values() for span in group)
     samples = []
     for k in numbers:
-        facts: dict[str, Any] = {"sample": k, "hash": data.hash(k), **stretch.reader_of(k)}
-        if isinstance(data.dataset, Dataset):
-            source, epoch, i = data.dataset.place_of(k)
-            facts |= {"source": source, "epoch": epoch, "number_in_source": i}
-        facts["documents"] = [
-            {
+        source, epoch, _ = data.dataset.place_of(k)
+        documents = []
+        for span in spans[k]:
+            part = {
                 "where": names[span.store, span.document],
                 "document": span.document,
                 "first_token": span.first,
                 "num_tokens": span.num_tokens,
                 "at": span.at,
             }
-            for span in spans[k]
-        ]
-        if text:
-            _add_texts(facts, data.read(k)["tokens"], data.tokenizer)
-        samples.append(facts)
+            if text:
+                ids = data.tokens(k)[span.at : span.at + span.num_tokens].tolist()
+                part["text"] = data.tokenizer.decode(ids)
+            documents.append(part)
+        facts = {"sample": k, "hash": data.hash(k), "source": source, "epoch": epoch}
+        samples.append({**facts, **stretch.reader_of(k), "documents": documents})
     return {
         "step": step,
-        "position": first,
+        "position": numbers[0],
         "position_by": stretch.origin,
         "doubt": stretch.doubt or None,
         "layout": str(stretch.dims),
         "samples": samples,
     }
-
-
-def _add_texts(sample: dict[str, Any], tokens: Tensor, tokenizer: Tokenizer) -> None:
-    """Add the text of each document, or that of a sample whose documents are unknown."""
-    for document in sample["documents"]:
-        at = document["at"]
-        document["text"] = tokenizer.decode(tokens[at : at + document["num_tokens"]].tolist())
-    if not sample["documents"]:
-        sample["text"] = tokenizer.decode(tokens.tolist())
 
 
 def explain_document(history: Sequence[Stretch], name: str, *, data: RunData) -> dict[str, Any]:
@@ -127,7 +107,7 @@ def explain_document(history: Sequence[Stretch], name: str, *, data: RunData) ->
         "document": name,
         "num_documents": len(documents),
         "last_step": history[-1].last_step,
-        "position_by": [stretch.origin for stretch in history],
+        "position_by": "; ".join(stretch.origin for stretch in history),
         "doubt": "; ".join(filter(None, (stretch.doubt for stretch in history))) or None,
         "visits": visits,
     }
@@ -135,7 +115,6 @@ def explain_document(history: Sequence[Stretch], name: str, *, data: RunData) ->
 
 def _reads(data: RunData, stretch: Stretch, store: StoreKey, document: int) -> Iterator[int]:
     """Yield the samples of a stretch that read a document, epoch by epoch."""
-    assert isinstance(data.dataset, Dataset)
     last_step, total = stretch.last_step, data.dataset.num_samples
     if total is not None:  # the data end with the last full batch
         left = stretch.skipped.offset_of(total) - stretch.start
@@ -159,21 +138,21 @@ def _step_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["doubt"]:
         yield f"not sure: {facts['doubt']}"
     for sample in samples:
-        line = f"sample {sample['sample']}  {_reader(sample)}"
-        if "source" in sample:
-            line += f"  source {sample['source']}, epoch {sample['epoch']}"
-        yield f"{line}  hash {sample['hash'] or 'unknown: a stream cannot go back'}"
-        for document in sample["documents"]:
-            yield f"  {document['where']}: {_tokens(document)}{_text(document)}"
-        if not sample["documents"]:
-            yield f"  custom data, whose documents are unknown{_text(sample)}"
+        yield (
+            f"sample {sample['sample']}  {_reader(sample)}  source {sample['source']}, "
+            f"epoch {sample['epoch']}  hash {sample['hash']}"
+        )
+        for part in sample["documents"]:
+            yield f"  {part['where']}: {_tokens(part)}"
+            if (text := part.get("text")) is not None:
+                yield f"    {text[:SHOWN_CHARS]!r}{' ...' if len(text) > SHOWN_CHARS else ''}"
 
 
 def _document_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{facts['document']} ({plural(facts['num_documents'], 'document')}): read "
         f"{plural(len(facts['visits']), 'time')} up to step {facts['last_step']}; position by "
-        f"{'; '.join(facts['position_by'])}"
+        f"{facts['position_by']}"
     )
     if facts["doubt"]:
         yield f"not sure: {facts['doubt']}"
@@ -190,10 +169,3 @@ def _reader(facts: Mapping[str, Any]) -> str:
 
 def _tokens(part: Mapping[str, Any]) -> str:
     return f"tokens {part['first_token']} to {part['first_token'] + part['num_tokens'] - 1}"
-
-
-def _text(part: Mapping[str, Any]) -> str:
-    text = part.get("text")
-    if text is None:
-        return ""
-    return f"\n    {text[:SHOWN_CHARS]!r}{' ...' if len(text) > SHOWN_CHARS else ''}"

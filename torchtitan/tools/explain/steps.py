@@ -9,13 +9,11 @@ files are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan.base.errors import CheckpointError, ConfigError, DataError
+from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import read_json
-from torchtitan.base.urls import is_url
 from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.start import stored_layout
 from torchtitan.checkpoint.storage import STATE, find_steps
@@ -27,14 +25,12 @@ from torchtitan.metrics.events import read_events, read_hardware
 from torchtitan.resume_rules import Job
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Stretch:
     """Consecutive steps with the same batch and layout."""
 
     first_step: int
     last_step: int
-    start: int
-    """Position of the first sample, skipped samples not counted."""
     dims: ParallelDims
     config: Config
     origin: str
@@ -43,16 +39,18 @@ class Stretch:
     """Fingerprint of the data in the checkpoint. None: no checkpoint follows."""
     doubt: str = ""
     """Why the position may be wrong."""
+    start: int = 0
+    """Position of the first sample, skipped samples not counted."""
+    batch: int = field(init=False)
+    """Number of samples per step."""
+    skipped: SkippedSamples = field(init=False)
+    """Samples that are left out of the order."""
 
-    @property
-    def batch(self) -> int:
-        """Number of samples per step."""
-        return samples_per_step(self.config, self.dims)
-
-    @cached_property
-    def skipped(self) -> SkippedSamples:
-        """Samples that are left out of the order."""
-        return SkippedSamples(self.config.training.skip_samples)
+    def __post_init__(self) -> None:
+        training, dp = self.config.training, self.dims.dp
+        local, batch = training.local_batch_size, training.global_batch_size
+        self.batch = local * dp * accumulation_steps(batch, local_batch_size=local, dp=dp)
+        self.skipped = SkippedSamples(training.skip_samples)
 
     def samples(self, step: int) -> list[int]:
         """Return the numbers of the samples of a step, in order."""
@@ -76,18 +74,9 @@ class Stretch:
         return {"dp_rank": dp_rank, "microbatch": microbatch, "ranks": ranks}
 
 
-def samples_per_step(config: Config, dims: ParallelDims) -> int:
-    """Return the global batch of a job in a layout."""
-    local, batch = config.training.local_batch_size, config.training.global_batch_size
-    return local * dims.dp * accumulation_steps(batch, local_batch_size=local, dp=dims.dp)
-
-
-def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
-    """Return all steps of a run, including those that are not trained yet.
-
-    `world_size` is the number of ranks after the last checkpoint; default: that of the last start.
-    Raises UserError if the run has no settings, or a checkpoint is damaged.
-    """
+def read_history(run: Path) -> list[Stretch]:
+    """Return all steps of a run, including those that are not trained yet; raise UserError if the
+    run has no settings, or a checkpoint is damaged."""
     config = Job.stored_in(run / CONFIG_FILE).config
     folder = run / config.checkpoint.local_folder
     stretches: list[Stretch] = []
@@ -102,20 +91,22 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
         starts = [row for row in read_events(run) if row["event"] == "start"]
         last_step = starts[-1]["last_step"] if starts else step
     if step < last_step:
-        stretches.append(
-            _after(run, config, step, position, last_step=last_step, world_size=world_size)
+        hardware = read_hardware(run)
+        stretch = Stretch(
+            first_step=step + 1,
+            last_step=last_step,
+            dims=resolve_dims(config.parallelism, world_size=hardware.world_size),
+            config=config,
+            origin=f"{CONFIG_FILE}, counted from step {step}",
         )
+        stretch.start = stretch.skipped.offset_of(position)
+        if step == 0 and hardware.resumed_from:
+            stretch.doubt = (
+                f"the last start resumed from step {hardware.resumed_from}, which is not in this "
+                f"folder: the position is correct if the batch was always the same"
+            )
+        stretches.append(stretch)
     return stretches
-
-
-def local_settings(config: Config, *, cache: str, may_fetch: bool) -> Config:
-    """Return stored settings with the user's cache, since they may come from a stranger; raise
-    ConfigError if they name a URL."""
-    urls = [path for path in config.training.dataset_path if is_url(path)]
-    if urls and not may_fetch:
-        rule = f"of the run names {urls[0]!r}; pass --fetch to read it"
-        raise ConfigError.at("training.dataset_path", rule)
-    return replace(config, training=replace(config.training, dataset_cache=cache))
 
 
 def _until(checkpoint: Path, *, after: int, position: int) -> tuple[Stretch, int]:
@@ -126,50 +117,20 @@ def _until(checkpoint: Path, *, after: int, position: int) -> tuple[Stretch, int
     dims, step = stored_layout(manifest), manifest["step"]
     if step < after:
         raise CheckpointError(f"{manifest.path} has step {step}; restore it or move it away")
-    config = Job.stored(manifest["config"], file=manifest.path, dp=dims.dp).config
-    skipped = SkippedSamples(config.training.skip_samples)
-    start = skipped.offset_of(state["position"]) - (step - after) * samples_per_step(config, dims)
-    doubt = ""
-    # 0: the data were started again, by exclude_from_loading
-    if start not in (skipped.offset_of(position), 0):
-        doubt = (
-            f"between steps {after} and {step} the batch changed, or the run came from another "
-            f"folder, and the checkpoint of that step is deleted: earlier steps had other samples"
-        )
     stretch = Stretch(
         first_step=after + 1,
         last_step=step,
-        start=start,
         dims=dims,
-        config=config,
+        config=Job.stored(manifest["config"], file=manifest.path, dp=dims.dp).config,
         fingerprint=state["fingerprint"],
         origin=f"{checkpoint.name}, counted back from its position",
-        doubt=doubt,
     )
+    skipped = stretch.skipped
+    stretch.start = skipped.offset_of(state["position"]) - (step - after) * stretch.batch
+    # 0: the data were started again, by exclude_from_loading
+    if stretch.start not in (skipped.offset_of(position), 0):
+        stretch.doubt = (
+            f"between steps {after} and {step} the batch changed, or the run came from another "
+            f"folder, and the checkpoint of that step is deleted: earlier steps had other samples"
+        )
     return stretch, state["position"]
-
-
-def _after(
-    run: Path, config: Config, step: int, position: int, *, last_step: int, world_size: int | None
-) -> Stretch:
-    doubt = ""
-    if world_size is None:
-        try:
-            hardware = read_hardware(run)
-        except DataError as error:
-            raise DataError(f"{error}; or set --world_size") from error
-        world_size = hardware.world_size
-        if step == 0 and hardware.resumed_from:
-            doubt = (
-                f"the last start resumed from step {hardware.resumed_from}, which is not in this "
-                f"folder: the position is correct if the batch was always the same"
-            )
-    return Stretch(
-        first_step=step + 1,
-        last_step=last_step,
-        start=SkippedSamples(config.training.skip_samples).offset_of(position),
-        dims=resolve_dims(config.parallelism, world_size=world_size),
-        config=config,
-        origin=f"{CONFIG_FILE}, counted from step {step}",
-        doubt=doubt,
-    )
