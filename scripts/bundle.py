@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 THERE = ("torch", "numpy", "safetensors", "huggingface-hub", "filelock", "jinja2")
 """Come with torch and transformers."""
-UNUSED = ("tensorboard", "wandb", "matplotlib")
+UNUSED = ("tensorboard", "wandb")
 PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_24", "manylinux_2_28")
 MOST_MIB = 64
 

@@ -32,7 +32,7 @@ def test_the_verbs_are_listed_without_torch() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["evalute"], "evaluate"), (["train"], "--job.config_file"), (["config", "--a.b"], "a.b")],
+    [(["evalute"], "evaluate"), (["train"], "debug_model"), (["config", "--a.b"], "a.b")],
 )
 def test_a_mistake_is_one_message_with_code_2(arguments: list[str], said: str) -> None:
     done = run(*arguments)

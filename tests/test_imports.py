@@ -15,7 +15,6 @@ UNUSED = {
     "wandb",
     "tensorboard",
     "torch.utils.tensorboard",
-    "matplotlib",
     "rich.progress",
     "transformers",
     "pandas",

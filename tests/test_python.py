@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import venv
 import zipfile
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
@@ -254,8 +255,38 @@ def test_all_files_of_the_package_are_shipped(tmp_path: Path) -> None:
         shipped = {name for name in content.namelist() if ".dist-info/" not in name}
     files = (path for path in (ROOT / "torchtitan").rglob("*") if path.is_file())
     names = {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".pyc"}
+    names |= {
+        f"torchtitan/train_configs/{path.name}" for path in (ROOT / "train_configs").iterdir()
+    }
     assert "torchtitan/py.typed" in names
     assert shipped == names
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_by_name_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """Of this environment it has the dependencies, but no checkout."""
+    [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    venv.create(tmp_path / "venv")
+    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    with zipfile.ZipFile(wheel) as content:
+        content.extractall(site)
+    command = [tmp_path / "venv/bin/python", "-c"]
+    command += ["import sys; from torchtitan.tools.command import run; run()", "train"]
+    command += ["debug_model", "--training.dataset=synthetic", "--training.steps=2"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NGPU": "2"}
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [*command, "--training.seq_len=32", "--training.local_batch_size=2"],
+        cwd=tmp_path / "empty",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "dp_shard 2" in done.stderr
+    assert (tmp_path / "empty/outputs/debug_model/config.toml").is_file()
 
 
 @pytest.mark.slow

@@ -49,6 +49,25 @@ def train(*arguments: str, ranks: int = 1, **environ: str) -> subprocess.Complet
     return run([sys.executable, *launcher, "-m", "torchtitan.train", *arguments], **environ)
 
 
+@pytest.mark.promise("no-code-from-data")
+@pytest.mark.slow
+def test_a_folder_from_elsewhere_is_not_imported_from(tmp_path: Path) -> None:
+    """The module form of the command runs no numpy.py of the current folder, and finds own code."""
+    for name in ("numpy", "torch"):
+        (tmp_path / f"{name}.py").write_text("open('evil', 'w')")
+    (tmp_path / "own.py").write_text("class Data:\n    pass\n")
+    settings = ["--training.dataset=own:Data", "--training.steps=0"]
+    done = subprocess.run(
+        [COLD_PYTHON, "-m", "torchtitan", "train", *settings],
+        **{"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "check": False},
+        **{"capture_output": True, "text": True},
+    )
+    assert done.returncode == 2
+    assert "own:Data" in done.stderr
+    assert "No module" not in done.stderr
+    assert not (tmp_path / "evil").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-"])
 def test_a_closed_stream_ends_no_run(closed: str, tmp_path: Path) -> None:
@@ -67,7 +86,7 @@ def test_a_closed_stream_ends_no_run(closed: str, tmp_path: Path) -> None:
 def test_two_ranks_show_the_picked_one_and_log_both(tmp_path: Path) -> None:
     done = train(*write_job(tmp_path), "--training.steps=2", ranks=2, LOG_RANK="1")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("step:      2") == 1
+    assert done.stderr.count("step:      2/2") == 1
     for rank in (0, 1):
         assert "step:      2" in (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
 

@@ -171,7 +171,6 @@ def end(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import matplotlib.pyplot  # noqa: F401
     import tiktoken  # noqa: F401
     import torch
     import torch.distributed.run

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchtitan.api import load_tokenizer as load_tokenizer
     from torchtitan.api import train as train
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "Config",
     "Result",

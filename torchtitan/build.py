@@ -185,6 +185,7 @@ def build_run(
         folder=folder,
         rank=launch.rank,
         resume_step=progress.step,
+        last_step=training.steps,
         color=color,
         job_config=asdict(config),
         description=config.job.description,

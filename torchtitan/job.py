@@ -53,7 +53,8 @@ class JobConfig:
     """The job: where its settings come from and where its output goes."""
 
     config_file: Text | None = None
-    """TOML file to read; without one every setting has its default. Command line only."""
+    """TOML file to read, or the name of one of train_configs, like the first word of the command
+    line; without one every setting has its default. Command line only."""
     dump_folder: LocalPath = "./outputs"
     """Folder that receives everything the run writes: config, metrics, logs, checkpoints."""
     description: str = "default job"
@@ -210,7 +211,7 @@ class Config:
 
 
 def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
-    """Read the file that --job.config_file names, apply the other options, and check everything.
+    """Read the file that the command line names, apply the other options, and check everything.
 
     Raises ConfigError that lists every mistake in the file and on the command line. Raises
     SystemExit after `--help` was printed.

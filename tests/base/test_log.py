@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +66,26 @@ def test_console_shows_picked_global_ranks_and_files_have_all(
         assert f"INFO torchtitan.some.module: this is rank {rank}." in text
         assert f"ERROR torchtitan.some.module: trouble on rank {rank}." in text
         assert text.count("\n") == 2
+
+
+def test_a_stalled_reader_of_the_console_stops_nothing(tmp_path: Path) -> None:
+    """More than a pipe holds, and nobody reads it."""
+    code = (
+        "import logging, sys; from pathlib import Path; from torchtitan.base import log;"
+        "log.SECONDS_TO_READ = 0.01;"
+        "log.init_logging(rank=0, world_size=1, log_rank=None, folder=Path(sys.argv[1]),"
+        "color=False);"
+        "[logging.getLogger('torchtitan.x').info('%d %s', i, 'x' * 5000) for i in range(99)]"
+    )
+    unread, written = os.pipe()
+    try:
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        subprocess.run(command, stderr=written, check=True, timeout=120)
+    finally:
+        os.close(unread)
+        os.close(written)
+    lines = (tmp_path / "logs" / "rank_0.log").read_text().splitlines()
+    assert [line.split()[4] for line in lines] == [str(i) for i in range(99)]
 
 
 def test_warnings_take_the_way_of_the_log(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import torchtitan
 from tests.config.jobs import Jobs, loaded, mistakes_of
 from tests.config.test_cases import CASES
+from torchtitan.base.errors import ConfigError
 from torchtitan.config.settings import (
     literal,
     to_toml,
@@ -103,6 +105,25 @@ def test_a_circle_is_refused(jobs: Jobs) -> None:
     for base, place in (("other.toml", "other.toml"), ("./job.toml", "job.toml")):
         [mistake] = jobs.mistakes(f'base = "{base}"')
         assert mistake.startswith(f"{place}: base = ")
+
+
+# --- jobs that come with the library -----------------------------------------------------------
+
+
+def test_a_job_is_a_name_or_a_path(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(__file__).parents[2] / "train_configs" / "llama3_8b.toml"
+    monkeypatch.chdir(tmp_path)
+    for words in (["llama3_8b"], [str(file)], [f"--job.config_file={file}"]):
+        assert load_config([*words, "--training.steps=7"]).training.steps == 7
+        assert load_config(words).model.flavor == "8B"
+    jobs.write("[training]\nsteps = 5", name="llama3_8b")  # one's own file comes first
+    assert load_config(["llama3_8b"]).training.steps == 5
+    for words, named in ((["llama3_9b"], "llama3_8b"), (["llama3_70b", "x"], "'x'")):
+        with pytest.raises(ConfigError) as error:
+            load_config(words)
+        assert named in str(error.value)
 
 
 # --- files that cannot be read -----------------------------------------------------------------

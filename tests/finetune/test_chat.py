@@ -116,6 +116,14 @@ def test_prefixes_find_what_marks_say(tmp_path: Path) -> None:
     assert np.array_equal(*rows)
 
 
+@pytest.mark.timeout(60, method="thread")  # the other method has the only timer
+def test_a_template_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.finetune.chat.MAX_SECONDS", 0.2)
+    loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
+    with pytest.raises(DataError, match="line 7"):
+        divided(template_of(loops), list(CHAT), "f.jsonl line 7")
+
+
 @pytest.mark.promise("no-code-from-data")
 @pytest.mark.parametrize(
     ("source", "cause"),

@@ -204,6 +204,7 @@ def _build(folder: Path, metrics: MetricsConfig, *, rank: int = 0) -> list[str]:
         folder=folder,
         rank=rank,
         resume_step=0,
+        last_step=3,
         color=False,
         job_config={"training": {"steps": 3}},
         description="a test",

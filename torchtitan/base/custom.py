@@ -73,8 +73,9 @@ def add_trust_code(parser: argparse.ArgumentParser) -> None:
 
 def load_object(path: str, *, key: str) -> Any:
     """Import the object that the import path of a setting names. The current folder is searched
-    first. Raises ConfigError if only a stored file names the path, or the object does not exist, or
-    its module raises an error, naming `key`."""
+    first, and last for later imports, also of data workers. Raises ConfigError if only a stored
+    file names the path, or the object does not exist, or its module raises an error, naming
+    `key`."""
     if not is_import_path(path):  # such a string in a stored file is not marked as a path
         raise ConfigError.at(key, f"must be an import path, package.module:NAME, got {path!r:.80}")
     if isinstance(path, StoredPath):
@@ -95,13 +96,14 @@ def load_object(path: str, *, key: str) -> Any:
 
 def _import_module(name: str, *, path: str, key: str) -> Any:
     folder, before = os.getcwd(), [*sys.path]
+    is_new = folder not in sys.path and "" not in sys.path
     try:
-        if folder not in sys.path and "" not in sys.path:
+        if is_new:
             sys.path.insert(0, folder)
         with convert_errors(path, key=key):
             return importlib.import_module(name)
     finally:
-        sys.path[:] = before
+        sys.path[:] = [*before, folder] if is_new else before
 
 
 def instantiate(path: str, *, key: str, kwargs: Mapping[str, object]) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import select
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,10 @@ _CODES: Mapping[Style, str] = {
 }
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HANDLER_PREFIX = "torchtitan."
+SECONDS_TO_READ = 1.0
+"""Time that the reader of stderr has before lines are left out. The log file has all of them."""
+CHARACTERS = 1000
+"""Written at once: up to 4 bytes each, for which a pipe that can be written to has room."""
 
 
 def init_logging(
@@ -71,6 +76,15 @@ def replace_closed_streams() -> None:
                 os.close(descriptor)
             stream = open(number, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
             setattr(sys, name, stream)
+
+
+def can_write(stream: TextIO, *, timeout: float) -> bool:
+    """Return whether a short text can be written without blocking, within some seconds."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # a stream in memory, or a closed one
+        return True
+    return bool(select.select([], [descriptor], [], timeout)[1])
 
 
 def note_in_file(message: str, level: str = "ERROR") -> None:
@@ -157,10 +171,21 @@ class _ConsoleHandler(logging.StreamHandler):
         # the first shown rank may draw a bar; other processes clear its line, and rich redraws it
         self._before = erase_line(sys.stderr) if rank != min(console_ranks) else ""
         self._color = color
+        self._patience = SECONDS_TO_READ
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+        """Write a record, less what a stalled reader would block."""
+        stream, text = sys.stderr, f"{self.format(record)}\n"
+        try:
+            for start in range(0, len(text), CHARACTERS):
+                is_read = can_write(stream, timeout=self._patience)
+                self._patience = SECONDS_TO_READ if is_read else 0.0
+                if not is_read:
+                    return
+                stream.write(text[start : start + CHARACTERS])
+                stream.flush()
+        except Exception:  # noqa: BLE001 - as all of Python's handlers
+            self.handleError(record)
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record).rstrip()

@@ -15,10 +15,11 @@ from dataclasses import MISSING, is_dataclass
 from torchtitan.config.settings import SCALARS, Key, Rule, keys, literal, sections
 
 ABOUT = (
-    "usage: python -m torchtitan.train --job.config_file FILE [--section.key VALUE ...]\n\n"
-    "Settings of a job. A TOML file holds them as [section] key = value; options override the "
-    "file. Values are written as in TOML, strings without quotes. An option without a value means "
-    "true, several words make a list, and none unsets an optional setting."
+    "usage: torchtitan train JOB [--section.key VALUE ...]\n\n"
+    "JOB is a TOML file, or the name of one that comes with the library. It holds settings as "
+    "[section] key = value; options override it. Values are written as in TOML, strings without "
+    "quotes. An option without a value means true, several words make a list, and none unsets an "
+    "optional setting."
 )
 INDENT = " " * 6
 

@@ -45,6 +45,9 @@ T = TypeVar("T")
 Path = tuple[str, ...]
 CONFIG_FILE: Path = ("job", "config_file")
 """Names the file to read. It is valid on the command line only."""
+_PACKAGE = FilePath(__file__).parents[1]
+RECIPES = (_PACKAGE / "train_configs", _PACKAGE.parent / "train_configs")
+"""Folders of the files that a name without folder and suffix means: of a wheel, of a checkout."""
 COMMAND_LINE, PYTHON = "command line", "load_config(...)"
 MAX_SHOWN = 100
 """Characters of a value that a message repeats."""
@@ -435,6 +438,11 @@ def parse(text: str, *, origin: str) -> dict[str, Any]:
         raise ConfigError(f"{origin}: not valid TOML: {error}") from error
 
 
+def recipes() -> dict[str, FilePath]:
+    """Return the jobs that come with the library, by name."""
+    return {path.stem: path for folder in RECIPES for path in sorted(folder.glob("*.toml"))}
+
+
 def read_files(file: Setting, *, tree: Any = None, seen: tuple[FilePath, ...] = ()) -> list[Layer]:
     """Read a file after its bases: `base = "other.toml"` at its top, relative to its own folder;
     raise ConfigError if a file is missing, is not TOML, or inherits from itself."""
@@ -443,13 +451,16 @@ def read_files(file: Setting, *, tree: Any = None, seen: tuple[FilePath, ...] = 
     path = FilePath(file.value).expanduser()
     if file.is_in_file:
         path = FilePath(os.path.normpath(FilePath(file.origin).parent / path))
+    elif not path.exists():
+        path = next((recipe for name, recipe in recipes().items() if name == file.value), path)
     if path.resolve() in seen:
         raise ConfigError(f"{file.where()}: files must not inherit in a circle")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:
+        guess = "" if file.is_in_file else did_you_mean(file.value, recipes())
         raise ConfigError(
-            f"{file.where()}: cannot be read from {FilePath.cwd()}: {error}"
+            f"{file.where()}: cannot be read from {FilePath.cwd()}: {error}{guess}"
         ) from error
     table = parse(text, origin=str(path))
     bases = [Setting(table.pop("base"), str(path), ("base",))] if "base" in table else []
@@ -458,12 +469,15 @@ def read_files(file: Setting, *, tree: Any = None, seen: tuple[FilePath, ...] = 
 
 
 def parse_command_line(argv: Sequence[str], *, tree: type) -> tuple[Layer, list[str]]:
-    """Return the settings of `--section.key VALUE ...`, and a mistake for each stray word.
+    """Return the settings of `[JOB] --section.key VALUE ...`, and a mistake for each stray word.
+    JOB is the file to read.
 
     Names and types are checked later, together with the files.
     """
     layer: Layer = {}
     mistakes, words = list[str](), list(argv)
+    if words and not words[0].startswith("--"):
+        layer[CONFIG_FILE] = Setting(words.pop(0), COMMAND_LINE, CONFIG_FILE)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):

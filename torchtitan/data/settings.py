@@ -72,6 +72,7 @@ FETCHED = "fetched"
 SAVED = "state.json"
 """File that `datasets.save_to_disk` writes beside its .arrow files, and that lists them."""
 DEFAULT_STEPS = 10000
+BatchSize = Annotated[int, Range(gt=0, le=10**6)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ class TrainingConfig:
     or 10000 without it. With both, the run ends at the earlier one."""
     seq_len: PositiveInt = 2048
     """Tokens per sample."""
-    local_batch_size: PositiveInt = 8
+    local_batch_size: BatchSize = 8
     """Samples per forward pass on one data-parallel rank."""
     global_batch_size: MinusOneOrMore = -1
     """Samples per optimizer step over all ranks, a multiple of local_batch_size times the
@@ -238,7 +239,7 @@ class ValidationConfig:
     holdout_fraction: Annotated[float, Range(gt=0, lt=1)] | None = None
     """Fraction of the training documents to hold out and measure the loss on, chosen by a hash of
     their content, instead of dataset. They are held out even if enable is false."""
-    local_batch_size: PositiveInt | None = None
+    local_batch_size: BatchSize | None = None
     """Samples per forward pass on one data-parallel rank. Default: training's."""
     seq_len: PositiveInt | None = None
     """Tokens per sample. Default: training's."""

@@ -1,8 +1,9 @@
 """Chat templates: render a conversation as text, and find the parts of it that are trained on.
 
 A template is a Jinja program that comes with a model. It is untrusted, so it runs in Jinja's
-sandbox, where it cannot access Python's internals, read a file or change its input. Its time and
-memory are not limited. It has the functions that transformers provides, so the text is the same.
+sandbox, where it cannot access Python's internals, read a file or change its input. Its time is
+limited in the main thread of a process, its memory is not. It has the functions that transformers
+provides, so the text is the same.
 
 The loss is on the assistant's messages. A template may mark them by `{% generation %}` tags.
 Without tags, they are found by prefixes: the model reads the text of the messages before an answer,
@@ -18,7 +19,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -59,6 +63,8 @@ BUILT_IN_TEMPLATE = (
 )
 CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 """File and folder of templates beside tokenizer.json."""
+MAX_SECONDS = 20
+"""Time for one conversation."""
 TOKEN_VARIABLES = tuple(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
@@ -258,13 +264,14 @@ class ChatTemplate:
         """Return the text of the first messages, with marks."""
         messages, where = conversation.messages, conversation.where
         try:
-            text = self._template.render(
-                messages=messages[:num_messages],
-                tools=conversation.tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.variables, **conversation.variables},
-            )
+            with _limit_time():
+                text = self._template.render(
+                    messages=messages[:num_messages],
+                    tools=conversation.tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **{**self.variables, **conversation.variables},
+                )
             text.encode()  # raises for half of a surrogate pair
         except Exception as error:  # operations of a template can raise anything
             part = f" on the first {plural(num_messages, 'message')}"
@@ -284,6 +291,25 @@ class ChatTemplate:
                 raise self._cannot_find(where)
             spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
         return [(start, stop) for start, stop in spans if start < stop]
+
+
+@contextmanager
+def _limit_time() -> Iterator[None]:
+    is_main = threading.current_thread() is threading.main_thread()  # which alone gets signals
+    if not is_main or signal.getitimer(signal.ITIMER_REAL)[0] > 0:  # a wait for data has its limit
+        yield
+        return
+
+    def stop(*_: object) -> NoReturn:
+        raise TimeoutError(f"it took longer than {MAX_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def is_trained(message: Message) -> bool:

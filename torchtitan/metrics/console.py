@@ -25,7 +25,7 @@ _TRAINING = "training"
 
 # figure of a row -> pattern, color
 _COLUMNS: Mapping[str, tuple[str, Style]] = {
-    "step": ("step: {:>6d}", "red"),
+    "step": ("step: {:>6d}{}", "red"),
     "loss": ("loss: {:8.5f}", "green"),
     "grad_norm": ("grad_norm: {:8.4f}", "yellow"),
     "lr": ("lr: {:.2e}", "magenta"),
@@ -41,13 +41,13 @@ _COLUMNS: Mapping[str, tuple[str, Style]] = {
 class ConsoleSink:
     """Log one line per row, to the console of the shown ranks and to each rank's log file."""
 
-    def __init__(self, *, color: bool) -> None:
-        self._color = color
+    def __init__(self, *, last_step: int, color: bool) -> None:
+        self._end, self._color = f"/{last_step}", color
 
     def write(self, row: Row) -> None:
         """Log the row. Missing figures are left out; a missing loss is a dash and a warning."""
         columns = [
-            paint(pattern.format(row[name]), style, color=self._color)
+            paint(pattern.format(row[name], self._end), style, color=self._color)
             for name, (pattern, style) in _COLUMNS.items()
             if row.get(name) is not None
         ]

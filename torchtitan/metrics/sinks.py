@@ -82,6 +82,7 @@ def build_sinks(
     folder: Path,
     rank: int,
     resume_step: int,
+    last_step: int,
     color: bool,
     job_config: Mapping[str, Any],
     description: str,
@@ -117,7 +118,7 @@ def build_sinks(
                 rule = f"'{path}' must have the methods write(row) and close()"
                 raise ConfigError.at("metrics.sinks", rule)
             sinks.append(sink)
-    return [*sinks, ConsoleSink(color=color)]
+    return [*sinks, ConsoleSink(last_step=last_step, color=color)]
 
 
 def _move_aside(path: Path) -> None:

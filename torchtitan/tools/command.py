@@ -17,9 +17,9 @@ from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.base.log import replace_closed_streams
 from torchtitan.tools.verbs import Verbs, choose
 
-TRAIN = "torchtitan.train"
+TRAIN, LAUNCH = "torchtitan.train", "torchtitan.launch"
 VERBS: Verbs = {
-    "train": (TRAIN, "train a job; this process is one of its ranks"),
+    "train": (TRAIN, "train a job, on NGPU ranks (1)"),
     "config": ("torchtitan.tools.config", "check a job's settings and print them all"),
     "plan": ("torchtitan.tools.plan.command", "plan a job's memory, traffic, layout and step time"),
     "check": ("torchtitan.tools.check.command", "check the machines of a job before it starts"),
@@ -59,14 +59,21 @@ def _train(arguments: Sequence[str]) -> NoReturn:
     from torchtitan.job import load_job
 
     if not arguments:
-        raise ConfigError(
-            "train needs a job: give --job.config_file FILE, such as "
-            "train_configs/debug_model.toml, or single settings"
-        )
+        raise ConfigError("train needs a job: a TOML file, a name such as debug_model, or settings")
     if {"-h", "--help"} & {*arguments}:
         load_job(arguments)  # prints the settings and exits; the trainer would import torch
-    sys.argv = ["torchtitan train", *arguments]
-    runpy.run_module(TRAIN, run_name="__main__", alter_sys=True)
+    sys.argv, module = ["torchtitan train", *arguments], TRAIN
+    ranks = os.environ.get("NGPU", "1")
+    if not (ranks.isascii() and ranks.isdecimal() and int(ranks) > 0):
+        raise ConfigError(f"NGPU must be the number of ranks, 1 or more, got {ranks!r:.60}")
+    if int(ranks) > 1 and "RANK" not in os.environ:
+        from torchtitan.data.prepare import num_cores
+
+        # ranks that share the cores of one machine must not each start a thread per core
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // int(ranks))))
+        options = ["--standalone", "--nproc_per_node", ranks, "-m", "torchtitan", "train"]
+        sys.argv, module = [LAUNCH, *options, *arguments], LAUNCH
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
     raise AssertionError("the trainer ends the process")
 
 
