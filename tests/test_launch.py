@@ -41,7 +41,7 @@ def test_a_killed_rank(tmp_path: Path) -> None:
     assert all(part in said for part in ("rank 2", "SIGKILL", "OOM", str(log), "same command"))
     assert "hang" not in said
     (records / "gloo_0").touch()
-    command = f"python -m torchtitan hang '{folder}'"
+    command = f"torchtitan hang '{folder}'"
     assert command in failed({2: -signal.SIGKILL, 0: 1}, folder)
     # the ranks have printed their errors, but neither that it was a hang nor who hangs
     said = failed({0: 4}, folder)

@@ -1,4 +1,4 @@
-"""The command `python -m torchtitan VERB ...`, also installed as `torchtitan`.
+"""`python -m torchtitan VERB ...` is the command `torchtitan VERB ...`.
 
 Python searches the current folder first, which may come from a stranger and hold a `numpy.py`. Own
 code is found there by `base.custom`.

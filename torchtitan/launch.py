@@ -184,7 +184,7 @@ def describe_failure(error: ChildFailedError, files: RunFiles | None) -> str:
     if lines and files and any(files.folder.glob("checkpoint/step-*")):
         lines.append("  run the same command to resume from the last checkpoint")
     if lines and files and files.has_records():
-        hang = f"python -m torchtitan hang {shlex.quote(str(files.folder))}"
+        hang = f"torchtitan hang {shlex.quote(str(files.folder))}"
         lines.append(f"  to name a rank that other ranks waited for: {hang}")
     return printable("\n".join(lines).strip()) + "\n" * bool(lines)
 

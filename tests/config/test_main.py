@@ -1,4 +1,4 @@
-"""`python -m torchtitan config`, and the job files that come with the project."""
+"""`torchtitan config`, and the job files that come with the project."""
 
 from __future__ import annotations
 

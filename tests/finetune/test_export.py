@@ -137,7 +137,7 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     written = json.loads((checkpoint / "export" / "step-4" / "config.json").read_text())
     assert {key: written.get(key) for key in more} == more
     assert "auto_map" not in written
-    # as python -m torchtitan generate does
+    # as torchtitan generate does
     ours = load_generator(checkpoint / "step-4", device=torch.device("cpu")).model
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, ours(TOKENS)

@@ -161,7 +161,7 @@ def export(
         on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True), group=group)
         raise CheckpointError(
             f"{target} could not be written: {error}; free space or fix the folder, and convert "
-            f"{checkpoint} by python -m torchtitan convert"
+            f"{checkpoint} by torchtitan convert"
         ) from error
 
 

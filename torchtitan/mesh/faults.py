@@ -10,7 +10,7 @@ it a C thread of `faulthandler`, which needs no interpreter, writes all threads'
 
 torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of each backend. NCCL
 writes its own when one times out, and ends the process by SIGABRT, which the launcher takes for a
-hang. A rank that ends with an error writes both. `python -m torchtitan hang` reads the files.
+hang. A rank that ends with an error writes both. `torchtitan hang` reads the files.
 """
 
 from __future__ import annotations

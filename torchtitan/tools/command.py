@@ -1,4 +1,4 @@
-"""The command `torchtitan VERB ...`, or `python -m torchtitan VERB ...`.
+"""The command `torchtitan VERB ...`.
 
 Each verb is a module with a `main(arguments)` that returns the exit code. Only the module of the
 given verb is imported, so `torchtitan --help` needs no torch.

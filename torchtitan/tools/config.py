@@ -1,6 +1,6 @@
 """Check a job and print its resolved settings.
 
-    python -m torchtitan config --job.config_file F [--world_size N] [--section.key VALUE ...]
+    torchtitan config --job.config_file F [--world_size N] [--section.key VALUE ...]
 
 The check needs no process group and no GPU, so a job can be checked on a laptop. Rules of the
 settings are checked first, without torch, then those of the model's sizes and of the number of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 WIDTH = 100
 HELP = (
-    "python -m torchtitan config [--world_size N] [--section.key VALUE ...] checks a job and "
+    "torchtitan config [--world_size N] [--section.key VALUE ...] checks a job and "
     "prints it; --world_size is its number of ranks (default: the fewest that the degrees "
     "allow).\n\n"
 )

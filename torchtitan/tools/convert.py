@@ -1,9 +1,9 @@
 """Convert weights between torchtitan's checkpoints and Hugging Face folders.
 
-    python -m torchtitan convert to-hf outputs model --dtype bfloat16
-    python -m torchtitan convert from-hf model weights
-    python -m torchtitan convert from-torch consolidated.00.pth weights
-    python -m torchtitan convert average outputs mean --steps 100,200,300
+    torchtitan convert to-hf outputs model --dtype bfloat16
+    torchtitan convert from-hf model weights
+    torchtitan convert from-torch consolidated.00.pth weights
+    torchtitan convert average outputs mean --steps 100,200,300
 
 `to-hf` reads the newest step of a run's folder or checkpoint folder, or the folder of one step. It
 does the same as checkpoint.last_save_in_hf at the end of a run, and reads one tensor at a time. For

@@ -1,8 +1,8 @@
 """Continue texts, or answer in a chat, with a trained model.
 
-    python -m torchtitan generate --checkpoint outputs --prompt "def main(" --temperature 0.8
-    python -m torchtitan generate --checkpoint Qwen3-0.6B --chat
-    python -m torchtitan generate --checkpoint Qwen3-0.6B --chat --prompt "Who are you?"
+    torchtitan generate --checkpoint outputs --prompt "def main(" --temperature 0.8
+    torchtitan generate --checkpoint Qwen3-0.6B --chat
+    torchtitan generate --checkpoint Qwen3-0.6B --chat --prompt "Who are you?"
     torchrun --nproc_per_node 2 -m torchtitan generate --checkpoint Qwen3-8B --prompts_file a.txt
 
 The checkpoint is a run's folder or checkpoint folder (its newest step is used), the folder of one

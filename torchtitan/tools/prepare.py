@@ -1,6 +1,6 @@
 """Tokenize files into a token store, for training on any machine.
 
-    python -m torchtitan prepare data/corpus 'text/**/*.jsonl.zst' --tokenizer tokenizer.model
+    torchtitan prepare data/corpus 'text/**/*.jsonl.zst' --tokenizer tokenizer.model
 
 writes `data/corpus.bin` and `data/corpus.idx` in Megatron-LM's format. Train with
 `training.dataset = "files"` and `training.dataset_path = ["data/corpus"]`. The trainer also

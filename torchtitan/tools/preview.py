@@ -1,6 +1,6 @@
 """Show the tokens and labels of a job's examples.
 
-    python -m torchtitan preview --job.config_file F [--section.key VALUE ...]
+    torchtitan preview --job.config_file F [--section.key VALUE ...]
 
 Prints the first rows of each file, every token with its label, then how many rows of the file are
 kept, cut and dropped, and the seq_len that cuts none. The training's own code makes tokens and

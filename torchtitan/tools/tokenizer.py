@@ -1,6 +1,6 @@
 """Train a byte-pair tokenizer on text and write it as a folder of Hugging Face.
 
-    python -m torchtitan tokenizer my_tokenizer --vocab_size 32000 'corpus/**/*.txt'
+    torchtitan tokenizer my_tokenizer --vocab_size 32000 'corpus/**/*.txt'
 
 Without files it trains on the Python standard library, as for the built-in `bpe_2048`. The last two
 ids are a BOS and an EOS token. The package `tokenizers` does the training, with the split pattern

@@ -44,7 +44,7 @@ def build_parser(verb: str, doc: str | None) -> argparse.ArgumentParser:
     """Return a parser whose help has the first line of a docstring above and the rest below."""
     summary, _, details = (doc or "").partition("\n\n")
     return argparse.ArgumentParser(
-        prog=f"python -m torchtitan {verb}",
+        prog=f"torchtitan {verb}",
         description=summary,
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,7 +1,7 @@
 """Compare trainings: two runs that exist, or layouts of one job that are trained here.
 
-    python -m torchtitan compare layouts my.toml single fsdp2 tp2
-    python -m torchtitan compare runs outputs/a outputs/b
+    torchtitan compare layouts my.toml single fsdp2 tp2
+    torchtitan compare runs outputs/a outputs/b
 
 This module has the options of both, so that `--help` does not import torch.
 """
@@ -32,9 +32,7 @@ TOLERATED = {
 @report_errors
 def main(argv: Sequence[str]) -> int:
     """Run a comparison; return 0 if it finds no difference, 1 if it finds one, 2 for a mistake."""
-    kind = choose(
-        KINDS, argv, prog="python -m torchtitan compare", noun="kind", what="what to compare"
-    )
+    kind = choose(KINDS, argv, prog="torchtitan compare", noun="kind", what="what to compare")
     if kind is None:
         return 0
     options = PARSERS[kind](argv[1:])

@@ -56,7 +56,7 @@ class Perplexity:
             raise ConfigError.at(
                 "training.loss",
                 f"must be cross_entropy for a perplexity, got '{run.training.loss}'; evaluate the "
-                f"checkpoints with python -m torchtitan evaluate instead",
+                f"checkpoints with torchtitan evaluate instead",
             )
         cut = replace(run.training, dataset_weights=())
         size = cut.local_batch_size

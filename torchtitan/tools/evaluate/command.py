@@ -1,7 +1,7 @@
 """Evaluate a checkpoint: perplexity of held-out files, and tasks of lm-evaluation-harness.
 
-    python -m torchtitan evaluate --checkpoint outputs --perplexity web=a.jsonl code='*.py'
-    python -m torchtitan evaluate --checkpoint Qwen3-0.6B --tasks hellaswag,arc_easy --limit 9
+    torchtitan evaluate --checkpoint outputs --perplexity web=a.jsonl code='*.py'
+    torchtitan evaluate --checkpoint Qwen3-0.6B --tasks hellaswag,arc_easy --limit 9
     torchrun --nproc_per_node 2 -m torchtitan evaluate --checkpoint Qwen3-8B --tasks gsm8k
 
 The checkpoint is a run, a step or a Hugging Face folder, as for `torchtitan generate`. Under

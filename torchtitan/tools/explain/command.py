@@ -1,7 +1,7 @@
-"""What a run has read: `python -m torchtitan explain RUN`.
+"""What a run has read: `torchtitan explain RUN`.
 
-    python -m torchtitan explain RUN --step 100 --text
-    python -m torchtitan explain RUN --document data/a.jsonl:17
+    torchtitan explain RUN --step 100 --text
+    torchtitan explain RUN --document data/a.jsonl:17
 
 This module has the options, so that `--help` does not import torch. Nothing that the run's settings
 name is imported, and URLs are read only with `--fetch`.

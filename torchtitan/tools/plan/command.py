@@ -1,6 +1,6 @@
 """Plan a job without GPUs: its memory, traffic, layout and step time.
 
-    python -m torchtitan plan memory --job.config_file F --world_size 512
+    torchtitan plan memory --job.config_file F --world_size 512
 
 The other options are settings of the job, as for the trainer. No other ranks are needed.
 """
@@ -130,7 +130,7 @@ def _check_options(words: Sequence[str], *, options: Mapping[str, object]) -> No
 def _parser() -> argparse.ArgumentParser:
     summary, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan plan",
+        prog="torchtitan plan",
         description=summary,
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,6 +1,6 @@
 """Write one HTML file about one or more runs.
 
-    python -m torchtitan report outputs/a outputs/b --out report.html
+    torchtitan report outputs/a outputs/b --out report.html
 
 The file shows the curves of all logged figures, with starts, changed settings and spikes, and of
 each run its model, data, layout, pipeline timeline and events. It needs no network.
