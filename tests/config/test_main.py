@@ -51,7 +51,7 @@ def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_co
         check=False,
     )
     assert bad.returncode == 2
-    assert bad.stderr.startswith("command line: --job.config_file ")
+    assert bad.stderr.startswith("error: command line: --job.config_file ")
     assert "Traceback" not in bad.stderr
 
 

@@ -83,16 +83,6 @@ def test_equals_the_recurrence(runs, name: str, decay: float | None, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_some_steps_of_a_checkpoint_folder(runs, tmp_path: Path) -> None:
-    folder = runs["float32"] / "checkpoint"
-    assert command(folder, tmp_path / "out", "--steps", "1,3") == 0
-    one, three = (load(folder / f"step-{step}" / "model") for step in (1, 3))
-    found = load(tmp_path / "out" / "model")["norm.weight"]
-    assert torch.equal(
-        found, ((one["norm.weight"].double() + three["norm.weight"].double()) / 2).float()
-    )
-
-
 def test_training_and_generation_start_from_it(runs, ranks: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert command(runs["float32"], out) == 0
@@ -121,29 +111,14 @@ def test_transformers_loads_the_same_average(runs, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
 
 
-def fake(folder: Path, *, num_steps: int, rows: int, source: Path) -> list[Path]:
-    """Checkpoints of one tensor, under the manifest of another."""
-    steps = []
-    for step in range(1, num_steps + 1):
-        path = folder / f"step-{step}"
-        state = {"w": torch.full((rows, 8), float(step)), "count": torch.tensor([7])}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(path / "model"), no_dist=True)
-        shutil.copy(source / MANIFEST, path)
-        steps.append(path)
-    return steps
-
-
-def test_integers_must_be_equal(runs, tmp_path: Path) -> None:
-    steps = fake(tmp_path, num_steps=2, rows=4, source=runs["float32"] / "checkpoint" / "step-1")
-    state = {"w": torch.zeros(4, 8), "count": torch.tensor([8])}
-    shutil.rmtree(steps[1] / "model")
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(steps[1] / "model"), no_dist=True)
-    with pytest.raises(CheckpointError, match="'count'"):
-        write_average(steps, tmp_path / "out", decay=0.9)
-    state["w"] = torch.zeros(5, 8)
-    shutil.rmtree(steps[1] / "model")
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(steps[1] / "model"), no_dist=True)
-    with pytest.raises(CheckpointError, match=r"'w' .*\[5, 8\].*step-2"):
+@pytest.mark.parametrize(("rows", "kind"), [(5, torch.float32), (4, torch.int64)])
+def test_tensors_without_an_average(runs, tmp_path: Path, rows: int, kind: torch.dtype) -> None:
+    steps = [tmp_path / "step-1", tmp_path / "step-2"]
+    for step, size in zip(steps, (4, rows), strict=True):
+        writer = dcp.FileSystemWriter(step / "model")
+        dcp.save({"w": torch.ones((size, 8), dtype=kind)}, storage_writer=writer, no_dist=True)
+        shutil.copy(runs["float32"] / "checkpoint" / "step-1" / MANIFEST, step)
+    with pytest.raises(CheckpointError, match="'w'"):
         write_average(steps, tmp_path / "out", decay=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
 
@@ -168,8 +143,7 @@ def test_places_that_are_refused(runs, tmp_path: Path, capsys) -> None:
     assert "exists" in capsys.readouterr().err
     assert command(runs["float32"], tmp_path / "step-9") == 2
     assert "step-9" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["average", "s3://bucket/run", str(tmp_path / "out")])
+    assert main(["average", "s3://bucket/run", str(tmp_path / "out")]) == 2
     assert "s3://bucket/run" in capsys.readouterr().err
 
 

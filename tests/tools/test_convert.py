@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import ModuleType
 
 import fsspec
 import pytest
@@ -22,11 +21,6 @@ from torchtitan.models.families import MODELS
 from torchtitan.tools import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def script() -> ModuleType:
-    return convert
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +42,10 @@ def write_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.promise("hf")
-def test_there_and_back(script: ModuleType, trained, ranks: RankPool, tmp_path, capsys) -> None:
+def test_there_and_back(trained, ranks: RankPool, tmp_path, capsys) -> None:
     folder, result = trained
     out, weights = tmp_path / "hf", tmp_path / "weights"
-    assert script.main(["to-hf", str(folder / "run"), str(out)]) == 0
+    assert convert.main(["to-hf", str(folder / "run"), str(out)]) == 0
     step = folder / "run" / "checkpoint" / "step-1"
     assert capsys.readouterr().out == f"{out}: the weights of {step}\n"
     assert {path.name for path in out.iterdir()} == {
@@ -67,7 +61,7 @@ def test_there_and_back(script: ModuleType, trained, ranks: RankPool, tmp_path, 
     config = json.loads((out / "config.json").read_text())
     assert (config["eos_token_id"], config["max_position_embeddings"]) == (1, 32)
 
-    assert script.main(["from-hf", str(out), str(weights)]) == 0
+    assert convert.main(["from-hf", str(out), str(weights)]) == 0
     line, *settings = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{weights}: float32 weights")
     assert {'model.flavor = "hf"', "model.dim = 32", "model.norm_eps = 1e-05"} < {*settings}
@@ -79,11 +73,11 @@ def test_there_and_back(script: ModuleType, trained, ranks: RankPool, tmp_path, 
     assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
 
 
-def test_another_type_and_another_tokenizer(script: ModuleType, trained, tmp_path) -> None:
+def test_another_type_and_another_tokenizer(trained, tmp_path) -> None:
     folder, result = trained
     moved = shutil.copytree(folder / "run" / "checkpoint" / "step-1", tmp_path / "step-1")
     options = ["--dtype", "bfloat16", "--tokenizer", "byte"]
-    assert script.main(["to-hf", str(moved), str(tmp_path / "hf"), *options]) == 0
+    assert convert.main(["to-hf", str(moved), str(tmp_path / "hf"), *options]) == 0
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     rounded = result.final["norm.weight"].bfloat16()
     assert torch.equal(weights["model.norm.weight"], rounded)
@@ -92,45 +86,38 @@ def test_another_type_and_another_tokenizer(script: ModuleType, trained, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_is_gone_can_be_named(
-    script: ModuleType, trained, tmp_path, capsys
-) -> None:
+def test_a_tokenizer_that_is_gone_can_be_named(trained, tmp_path, capsys) -> None:
     folder, _ = trained
     command = ["to-hf", str(folder / "run"), str(tmp_path / "hf")]
     (folder / "tokenizer").rename(tmp_path / "moved")
     try:
-        assert script.main(command) == 2
+        assert convert.main(command) == 2
         said = capsys.readouterr().err
         assert "tokenizer_path" in said
         assert "--tokenizer" in said
         assert not (tmp_path / "hf").exists()
-        assert script.main([*command, "--tokenizer", str(tmp_path / "moved")]) == 0
+        assert convert.main([*command, "--tokenizer", str(tmp_path / "moved")]) == 0
     finally:
         (tmp_path / "moved").rename(folder / "tokenizer")
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
 
 
-def test_nothing_is_written_over(script: ModuleType, trained, tmp_path, capsys) -> None:
-    folder, _ = trained
-    (tmp_path / "mine").mkdir()
-    for direction in ("to-hf", "from-hf"):
-        assert script.main([direction, str(folder / "run"), str(tmp_path / "mine")]) == 2
-        assert str(tmp_path / "mine") in capsys.readouterr().err
-
-
-def test_what_cannot_be_converted_is_one_message(script: ModuleType, tmp_path, capsys) -> None:
+def test_mistakes_write_nothing(trained, tmp_path, capsys) -> None:
+    run, mine, out = str(trained[0] / "run"), tmp_path / "mine", tmp_path / "out"
+    mine.mkdir()
     nothing = str(tmp_path / "nothing")
-    assert script.main(["to-hf", nothing, str(tmp_path / "out")]) == 2
-    assert nothing in capsys.readouterr().err
-    assert script.main(["from-hf", nothing, str(tmp_path / "out")]) == 2
-    assert f"{nothing}/config.json" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    for direction, source in (("to-hf", run), ("from-hf", run)):
+        assert convert.main([direction, source, str(mine)]) == 2
+        assert str(mine) in capsys.readouterr().err
+        assert convert.main([direction, nothing, str(out)]) == 2
+        assert nothing in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [mine]
 
 
-def test_to_a_url(script: ModuleType, trained, tmp_path, capsys, monkeypatch) -> None:
+def test_to_a_url(trained, tmp_path, capsys, monkeypatch) -> None:
     run, out = str(trained[0] / "run"), tmp_path / "hf"
     url = "faulty://bucket/model"
-    assert script.main(["to-hf", run, str(out)]) == 0
+    assert convert.main(["to-hf", run, str(out)]) == 0
     with stores.faulty_store() as store:
         written: list[str] = []
 
@@ -140,17 +127,17 @@ def test_to_a_url(script: ModuleType, trained, tmp_path, capsys, monkeypatch) ->
 
         monkeypatch.setattr(store, "before", staticmethod(note))
         capsys.readouterr()
-        assert script.main(["to-hf", run, url]) == 0
+        assert convert.main(["to-hf", run, url]) == 0
         assert capsys.readouterr().out.startswith(f"{url}: the weights of ")
         files = fsspec.filesystem("faulty")
         for path in out.iterdir():
             assert files.cat_file(f"bucket/model/{path.name}") == path.read_bytes()
         assert written[-1] == "config.json"  # programs look for it first
         assert sorted(written) == sorted(path.name for path in out.iterdir())
-        assert script.main(["to-hf", run, url]) == 2
+        assert convert.main(["to-hf", run, url]) == 2
         assert "exists" in capsys.readouterr().err
     for other in ("S3://bucket/model", "memory://model"):
-        assert script.main(["to-hf", run, other]) == 2
+        assert convert.main(["to-hf", run, other]) == 2
         assert other in capsys.readouterr().err
-    assert script.main(["to-hf", run, "s3://user:secret@bucket/model"]) == 2
+    assert convert.main(["to-hf", run, "s3://user:secret@bucket/model"]) == 2
     assert "secret" not in capsys.readouterr().err

@@ -9,7 +9,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
-from tests.naming import naming
 from torchtitan.api import load_generator
 from torchtitan.checkpoint.checksums import seal, write_bytes
 from torchtitan.data.tokenizer import build_tokenizer
@@ -32,11 +30,6 @@ from torchtitan.resume_rules import find_run_step
 from torchtitan.tools import generate as command
 
 PROMPT = "naïve "
-
-
-@pytest.fixture
-def script() -> ModuleType:
-    return command
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +65,10 @@ DRAWN = {"max_new_tokens": 30, "temperature": 1.5, "top_k": 40, "seed": 5}
         ("checkpoint/step-3/model", GREEDY),
     ],
 )
-def test_text_is_that_of_the_last_weights(script, trained, capsys, folder, settings):
+def test_text_is_that_of_the_last_weights(trained, capsys, folder, settings):
     options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     run, result = trained
-    assert script.main(["--checkpoint", str(run / folder), "--prompt", PROMPT, *options]) == 0
+    assert command.main(["--checkpoint", str(run / folder), "--prompt", PROMPT, *options]) == 0
     captured = capsys.readouterr()
     assert captured.out == expected_text(result.final, **settings)
     assert captured.err == ""
@@ -93,72 +86,49 @@ def test_the_wavelengths_are_those_of_the_training(ranks, tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, tmp_path):
-    run, _ = trained
-    copied = tmp_path / "elsewhere"
-    (run / "checkpoint" / "step-2").rename(copied)
-    texts = []
-    for folder in (copied, run):
-        assert script.main(["--checkpoint", str(folder), "--prompt", ""]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] != texts[1]
-
-
 @pytest.mark.parametrize(
     ("folder", "options", "message"),
     [
-        ("nowhere", [], "nowhere holds no step"),
-        ("config.toml", [], "config.toml holds no step"),
-        (".", ["--max_new_tokens", str(10**12)], "--max_new_tokens must be at most 1000000"),
+        ("nowhere", [], "nowhere"),
+        ("config.toml", [], "config.toml"),
         ("x" * 300, [], "File name too long"),
-        (".", ["--seed", str(2**64)], "--seed must fit into 64 bits"),
-        (".", ["--seed", str(-(2**63) - 1)], "--seed must fit into 64 bits"),
+        (".", ["--max_new_tokens", str(10**12)], "--max_new_tokens"),
+        (".", ["--seed", str(2**64)], "--seed"),
+        (".", ["--seed", str(-(2**63) - 1)], "--seed"),
         (".", ["--temperature", "-1"], "temperature"),
-        (".", ["--batch_size", "0"], "--batch_size must be at least 1, got 0"),
+        (".", ["--batch_size", "0"], "--batch_size"),
         (".", ["--system", "Be brief."], "--system"),
         (".", ["--chat_template", "x.jinja"], "--chat_template"),
         (".", ["--chat", "--special"], "--special"),
-        (
-            ".",
-            ["--chat", "--prompt", "<|end_of_text|>"],
-            "prompt 2: text must not contain special tokens",
-        ),
-        (".", ["--prompts_file", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (".", ["--prompts_file", "/dev/zero"], "/dev/zero cannot be read"),
-        (".", ["--prompt", "\udcff"], "prompt 2 must hold complete characters"),
+        (".", ["--chat", "--prompt", "<|end_of_text|>"], "prompt 2"),
+        (".", ["--prompts_file", "nowhere.txt"], "nowhere.txt"),
+        (".", ["--prompts_file", "/dev/zero"], "/dev/zero"),
+        (".", ["--prompt", "\udcff"], "prompt 2"),
         (".", ["--tokenizer", "nope"], "nope"),
         (".", ["--tokenizer", "bpe_2048"], "2048 ids"),
     ],
 )
-def test_mistakes_end_with_one_message_and_code_2(
-    script, trained, capsys, folder, options, message
-):
+def test_mistakes_end_with_one_message_and_code_2(trained, capsys, folder, options, message):
     run, _ = trained
-    assert script.main(["--checkpoint", str(run / folder), "--prompt", PROMPT, *options]) == 2
+    assert command.main(["--checkpoint", str(run / folder), "--prompt", PROMPT, *options]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
     assert captured.err.count("error:") == 1
 
 
-def test_a_huge_file_of_prompts_is_not_read(script, trained, capsys, tmp_path):
-    file = tmp_path / "huge.txt"
-    with file.open("wb") as opened:
+def test_no_prompt_and_a_huge_file_of_prompts(trained, capsys, tmp_path):
+    empty, huge = tmp_path / "empty.txt", tmp_path / "huge.txt"
+    empty.write_text("\n \n")
+    with huge.open("wb") as opened:
         opened.truncate(2**40)
-    assert script.main(["--checkpoint", str(trained[0]), "--prompts_file", str(file)]) == 2
-    assert "huge.txt" in capsys.readouterr().err
+    file = ["--prompts_file", str(empty)]
+    for options in ([], file, ["--chat", *file], ["--prompts_file", str(huge)]):
+        assert command.main(["--checkpoint", str(trained[0]), *options]) == 2
+        assert "--prompts_file" in capsys.readouterr().err
 
 
-def test_no_prompt_at_all_is_a_mistake(script, trained, capsys, tmp_path):
-    (tmp_path / "empty.txt").write_text("\n \n")
-    file = ["--prompts_file", str(tmp_path / "empty.txt")]
-    for options in ([], file, ["--chat", *file]):
-        assert script.main(["--checkpoint", str(trained[0]), *options]) == 2
-        assert naming("--prompt", "--prompts_file").match(capsys.readouterr().err)
-
-
-def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys, tmp_path):
+def test_many_prompts_are_numbered_and_each_is_as_alone(trained, capsys, tmp_path):
     run, result = trained
     file = tmp_path / "prompts.txt"
     file.write_text(f"a\n\n{PROMPT}\n", encoding="utf-8")
@@ -166,7 +136,7 @@ def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys,
     options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     prompts = ["--prompt", PROMPT, "--prompt", "a longer one", "--prompts_file", str(file)]
     arguments = ["--checkpoint", str(run), *prompts, *options, "--batch_size", "3"]
-    assert script.main(arguments) == 0
+    assert command.main(arguments) == 0
     written = capsys.readouterr().out
     alone = expected_text(result.final, **settings)
     parts = re.split(r"^=== \d of 4\n", written, flags=re.MULTILINE)
@@ -176,7 +146,7 @@ def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys,
     assert parts[3] != parts[2]
 
 
-def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(script, tmp_path, capsys):
+def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(tmp_path, capsys):
     """Of a folder that transformers wrote; its template's own tokens are special."""
     config = replace(MODELS["qwen3"].flavors["tiny"], vocab_size=420)
     model = random_decoder(config)
@@ -189,12 +159,12 @@ def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(script, tmp_path
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     arguments = ["--chat", "--system", "Sys.", "--prompt", "Who?", "--temperature", "0"]
     arguments += ["--checkpoint", str(folder), "--max_new_tokens", "30"]
-    assert script.main(arguments) == 0
+    assert command.main(arguments) == 0
     assert end not in new
     assert capsys.readouterr().out == tokenizer.decode(new) + "\n"
     # without a template there is no chat, unless one is given
     write_tokenizer(folder, template=None)
-    assert script.main(arguments) == 2
+    assert command.main(arguments) == 2
     assert "--chat_template" in capsys.readouterr().err
     (tmp_path / "mine.jinja").write_text(CHATML)
     arguments += ["--chat_template", str(tmp_path / "mine.jinja")]
@@ -203,7 +173,7 @@ def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(script, tmp_path
     weight = model.output.weight.detach()
     weight[[end, new[n]]] = weight[[new[n], end]]
     reference_of(model).save_pretrained(folder)
-    assert script.main(arguments) == 0
+    assert command.main(arguments) == 0
     assert capsys.readouterr().out == tokenizer.decode(new[:n]) + "\n"
 
 
@@ -214,13 +184,13 @@ class Typed(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_no_control_characters(script, trained, monkeypatch) -> None:
+def test_a_terminal_gets_no_control_characters(trained, monkeypatch) -> None:
     """Of the 256 bytes that this model draws from, 30 are."""
     printed = []
     for kind in (io.StringIO, Typed):
         monkeypatch.setattr(sys, "stdout", kind())
         options = ["--prompt", "a", "--max_new_tokens", "99", "--temperature", "9"]
-        assert script.main(["--checkpoint", str(trained[0]), *options]) == 0
+        assert command.main(["--checkpoint", str(trained[0]), *options]) == 0
         printed.append(sys.stdout.getvalue())
     assert re.search(r"[\x00-\x08\x0e-\x1f]", printed[0])
     assert not re.search(r"[\x00-\x08\x0e-\x1f]", printed[1])
@@ -228,7 +198,7 @@ def test_a_terminal_gets_no_control_characters(script, trained, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Typed])
-def test_a_chat_without_a_prompt_answers_standard_input(script, trained, capsys, monkeypatch, kind):
+def test_a_chat_without_a_prompt_answers_standard_input(trained, capsys, monkeypatch, kind):
     """Each line is answered in the light of those before it; a terminal gets prompts too."""
     generator = load_generator(trained[0], device=torch.device("cpu"), chats=True)
     messages = [{"role": "system", "content": "Sys."}]
@@ -239,7 +209,7 @@ def test_a_chat_without_a_prompt_answers_standard_input(script, trained, capsys,
         messages.append({"role": "assistant", "content": texts[-1]})
     monkeypatch.setattr(sys, "stdin", kind("naïve?\nAnd?\n"))
     options = ["--chat", "--system", "Sys.", "--max_new_tokens", "9", "--temperature", "0"]
-    assert script.main(["--checkpoint", str(trained[0]), *options]) == 0
+    assert command.main(["--checkpoint", str(trained[0]), *options]) == 0
     said = capsys.readouterr()
     mark = "> " if kind is Typed else ""
     assert said.out == f"{mark}{texts[0]}\n{mark}{texts[1]}\n{mark}"
@@ -249,29 +219,26 @@ def test_a_chat_without_a_prompt_answers_standard_input(script, trained, capsys,
 @pytest.mark.parametrize(
     ("stdin", "message"),
     [
-        (io.StringIO(""), "got none; give --prompt"),
-        (None, "got none; give --prompt"),
+        (io.StringIO(""), "--prompt"),
+        (None, "--prompt"),
         (io.StringIO("/rset\n"), "'/rset'"),
-        (io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"), "must be UTF-8"),
+        (io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"), "UTF-8"),
     ],
 )
-def test_standard_input_that_is_no_chat_is_a_mistake(
-    script, trained, capsys, monkeypatch, stdin, message
-):
+def test_standard_input_that_is_no_chat_is_a_mistake(trained, capsys, monkeypatch, stdin, message):
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert script.main(["--checkpoint", str(trained[0]), "--chat"]) == 2
+    assert command.main(["--checkpoint", str(trained[0]), "--chat"]) == 2
     said = capsys.readouterr()
     assert message in said.err
-    assert said.err.count("error:") == 1
-    assert said.out == ""
+    assert (said.err.count("error:"), said.out) == (1, "")
 
 
-def test_a_chat_in_the_terminal_runs_on_one_rank(script, trained, capsys, monkeypatch):
-    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    for name, value in {**values, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+def test_a_chat_in_the_terminal_runs_on_one_rank(trained, capsys, monkeypatch):
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in {**ranks, "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert script.main(["--checkpoint", str(trained[0]), "--chat"]) == 2
-    assert naming(2, "--prompt").match(capsys.readouterr().err)
+    assert command.main(["--checkpoint", str(trained[0]), "--chat"]) == 2
+    assert "got 2" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -289,16 +256,13 @@ def damaged(trained: tuple[Path, jobs.Result], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_damaged_step_that_was_named_is_refused(script, damaged, capsys):
+def test_a_damaged_step_is_refused_or_passed_over(damaged, capsys, caplog):
     arguments = ["--checkpoint", str(damaged / "step-4"), "--prompt", PROMPT]
-    assert script.main(arguments) == 2
+    assert command.main(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert naming("step-4", "model/__0_0.distcp").match(said.err)
-    assert script.main([*arguments, "--skip_verify"]) == 0
-
-
-def test_the_newest_whole_step_is_taken_and_the_damaged_one_named(damaged, caplog):
+    assert "model/__0_0.distcp" in said.err
+    assert command.main([*arguments, "--skip_verify"]) == 0
     assert find_run_step(damaged, verify=True) == damaged / "step-3"
     assert "step-4" in caplog.text
     assert find_run_step(damaged, verify=False) == damaged / "step-4"

@@ -16,7 +16,6 @@ from examples.sample_log import hash_tokens
 from tests.data.helpers import dataset_of, write_texts
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from tests.naming import naming
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools import prepare as prepare_data
@@ -25,6 +24,7 @@ from torchtitan.tools import tokenizer as train_tokenizer
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 ROOT = Path(__file__).parents[2]
+BYTE = ("--tokenizer", "byte")
 
 
 def run(verb: str, *args: str) -> subprocess.CompletedProcess[str]:
@@ -58,33 +58,23 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "args", "said"),
     [
-        (prepare_data, ["out", "none.txt", "--tokenizer", "byte"], "error: files: no file matches"),
-        (
-            prepare_data,
-            ["out", "pyproject.toml", "--tokenizer", "none"],
-            "error: --tokenizer: must",
-        ),
-        (prepare_data, ["out", "pyproject.toml"], "required: --tokenizer"),
-        (prepare_data, ["s.bin", "pyproject.toml", "--tokenizer", "byte"], "without .bin and"),
-        (prepare_data, ["tests", "pyproject.toml", "--tokenizer", "byte"], "no folder, got 'tests"),
-        (prepare_data, ["new/", "pyproject.toml", "--tokenizer", "byte"], "no folder, got 'new/'"),
-        (train_tokenizer, ["a.xls", "pyproject.toml"], "output must be a folder"),
-        (train_tokenizer, ["new/out", "pyproject.toml"], "got new/out"),
-        (
-            prepare_data,
-            ["out", "a.jsonl", "--tokenizer", "byte"],
-            "under the key",
-        ),
-        (
-            prepare_data,
-            ["out", "a.jsonl", "--tokenizer", "byte", "--text_template", "{a"],
-            "--text_template: ",
-        ),
-        (prepare_data, ["out", "a.jsonl", "--tokenizer", "byte", "--workers", "-1"], "0 or more"),
-        (prepare_data, ["out", "tests", "--tokenizer", "byte"], "error: files: no file matches"),
-        (train_tokenizer, ["out", "none.txt"], "error: files: no file matches"),
-        (train_tokenizer, ["out", "a.jsonl"], "under the key"),
-        (train_tokenizer, ["out", "empty.txt"], "must not be empty"),
+        (prepare_data, ["out", "none.txt", *BYTE], "none.txt"),
+        (prepare_data, ["out", "pyproject.toml", "--tokenizer", "none"], "--tokenizer"),
+        (prepare_data, ["out", "pyproject.toml"], "--tokenizer"),
+        (prepare_data, ["s.bin", "pyproject.toml", *BYTE], "s.bin"),
+        (prepare_data, ["tests", "pyproject.toml", *BYTE], "tests"),
+        (prepare_data, ["new/", "pyproject.toml", *BYTE], "new/"),
+        (train_tokenizer, ["a.xls", "pyproject.toml"], "a.xls"),
+        (train_tokenizer, ["new/out", "pyproject.toml"], "new/out"),
+        (train_tokenizer, ["out", "pyproject.toml", "--vocab_size=9"], "--vocab_size"),
+        (prepare_data, ["out", "a.jsonl", *BYTE], "a.jsonl"),
+        (prepare_data, ["out", "a.jsonl", *BYTE, "--text_template", "{a"], "--text_template"),
+        (prepare_data, ["out", "a.jsonl", *BYTE, "--workers", "-1"], "--workers"),
+        (prepare_data, ["out", "a.jsonl", *BYTE, "--holdout_fraction=1"], "--holdout_fraction"),
+        (prepare_data, ["out", "tests", *BYTE], "tests"),
+        (train_tokenizer, ["out", "none.txt"], "none.txt"),
+        (train_tokenizer, ["out", "a.jsonl"], "a.jsonl"),
+        (train_tokenizer, ["out", "empty.txt"], "empty"),
         (train_tokenizer, ["out", "s"], "is a token store"),
     ],
 )
@@ -98,11 +88,7 @@ def test_mistakes(  # type: ignore[no-untyped-def]
     (tmp_path / "tests").mkdir()
     before = sorted(tmp_path.iterdir())
     monkeypatch.chdir(tmp_path)
-    try:
-        code = script.main(args)
-    except SystemExit as end:  # argparse
-        code = end.code
-    assert code == 2
+    assert script.main(args) == 2
     error = capsys.readouterr().err
     assert re.search(said, error), error
     assert not re.search(r"training\.|model\.", error)
@@ -114,13 +100,6 @@ def test_a_store_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", str(tmp_path))
     prepare_data.main(["~/stores/a", "~/a.txt", "--tokenizer", "byte"])
     assert TokenStore(tmp_path / "stores" / "a").num_tokens == 5
-
-
-@pytest.mark.parametrize("verb", ["prepare", "tokenizer"])
-def test_help(verb: str) -> None:
-    done = run(verb, "--help")
-    assert done.returncode == 0
-    assert f"torchtitan {verb}" in done.stdout
 
 
 @pytest.mark.promise("tokenizers")
@@ -166,9 +145,3 @@ def test_training_on_files_merges_the_most_frequent_pairs(tmp_path: Path) -> Non
     assert merged[1] == "low"
     assert set(merged) == {merged[0], "low", " low", merged[3]}
     assert merged[0] in {"lo", "ow"}
-
-
-def test_vocabularies_below_the_bytes_are_refused(tmp_path: Path) -> None:
-    done = run("tokenizer", str(tmp_path / "t"), "--vocab_size", "257")
-    assert done.returncode == 2
-    assert naming(258, 257).match(done.stderr)

@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,11 +25,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import HashingFileSystem, read_manifest, summarize, verify
-from torchtitan.checkpoint.reader import Region, TensorReader
 from torchtitan.checkpoint.state import MODEL_STATE, Component
 from torchtitan.mesh.ranks import reasons
 from torchtitan.models.families import find_model
 from torchtitan.resume_rules import find_run_step, read_settings
+from torchtitan.tools.tensors import StoredTensors
 
 KEPT = ("step", "layout", "config")
 """Entries of the last checkpoint's manifest that the result keeps."""
@@ -41,7 +40,8 @@ def find_checkpoints(
 ) -> dict[int, Path]:
     """Return the checkpoints of a run's folder or checkpoint folder, by step; None: all.
 
-    Raises CheckpointError if there are fewer than two, or one is missing or damaged.
+    Raises CheckpointError if there are fewer than two, one is missing or damaged, has another model
+    than the first, or an adapter: the average of its two factors is not that of their product.
     """
     folder = path if storage.find_steps(path) else find_run_step(path, verify=False).parent
     available = storage.find_steps(folder)
@@ -52,25 +52,18 @@ def find_checkpoints(
             f"{', '.join(map(str, available))}; got {', '.join(map(str, selected))}"
         )
     checkpoints = {step: folder / f"step-{step}" for step in selected}
-    for checkpoint in checkpoints.values() if checksums else ():
-        if mistakes := verify(checkpoint, group=None):
+    models = []
+    for checkpoint in checkpoints.values():
+        if checksums and (mistakes := verify(checkpoint, group=None)):
             raise CheckpointError(f"{checkpoint} is damaged: {summarize(mistakes)}")
-    return checkpoints
-
-
-def check_models(checkpoints: Sequence[Path]) -> None:
-    """Raise CheckpointError if a checkpoint has another model than the first, or an adapter: the
-    average of its two factors is not that of their product."""
-    first = None
-    for checkpoint in checkpoints:
         config = read_settings(checkpoint)
-        model = find_model(config.model)[1]
-        first = first or model
-        if config.lora.rank or model != first:
+        models.append(find_model(config.model)[1])
+        if config.lora.rank or models[-1] != models[0]:
             raise CheckpointError(
                 f"checkpoints must be of one model without LoRA, but {checkpoint} has lora.rank = "
-                f"{config.lora.rank} and {model}, and {checkpoints[0]} has {first}"
+                f"{config.lora.rank} and {models[-1]}, and the first has {models[0]}"
             )
+    return checkpoints
 
 
 def write_average(checkpoints: Sequence[Path], target: Path, *, decay: float | None) -> None:
@@ -78,16 +71,24 @@ def write_average(checkpoints: Sequence[Path], target: Path, *, decay: float | N
 
     Raises CheckpointError if the tensors differ, or a file is damaged; nothing is at `target`.
     """
-    readers = [TensorReader(checkpoint / "model") for checkpoint in checkpoints]
+    stored = [StoredTensors(checkpoint, "model") for checkpoint in checkpoints]
+    types = [{name: (t.dtype, [*t.shape]) for name, t in s.empty.items()} for s in stored]
+    for tensors, of_tensors in zip(stored, types, strict=True):
+        for name in sorted(of_tensors.keys() | types[0].keys()):
+            if (mine := of_tensors.get(name)) != (first := types[0].get(name)):
+                raise CheckpointError(
+                    f"checkpoints must hold the same tensors, but '{name}' is {mine} in "
+                    f"{tensors.path} and {first} in {stored[0].path}"
+                )
     last = read_manifest(checkpoints[-1])
     about = {"steps": [str(checkpoint) for checkpoint in checkpoints], "decay": decay}
     draft, files = storage.draft_of(target), HashingFileSystem()
     shutil.rmtree(draft, ignore_errors=True)  # of a process that died
     try:
-        planner = _Averaging(readers, decay=decay)
+        planner = _Averaging(stored, decay=decay)
         writer = dcp.FileSystemWriter(draft / "model", sync_files=False)
         writer.fs = files  # it syncs each file when it is closed
-        dcp.save(planner.tensors, storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save({**stored[0].empty}, storage_writer=writer, planner=planner, no_dist=True)
         manifest = {**{key: last[key] for key in KEPT if key in last}, "average": about}
         records = {f"model/{name}": record for name, record in files.records.items()}
         storage.complete(target, {"model": Component(state=MODEL_STATE)}, manifest, records)
@@ -98,61 +99,26 @@ def write_average(checkpoints: Sequence[Path], target: Path, *, decay: float | N
 
 
 class _Averaging(DefaultSavePlanner):
-    """Plans `tensors`, which are on the meta device, and averages each when DCP writes it."""
+    """Plans tensors without elements, and averages each when DCP writes it."""
 
-    def __init__(self, readers: Sequence[TensorReader], *, decay: float | None) -> None:
+    def __init__(self, stored: Sequence[StoredTensors], *, decay: float | None) -> None:
         super().__init__(flatten_state_dict=False)
-        self._readers, self._decay = readers, decay
-        self.tensors = self._empty(readers[0])
-        for reader in readers[1:]:
-            tensors = self._empty(reader)
-            for name in sorted(tensors.keys() | self.tensors.keys()):
-                stored, first = (
-                    None if t is None else (t.dtype, list(t.shape))
-                    for t in (tensors.get(name), self.tensors.get(name))
-                )
-                if stored != first:
-                    raise CheckpointError(
-                        f"checkpoints must hold the same tensors, but '{name}' is {stored} in "
-                        f"{reader.path} and {first} in {readers[0].path}"
-                    )
-
-    def _empty(self, reader: TensorReader) -> dict[str, Tensor]:
-        tensors = {}
-        for name, entry in reader.entries.items():
-            if entry is None:
-                raise CheckpointError(f"{reader.path} must hold only tensors, got '{name}'")
-            tensors[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return tensors
+        self._stored, self._decay = stored, decay
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the average of a tensor."""
-        name = write_item.index.fqn
-        if not self.tensors[name].is_floating_point():
-            return self._equal(name)
-        total = self._read(self._readers[0], name).double()
-        for reader in self._readers[1:]:
-            tensor = self._read(reader, name).double()
-            if self._decay is None:
-                total += tensor
+        name, decay = write_item.index.fqn, self._decay
+        assert name is not None
+        first, *others = self._stored
+        total = first[name].double()
+        for tensors in others:
+            if decay is None:
+                total += tensors[name].double()
             else:
-                total.mul_(self._decay).add_(tensor, alpha=1 - self._decay)
-        if self._decay is None:
-            total /= len(self._readers)
-        return total.to(self.tensors[name].dtype)
-
-    def _equal(self, name: str) -> Tensor:
-        """Return a tensor of another type, which has no average."""
-        first = self._read(self._readers[0], name)
-        for reader in self._readers[1:]:
-            if not self._read(reader, name).equal(first):
-                raise CheckpointError(
-                    f"'{name}' of type {first.dtype} must be equal in all checkpoints, and differs "
-                    f"between {self._readers[0].path} and {reader.path}"
-                )
-        return first
-
-    def _read(self, reader: TensorReader, name: str) -> Tensor:
-        tensor = torch.empty_like(self.tensors[name], device="cpu")
-        reader.read([Region(name, tensor, [0] * tensor.dim())])
-        return tensor
+                total.mul_(decay).add_(tensors[name].double(), alpha=1 - decay)
+        if decay is None:
+            total /= len(self._stored)
+        dtype = first.empty[name].dtype
+        if not dtype.is_floating_point:
+            raise CheckpointError(f"'{name}' of type {dtype} has no average")
+        return total.to(dtype)

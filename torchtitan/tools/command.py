@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import replace_closed_streams
-from torchtitan.tools.verbs import Verbs, choose
+from torchtitan.tools.verbs import Verbs, choose, report_errors
 
 TRAIN, LAUNCH = "torchtitan.train", "torchtitan.launch"
 VERBS: Verbs = {
@@ -39,19 +39,15 @@ VERBS: Verbs = {
 }
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
-    """Run a verb and return its exit code. Print a user's mistake and return 2."""
-    try:
-        verb = choose(VERBS, argv, prog="torchtitan", noun="verb", what="the verb")
-        if verb is None:
-            return 0
-        if verb == "train":
-            return _train(argv[1:])
-        code: int = import_module(VERBS[verb][0]).main(argv[1:])
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    """Run a verb and return its exit code; return 2 for a user's mistake."""
+    verb = choose(VERBS, argv, prog="torchtitan", noun="verb", what="the verb")
+    if verb is None:
+        return 0
+    if verb == "train":
+        _train(argv[1:])
+    code: int = import_module(VERBS[verb][0]).main(argv[1:])
     return code
 
 

@@ -9,26 +9,24 @@ ranks. A rule of the job's machines, such as whether their GPUs support float8, 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
-import textwrap
 from collections.abc import Sequence
 from math import gcd, lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.base.errors import ConfigError, Mistakes, UserError
+from torchtitan.base.errors import ConfigError
 from torchtitan.config.settings import literal, to_toml
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.settings import ModelConfig
+from torchtitan.tools.verbs import Parser, at_least, report_errors
 
 if TYPE_CHECKING:
     from torchtitan.parallel.layout import Layout
 
 logger = logging.getLogger(__name__)
-WIDTH = 100
 HELP = (
     "torchtitan config [--world_size N] [--section.key VALUE ...] checks a job and "
     "prints it; --world_size is its number of ranks (default: the fewest that the degrees "
@@ -36,23 +34,17 @@ HELP = (
 )
 
 
+@report_errors
 def main(argv: Sequence[str]) -> int:
     """Print the job as TOML and return 0, or print one line per mistake and return 2."""
-    words, world_size_word = _split(argv)
-    if {"-h", "--help"} & {*words}:
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world_size", type=at_least(1))
+    if {"-h", "--help"} & {*argv}:
         sys.stdout.write(HELP)
-    try:
-        mistakes = Mistakes()
-        with mistakes:
-            world_size = _read_world_size(world_size_word)
-        with mistakes:
-            job = load_job(words)
-        mistakes.report()
-        with job.wording():
-            config, layout = check_job(job.config, world_size=world_size)
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    options, words = parser.parse_known_args(argv)
+    job = load_job(words)
+    with job.wording():
+        config, layout = check_job(job.config, world_size=options.world_size)
     sys.stdout.write(f"{to_toml(config)}\n{describe_sizes(config.model, layout)}\n")
     return 0
 
@@ -63,18 +55,8 @@ def describe_sizes(model: ModelConfig, layout: Layout) -> str:
     sizes = {k: literal(v) for k, v in architecture.given(of_family=False).items()}
     if (scaling := architecture.rope_scaling) is not None:
         sizes["rope_scaling"] = scaling.type
-    items = [f"{key} {value}".replace(" ", "\xa0") for key, value in sizes.items()]
-    text = f"{model.name} {model.flavor}: {', '.join(items)}: "
-    text += f"{layout.counts.num_parameters:,}\xa0parameters"
-    lines = textwrap.wrap(
-        text,
-        width=WIDTH,
-        initial_indent="# ",
-        subsequent_indent="# ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines).replace("\xa0", " ")
+    first = f"{model.name} {model.flavor}: {layout.counts.num_parameters:,} parameters"
+    return "\n".join(f"# {line}" for line in [first, *(f"{k} = {v}" for k, v in sizes.items())])
 
 
 def check_job(config: Config, *, world_size: int | None) -> tuple[Config, Layout]:
@@ -128,22 +110,3 @@ def fewest_ranks(settings: ParallelismConfig) -> int:
         * cp
         * settings.tensor_parallel_degree
     )
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the settings, and the value of --world_size, which is none."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world_size", nargs="?", const="")
-    options, words = parser.parse_known_args(list(argv))
-    return words, options.world_size
-
-
-def _read_world_size(word: str | None) -> int | None:
-    if word is None:
-        return None
-    if not (word.isascii() and word.isdecimal() and 0 < len(word.lstrip("0")) < 10):
-        raise ConfigError(
-            f"command line: --world_size must be the number of ranks, 1 or more, got "
-            f"'{word[:60]}'; without it the fewest that the degrees allow are checked"
-        )
-    return int(word)

@@ -5,12 +5,10 @@
     torchtitan convert from-torch consolidated.00.pth weights
     torchtitan convert average outputs mean --steps 100,200,300
 
-`to-hf` reads the newest step of a run's folder or checkpoint folder, or the folder of one step. It
-does the same as checkpoint.last_save_in_hf at the end of a run, and reads one tensor at a time. For
-a URL it writes the folder to the local disk and uploads it. `from-hf` writes a torch DCP folder of
-the weights, for checkpoint.initial_load_path, and holds the full model in memory. A run can also
-read a Hugging Face folder itself, with checkpoint.initial_load_in_hf. `average` writes the average
-of a run's checkpoints as a checkpoint of weights. Existing files are never overwritten.
+`to-hf` reads the newest step of a run, or one step, one tensor at a time; for a URL it writes the
+folder to the local disk and uploads it. `from-hf` and `from-torch` write a torch DCP folder of the
+weights, for checkpoint.initial_load_path, and hold the full model in memory. `average` writes a
+checkpoint of weights. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from torchtitan.base.log import plural
 from torchtitan.base.urls import is_plain_url, is_url, local_path
 from torchtitan.config.settings import literal, values_of
 from torchtitan.models.settings import ModelSection
-from torchtitan.tools.verbs import DTYPES, build_parser, report_errors
+from torchtitan.tools.verbs import DTYPES, at_least, build_parser, report_errors
 
 TIMEOUT_SECONDS = 600
 
@@ -74,15 +72,8 @@ def to_hf(
     from torchtitan.resume_rules import find_run_step, read_settings
 
     if is_url(str(out)):
-        return _to_url(
-            checkpoint,
-            str(out),
-            dtype=dtype,
-            tokenizer=tokenizer,
-            lora=lora,
-            add_tokens=add_tokens,
-            verify=verify,
-        )
+        options = {"dtype": dtype, "tokenizer": tokenizer, "lora": lora, "add_tokens": add_tokens}
+        return _to_url(checkpoint, str(out), verify=verify, **options)
     out = Path(out)
     _check_absent(out)
     step = find_run_step(checkpoint, verify=verify)
@@ -107,11 +98,11 @@ def to_hf(
     if not (step / "train_state").is_dir():  # weights alone: a card would have no figures
         settings = replace(settings, card=None)
     export(step, out, settings=settings, group=None)
-    if not config.lora.rank:
-        return f"{out}: the weights of {step}"
-    if config.lora.export_format == "adapter":
-        return f"{out}: the LoRA adapter of {step}, without the weights of its base"
-    return f"{out}: the weights of {step}, merged with its LoRA adapter"
+    parts = "weights"
+    if config.lora.rank:
+        is_alone = config.lora.export_format == "adapter"
+        parts = "LoRA adapter alone" if is_alone else "weights, merged with the LoRA adapter,"
+    return f"{out}: the {parts} of {step}"
 
 
 def _to_url(checkpoint: Path, url: str, **options: Any) -> str:
@@ -170,7 +161,7 @@ def average(
 ) -> str:
     """Write the average of checkpoints; return a line about it."""
     from torchtitan.checkpoint.storage import step_of
-    from torchtitan.tools.average import check_models, find_checkpoints, write_average
+    from torchtitan.tools.average import find_checkpoints, write_average
 
     _check_absent(out)
     if step_of(out) is not None:
@@ -178,7 +169,6 @@ def average(
     if decay is not None and not 0 < decay < 1:
         raise CheckpointError(f"--decay must be between 0 and 1, got {decay}")
     checkpoints = find_checkpoints(checkpoint, steps=steps, checksums=verify)
-    check_models([*checkpoints.values()])
     out.parent.mkdir(parents=True, exist_ok=True)
     write_average([*checkpoints.values()], out, decay=decay)
     names = f"{plural(len(checkpoints), 'step')}: {', '.join(map(str, checkpoints))}"
@@ -206,20 +196,12 @@ def _parser() -> argparse.ArgumentParser:
     to.add_argument("out", help="folder to create, or a URL such as s3://bucket/model")
     to.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as stored")
     to.add_argument("--tokenizer", metavar="PATH", help="instead of model.tokenizer_path")
-    to.add_argument(
-        "--lora",
-        choices=("merged", "adapter"),
-        help="merge the LoRA adapter into the weights, or write only the adapter (default: "
-        "lora.export_format)",
-    )
+    text = "merge the adapter into the weights, or write it alone; default: lora.export_format"
+    to.add_argument("--lora", choices=("merged", "adapter"), help=text)
     back = directions.add_parser("from-hf", help="from a Hugging Face folder to a DCP folder")
     back.add_argument("folder", type=Path, help="with config.json and safetensors files")
-    back.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="the training.dtype of the job that reads it",
-    )
+    text = "the training.dtype of the job that reads it"
+    back.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
     torch_file = directions.add_parser("from-torch", help="from a .pt or .pth file to a DCP folder")
     torch_file.add_argument("file", type=Path, help="a state dict, by torch.save")
     mean = directions.add_parser("average", help="from a run's checkpoints to one of weights")
@@ -231,13 +213,12 @@ def _parser() -> argparse.ArgumentParser:
     mean.add_argument("--decay", type=float, metavar="D", help=text)
     text = "append N rows to embedding and output head, near the mean of the others"
     for direction in (to, back):
-        direction.add_argument("--add_tokens", type=int, default=0, metavar="N", help=text)
+        direction.add_argument("--add_tokens", type=at_least(0), default=0, metavar="N", help=text)
     text = "do not verify checksums"
     for direction in (to, mean):
         direction.add_argument("--skip_verify", dest="verify", action="store_false", help=text)
         add_trust_code(direction)
-    to.set_defaults(convert=to_hf)
-    back.set_defaults(convert=from_hf)
-    torch_file.set_defaults(convert=from_torch)
+    for direction, convert in ((to, to_hf), (back, from_hf), (torch_file, from_torch)):
+        direction.set_defaults(convert=convert)
     mean.set_defaults(convert=average)
     return parser

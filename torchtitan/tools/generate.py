@@ -5,16 +5,14 @@
     torchtitan generate --checkpoint Qwen3-0.6B --chat --prompt "Who are you?"
     torchrun --nproc_per_node 2 -m torchtitan generate --checkpoint Qwen3-8B --prompts_file a.txt
 
-The checkpoint is a run's folder or checkpoint folder (its newest step is used), the folder of one
-step, or a Hugging Face folder of a known model family. Checksums of a step are verified first: a
-damaged step is an error if it was named, else the newest undamaged step is used. A step stores its
-settings, so it can be copied anywhere; a tokenizer file must still be at model.tokenizer_path.
+The checkpoint is a run (its newest step is used), a step, or a Hugging Face folder of a known model
+family. Checksums of a step are verified first: a damaged step is an error if it was named, else the
+newest undamaged step is used. A tokenizer file must still be at the run's model.tokenizer_path.
 
 Several prompts are continued together, with the same results as one by one. An empty prompt starts
-a new document. Special tokens in a prompt are plain text, unless --special is given; no BOS token
-is added. With --chat, each prompt is a user's message, rendered by the chat template, and only the
-answer is printed. Without a prompt, the chat runs in the terminal or on the lines of standard
-input; /help lists its commands. A text ends at the tokenizer's end token or one in
+a new document. With --chat, each prompt is a user's message, rendered by the chat template, and
+only the answer is printed. Without a prompt, the chat runs in the terminal or on the lines of
+standard input; /help lists its commands. A text ends at the tokenizer's end token or one in
 generation_config.json, an answer also at the token that ends a turn.
 
 Under torchrun the ranks share the model's matrices (tensor parallelism), and rank 0 prints.
@@ -33,10 +31,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.base.custom import trusting_stored
-from torchtitan.base.errors import ConfigError, DataError, printable
+from torchtitan.base.errors import ConfigError, DataError, Mistakes, printable
 from torchtitan.base.files import read_text
 from torchtitan.data.text import check_characters
-from torchtitan.tools.verbs import add_model_options, build_parser, report_errors
+from torchtitan.tools.verbs import add_model_options, at_least, build_parser, report_errors
 
 if TYPE_CHECKING:
     import torch
@@ -155,12 +153,10 @@ def chat_in_terminal(chat: Chat) -> None:
             return input("> " if is_terminal else "")
         except UnicodeDecodeError as error:
             raise DataError(f"the lines of standard input must be UTF-8: {error}") from error
-        except (EOFError, KeyboardInterrupt) as end:
+        except KeyboardInterrupt:
             if not is_terminal:
                 raise
             notify("")  # ends the line that was typed
-            if isinstance(end, EOFError):
-                raise
             return "/help"
 
     def notify(text: str) -> None:
@@ -177,27 +173,19 @@ def chat_in_terminal(chat: Chat) -> None:
 def _check(args: argparse.Namespace) -> list[str]:
     """Return the prompts, none for a chat in the terminal; raise UserError if options are invalid
     or in conflict, or a prompt is not text."""
-    mistakes = []
+    mistakes = Mistakes()
     if not -(2**63) <= args.seed < 2**64:
-        mistakes.append(f"--seed must fit into 64 bits, -2**63 to 2**64 - 1, got {args.seed}")
+        mistakes.add("--seed", f"must fit into 64 bits, got {args.seed}")
     if args.max_new_tokens > MOST_TOKENS:
-        mistakes.append(
-            f"--max_new_tokens must be at most {MOST_TOKENS}, got {args.max_new_tokens}: their "
-            f"memory is allocated at the start"
-        )
-    if args.batch_size < 1:
-        mistakes.append(f"--batch_size must be at least 1, got {args.batch_size}")
-    if args.system is not None and not args.chat:
-        mistakes.append("--system needs --chat")
-    if args.chat_template is not None and not args.chat:
-        mistakes.append("--chat_template needs --chat")
+        rule = f"must be at most {MOST_TOKENS}, whose memory is allocated at the start, got"
+        mistakes.add("--max_new_tokens", f"{rule} {args.max_new_tokens}")
+    for key in () if args.chat else ("system", "chat_template"):
+        if getattr(args, key) is not None:
+            mistakes.add(f"--{key}", "needs --chat")
     if args.special and args.chat:
-        mistakes.append("--special cannot be combined with --chat, whose template adds its own")
-    if mistakes:
-        raise ConfigError(mistakes)
-    prompts: list[str] = [*args.prompt]
-    if args.prompts_file is not None:
-        prompts += _read_prompts(args.prompts_file)
+        mistakes.add("--special", "cannot be combined with --chat, whose template adds its own")
+    mistakes.report()
+    prompts = [*args.prompt, *([] if args.prompts_file is None else _read(args.prompts_file))]
     if not prompts and (args.prompts_file is not None or not args.chat):
         raise ConfigError(
             "there must be a prompt, got none; give --prompt or --prompts_file, or only --chat "
@@ -209,16 +197,14 @@ def _check(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _read_prompts(file: Path) -> list[str]:
+def _read(file: Path) -> list[str]:
     try:
         if file.stat().st_size > MOST_BYTES:
             raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES} bytes")
         return [line for line in read_text(file).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"--prompts_file must be UTF-8 text with one prompt per line; {file} cannot be read: "
-            f"{error}"
-        ) from error
+        rule = f"must be UTF-8 text with one prompt per line; {file} cannot be read: {error}"
+        raise DataError.at("--prompts_file", rule) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -235,5 +221,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=1.0, metavar="T", help=text)
     add("--top_k", type=int, metavar="K", help="draw from the K most likely tokens")
     add("--seed", type=int, default=0, metavar="S", help="of the draws, the same for each prompt")
-    add("--batch_size", type=int, default=8, metavar="N", help="prompts per batch")
+    add("--batch_size", type=at_least(1), default=8, metavar="N", help="prompts per batch")
     return parser

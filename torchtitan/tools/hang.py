@@ -1,12 +1,12 @@
 """Name the rank that the other ranks of a run waited for.
 
-    python -m torchtitan hang outputs/run
-    python -m torchtitan hang --job.config_file F    # the folder of a job with these settings
+    torchtitan hang outputs/run
+    torchtitan hang --job.config_file F    # the folder of a job with these settings
 
 Each rank records its collectives (`mesh/faults.py`), and all ranks of a group call the same ones in
 the same order. So a rank that has not made a call, or made it after the timeout, is awaited by the
 ranks that have; one that is awaited and waits for nobody is the origin. PyTorch's `torchfrtrace`
-reads the same records; it compares the calls of all ranks, and needs every rank's record.
+compares the calls in detail, but executes what the files name.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
 
     calls: defaultdict[int, list[Call]] = defaultdict(list)
     for start in (prefix, NCCL, GLOO):
-        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-            match = re.fullmatch(rf"{re.escape(start)}(\d+)", file.name)
-            if match and (start != NCCL or int(match[1]) not in calls):
-                calls[int(match[1])] += _read(file)
+        for file in sorted(folder.glob(f"{start}*")):
+            rank = file.name.removeprefix(start)
+            if rank.isdecimal() and (start != NCCL or int(rank) not in calls):
+                calls[int(rank)] += _read(file)
     if not calls:
         raise DataError(
             f"{folder} has no records of ranks; they are written when a collective fails or times "
-            "out (in a save after checkpoint.save_timeout_seconds), unless comm.trace_buf_size is "
-            "0. Until then logs/rank_N.log of each rank that waits has its stacks"
+            "out, unless comm.trace_buf_size is 0. Until then logs/rank_N.log of each rank that "
+            "waits has its stacks"
         )
     return dict(sorted(calls.items()))
 
@@ -99,12 +99,11 @@ def _read(file: Path) -> list[Call]:
         groups = {
             name: (group["desc"], tuple(map(int, json.loads(group["ranks"]))))
             for name, group in record["pg_config"].items()
-            if group["ranks"] != "[]"
         }
         return [
             _call(entry, *groups[entry["process_group"][0]])
             for entry in record["entries"]
-            if not entry["is_p2p"] and entry["process_group"][0] in groups
+            if not entry["is_p2p"] and groups.get(entry["process_group"][0], ("", ()))[1]
         ]
     except Exception as error:  # damaged bytes can make a pickle fail in any way
         raise DataError(
@@ -115,18 +114,18 @@ def _read(file: Path) -> list[Call]:
 def _call(entry: Mapping[str, Any], group: str, ranks: tuple[int, ...]) -> Call:
     sizes = " ".join("x".join(map(str, size)) or "1" for size in entry["input_sizes"])
     backend, _, operator = entry["profiling_name"].rpartition(":")
-    at, frames = entry["time_created_ns"] / 1e9, entry.get("frames", ())
-    own = [frame for frame in frames if "site-packages" not in frame["filename"]]
+    at, number = entry["time_created_ns"] / 1e9, int(entry["collective_seq_id"])
     line = "an unknown line"
-    for frame in own[:1]:
-        path = "/".join(Path(frame["filename"]).parts[-2:])
-        line = f"{path}:{frame['line']} ({frame['name']})"
+    for frame in reversed(entry.get("frames", ())):  # the innermost outside of packages
+        if "site-packages" not in frame["filename"]:
+            path = "/".join(Path(frame["filename"]).parts[-2:])
+            line = f"{path}:{frame['line']} ({frame['name']})"
     return Call(
         group=(backend, group, ranks),
-        number=int(entry["collective_seq_id"]),
+        number=number,
         at=at,
-        text=f"{operator.lstrip('_')} of {sizes or 'nothing'}, number {entry['collective_seq_id']} "
-        f"of {group}, at {time.strftime('%H:%M:%S', time.localtime(at))} from {line}",
+        text=f"{operator.lstrip('_')} of {sizes or 'nothing'}, number {number} of {group}, at "
+        f"{time.strftime('%H:%M:%S', time.localtime(at))} from {line}",
         is_completed=entry.get("state") == "completed",
     )
 
@@ -160,20 +159,18 @@ def find_waits(
 
 def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) -> list[str]:
     """Return lines about the ranks that waited, and the last call and log of each origin."""
-    world = {rank for made in calls.values() for call in made for rank in call.group[2]}
     waits = find_waits(calls, late=late)
-    lines = [f"{plural(len(world), 'rank')}, records of {len(calls)}"]
+    lines = [f"records of {plural(len(calls), 'rank')}"]
     for rank, (call, awaited) in waits.items():
         lines.append(f"rank {rank} waits for rank {', '.join(map(str, awaited))} in {call.text}")
     for rank in sorted({rank for _, awaited in waits.values() for rank in awaited} - waits.keys()):
         log = logs / f"rank_{rank}.log"
         text = read_text(log, errors="replace") if log.exists() else ""
         processes = re.findall(r"rank \d+ (on \S+, process \d+)$", text, re.MULTILINE)
-        latest = max(calls.get(rank, ()), key=lambda call: call.at, default=None)
-        lines += [
-            f"It started with rank {rank}{f' ({processes[-1]})' if processes else ''}, which "
-            + (f"last called {latest.text}" if latest else "left no record: it was killed, or hung")
-            + f"; the end of {log}:",
-            *(f"    {line}" for line in text.splitlines()[-LAST_LINES:]),
-        ]
+        call_text = "left no record: it was killed, or hung"
+        if calls.get(rank):
+            call_text = f"last called {max(calls[rank], key=lambda call: call.at).text}"
+        process = f" ({processes[-1]})" if processes else ""
+        lines.append(f"It started with rank {rank}{process}, which {call_text}; the end of {log}:")
+        lines += [f"    {line}" for line in text.splitlines()[-LAST_LINES:]]
     return lines if waits else [*lines, "No rank waits for another in the recorded collectives."]

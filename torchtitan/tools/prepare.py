@@ -29,7 +29,7 @@ from torchtitan.data.prepare import num_cores, prepare_files
 from torchtitan.data.settings import template_parts
 from torchtitan.data.store import STORE_SUFFIXES, TEMPORARY
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.tools.verbs import build_parser, report_errors
+from torchtitan.tools.verbs import at_least, build_parser, report_errors
 
 LARGE_BYTES = 1 << 28
 """Size of files from which on processes, which take a second to start, beat threads."""
@@ -54,32 +54,23 @@ def find_corpus(patterns: Sequence[str], *, text_key: str, template: str | None 
 def main(argv: Sequence[str]) -> int:
     """Write the store and return 0; return 2 for a user's mistake, 130 after Ctrl-C."""
     parser = build_parser("prepare", __doc__)
-    parser.add_argument("prefix", help="path of the store, without .bin and .idx")
-    parser.add_argument("files", nargs="+", help="files or globs, as in training.dataset_path")
-    parser.add_argument("--tokenizer", required=True, help="as model.tokenizer_path")
-    parser.add_argument("--text_key", default="text", help="as training.dataset_text_key")
-    parser.add_argument("--text_template", help="as training.dataset_text_template")
-    parser.add_argument(
-        "--holdout_fraction",
-        type=float,
-        help="write this fraction of the documents to a second store, for a run with the same "
-        "validation.holdout_fraction",
-    )
-    parser.add_argument(
-        "--workers", type=int, default=0, help="processes; 0: one per core if the files are large"
-    )
+    add = parser.add_argument
+    add("prefix", help="path of the store, without .bin and .idx")
+    add("files", nargs="+", help="files or globs, as in training.dataset_path")
+    add("--tokenizer", required=True, help="as model.tokenizer_path")
+    add("--text_key", default="text", help="as training.dataset_text_key")
+    add("--text_template", help="as training.dataset_text_template")
+    text = "part of the documents that goes to a second store, as validation.holdout_fraction"
+    add("--holdout_fraction", type=float, help=text)
+    text = "processes; 0: one per core if the files are large"
+    add("--workers", type=at_least(0), default=0, help=text)
     args = parser.parse_args(argv)
     prefix = os.path.expanduser(args.prefix)
     is_folder = prefix.endswith("/") or Path(prefix).is_dir()
     if is_url(prefix) or Path(prefix).suffix in STORE_SUFFIXES or is_folder:
-        parser.error(
-            f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}; such as "
-            f"data/corpus"
-        )
+        parser.error(f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}")
     if args.holdout_fraction is not None and not 0 < args.holdout_fraction < 1:
         parser.error(f"--holdout_fraction must be between 0 and 1, got {args.holdout_fraction}")
-    if args.workers < 0:
-        parser.error(f"--workers must be 0 or more, got {args.workers}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         corpus = find_corpus(args.files, text_key=args.text_key, template=args.text_template)
@@ -100,14 +91,11 @@ def main(argv: Sequence[str]) -> int:
             )
     except KeyboardInterrupt:
         parser.exit(130, "stopped\n")
-    documents, tokens = (
-        plural(done["num_documents"], "document"),
-        plural(done["num_tokens"], "token"),
-    )
+    counts = [plural(done[f"num_{noun}s"], noun) for noun in ("document", "token")]
     held_out = f", {done['num_held_out']} held out" if args.holdout_fraction is not None else ""
     ratio = done["text_bytes"] / done["num_tokens"]
     sys.stdout.write(
-        f"{prefix}.bin, .idx: {documents}{held_out}, {tokens}\n"
+        f"{prefix}.bin, .idx: {counts[0]}{held_out}, {counts[1]}\n"
         f"{done['text_bytes'] / 1e6:.1f} MB of text, {ratio:.2f} bytes per token\n"
     )
     return 0

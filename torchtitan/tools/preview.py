@@ -29,7 +29,7 @@ from torchtitan.data.readers import join_errors
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.job import Config, load_job
-from torchtitan.tools.verbs import build_parser, report_errors
+from torchtitan.tools.verbs import at_least, build_parser, report_errors
 
 if TYPE_CHECKING:
     from torchtitan.finetune.data import Fate
@@ -43,7 +43,8 @@ DROPPED: tuple[Fate, ...] = ("without an answer", "without one within seq_len", 
 def main(argv: Sequence[str]) -> int:
     """Print rows and counts of each file; return the exit code."""
     parser = build_parser("preview", __doc__)
-    parser.add_argument("--rows", type=int, default=3, help="rows to show of each file (3)")
+    text = "rows to show of each file (3)"
+    parser.add_argument("--rows", type=at_least(0), default=3, help=text)
     parser.add_argument("--ids", action="store_true", help="show the id of each token")
     arguments, settings = parser.parse_known_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

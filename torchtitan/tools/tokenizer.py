@@ -18,7 +18,7 @@ from torchtitan.base.urls import local_path
 from torchtitan.data.corpus import stdlib_corpus
 from torchtitan.data.tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, LLAMA3_PATTERN
 from torchtitan.tools.prepare import find_corpus
-from torchtitan.tools.verbs import build_parser, report_errors
+from torchtitan.tools.verbs import at_least, build_parser, report_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,16 +58,14 @@ def train(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
 def main(argv: Sequence[str]) -> int:
     """Train, write the folder and return 0; return 2 for a user's mistake."""
     parser = build_parser("tokenizer", __doc__)
-    parser.add_argument("output", type=local_path, help="folder to write")
-    parser.add_argument("files", nargs="*", help="files or globs, as in training.dataset_path")
-    parser.add_argument(
-        "--vocab_size", type=int, default=2048, help="ids, including BOS and EOS (2048)"
-    )
-    parser.add_argument("--text_key", default="text", help="as training.dataset_text_key")
+    add = parser.add_argument
+    add("output", type=local_path, help="folder to write")
+    add("files", nargs="*", help="files or globs, as in training.dataset_path")
+    text, size = "ids, including BOS and EOS (2048)", at_least(256 + len(SPECIAL))
+    add("--vocab_size", type=size, default=2048, help=text)
+    add("--text_key", default="text", help="as training.dataset_text_key")
     args = parser.parse_intermixed_args(argv)
-    least, folder = 256 + len(SPECIAL), args.output
-    if args.vocab_size < least:
-        parser.error(f"--vocab_size must be at least {least}, got {args.vocab_size}")
+    folder = args.output
     if folder.is_file() or not folder.absolute().parent.is_dir():
         parser.error(f"output must be a folder in an existing one, got {folder}")
     corpus = stdlib_corpus()

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
+from typing import NoReturn
 
 from torchtitan.base.custom import add_trust_code
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
@@ -40,16 +41,35 @@ def choose(verbs: Verbs, argv: Sequence[str], *, prog: str, noun: str, what: str
     return verb
 
 
-def build_parser(verb: str, doc: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose error is a ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(f"{message}; --help lists the options")
+
+
+def build_parser(verb: str, doc: str | None) -> Parser:
     """Return a parser whose help has the first line of a docstring above and the rest below."""
     summary, _, details = (doc or "").partition("\n\n")
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"torchtitan {verb}",
         description=summary,
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an option: an integer from `least` on."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return number
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:

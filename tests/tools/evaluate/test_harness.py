@@ -68,7 +68,7 @@ def theirs(of: type[Any], model: tuple[Path, PreTrainedModel], *, max_length: in
 def run(lm: Any, folder: Path, *, chats: bool = False, **settings: Any) -> dict[str, Any]:
     manager = find_tasks(NAMES, include_path=write_tasks(folder / "tasks"))
     given = {"num_fewshot": None, "limit": None, **settings}
-    return run_tasks(lm, NAMES, manager=manager, apply_chat_template=chats, **given)
+    return run_tasks(lm, NAMES, task_manager=manager, apply_chat_template=chats, **given)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.base.urls import local_path
 from torchtitan.tools.compare.gaps import GRADIENTS_TOLERANCE, TOLERANCES, WEIGHTS_TOLERANCE
 from torchtitan.tools.compare.words import option_key
-from torchtitan.tools.verbs import Verbs, build_parser, choose, report_errors
+from torchtitan.tools.verbs import Verbs, at_least, build_parser, choose, report_errors
 
 TOLERATED = {
     "loss_tolerance": (TOLERANCES["loss"], "relative"),
@@ -64,14 +64,14 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("toml", type=Path, metavar="TOML", help="the job")
     add("layouts", nargs="+", metavar="LAYOUT", help="the first is the reference")
-    add("--steps", type=int, default=10, metavar="N", help="steps of each training (10)")
+    add("--steps", type=at_least(1), default=10, metavar="N", help="steps of each training (10)")
     add("--timeout", type=float, default=600, metavar="S", help="seconds per layout (600)")
     add("--out", type=local_path, metavar="DIR", help="keep the runs here; default: delete them")
     add("--json", type=local_path, metavar="FILE", help="write all figures")
     for name, (default, unit) in TOLERATED.items():
         add(f"--{name}", type=float, default=default, metavar="X", help=f"{unit} ({default:g})")
     text = "compare the gradients of the first N steps (3)"
-    add("--gradient_steps", type=int, default=3, metavar="N", help=text)
+    add("--gradient_steps", type=at_least(0), default=3, metavar="N", help=text)
     text = "train in float64, which context parallelism has no kernels for"
     add("--float64", action="store_true", help=text)
     options, settings = parser.parse_known_args(argv)
@@ -81,11 +81,6 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"unknown option {word}; the trainer's are --section.key=value")
         if option_key(word) in ("training.steps", "job.dump_folder", "job.config_file"):
             raise ConfigError(f"set {option_key(word)} by --steps, --out or TOML")
-    if options.steps < 1 or options.timeout <= 0 or options.gradient_steps < 0:
-        raise ConfigError(
-            f"--steps and --timeout must be positive and --gradient_steps not negative, got "
-            f"{options.steps}, {options.timeout:g} and {options.gradient_steps}"
-        )
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
         raise ConfigError(f"--out must be a new or empty folder, got {options.out}")
     return options

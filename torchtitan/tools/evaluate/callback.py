@@ -28,6 +28,7 @@ from torchtitan.trainer import Run
 from torchtitan.validate import Validator
 
 KEY = "training.callbacks"
+PATH = "torchtitan.tools.evaluate.callback:Perplexity"
 
 
 class Perplexity:
@@ -48,30 +49,24 @@ class Perplexity:
             rule = f"must be the tokenizer of model.tokenizer_path, got {self._tokenizer_path!r}"
             raise ConfigError.at(KEY, rule)
         if run.validator is None:
-            raise ConfigError.at(
-                "validation.enable",
-                "must be true for the callback torchtitan.tools.evaluate.callback:Perplexity",
-            )
+            raise ConfigError.at("validation.enable", f"must be true for {PATH}")
         if is_import_path(run.training.loss):
-            raise ConfigError.at(
-                "training.loss",
-                f"must be cross_entropy for a perplexity, got '{run.training.loss}'; evaluate the "
-                f"checkpoints with torchtitan evaluate instead",
-            )
-        cut = replace(run.training, dataset_weights=())
-        size = cut.local_batch_size
+            rule = f"must be cross_entropy for a perplexity, got '{run.training.loss}'"
+            raise ConfigError.at("training.loss", rule)
+        cut, size = replace(run.training, dataset_weights=()), run.training.local_batch_size
+        seconds, dims = run.train_timeout_seconds, run.mesh.dims
         for name, files in self._files.items():
             domain = open_domain(name, files, cut=cut, tokenizer=tokenizer, of=KEY)
-            batches = PadToBatch(domain.samples, batch=size * run.mesh.dims.dp)
+            loader = Loader(
+                PadToBatch(domain.samples, batch=size * dims.dp),
+                local_batch_size=size,
+                accumulation=1,
+                dp_rank=run.mesh.dp_rank,
+                dp_degree=dims.dp,
+                settings=DataLoaderConfig(),
+            )
             self._validators[name] = Validator(
-                loader=Loader(
-                    batches,
-                    local_batch_size=size,
-                    accumulation=1,
-                    dp_rank=run.mesh.dp_rank,
-                    dp_degree=run.mesh.dims.dp,
-                    settings=DataLoaderConfig(),
-                ),
+                loader=loader,
                 execution=run.execution,
                 shard=run.sequence_shard,
                 model=run.model,
@@ -81,10 +76,7 @@ class Perplexity:
                 freq=1,
                 before_saves=False,
                 # the run's own validation was before this, and has compiled the model
-                comm=CommConfig(
-                    init_timeout_seconds=run.train_timeout_seconds,
-                    train_timeout_seconds=run.train_timeout_seconds,
-                ),
+                comm=CommConfig(init_timeout_seconds=seconds, train_timeout_seconds=seconds),
             )
 
     def on_validation(self, step: int, row: Mapping[str, Any]) -> dict[str, float]:

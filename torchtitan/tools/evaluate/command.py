@@ -21,9 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.custom import trusting_stored
-from torchtitan.base.errors import Mistakes
+from torchtitan.base.errors import ConfigError, Mistakes
 from torchtitan.base.urls import local_path
-from torchtitan.tools.verbs import add_model_options, build_parser, format_table, report_errors
+from torchtitan.tools.verbs import (
+    add_model_options,
+    at_least,
+    build_parser,
+    format_table,
+    report_errors,
+)
 
 NEEDED = {
     "tasks": ("num_fewshot", "limit", "include_path", "apply_chat_template", "chat_template"),
@@ -31,7 +37,6 @@ NEEDED = {
     "apply_chat_template": ("chat_template",),
 }
 """Options that need another one."""
-LEAST = {"batch_size": 1, "seq_len": 1, "num_fewshot": 0, "limit": 1}
 Files = dict[str, tuple[str, ...]]
 """Files of each domain."""
 
@@ -57,8 +62,7 @@ def main(argv: Sequence[str]) -> int:
 def check(args: argparse.Namespace) -> Files:
     """Return the files of each domain; raise ConfigError that lists all options that are invalid or
     in conflict."""
-    mistakes = Mistakes()
-    files: Files = {}
+    mistakes, files = Mistakes(), Files()
     with mistakes:
         files = parse_domains(args.perplexity, key="--perplexity")
     if not args.perplexity and not args.tasks:
@@ -67,9 +71,6 @@ def check(args: argparse.Namespace) -> Files:
         for key in () if getattr(args, needed) else keys:
             if getattr(args, key) not in (None, False):
                 mistakes.add(f"--{key}", f"needs --{needed}")
-    for key, least in LEAST.items():
-        if (value := getattr(args, key)) is not None and value < least:
-            mistakes.add(f"--{key}", f"must be at least {least}, got {value}")
     if args.include_path is not None and not args.include_path.is_dir():
         mistakes.add("--include_path", f"must be a folder of YAML tasks, got {args.include_path}")
     if args.output is not None and (args.output.is_dir() or not args.output.parent.is_dir()):
@@ -83,14 +84,13 @@ def check(args: argparse.Namespace) -> Files:
 def parse_domains(texts: Sequence[str], *, key: str) -> Files:
     """Return the files of each domain, given texts of the form NAME=FILES; raise ConfigError if a
     text has another form. `key` names the setting in the message."""
-    files: Files = {}
-    mistakes = Mistakes()
+    files = Files()
     for text in texts:
         name, _, pattern = text.partition("=")
         if not name or not pattern:
-            mistakes.add(key, f"must be NAME=FILES, such as web='data/*.jsonl', got {text!r}")
+            rule = f"must be NAME=FILES, such as web='data/*.jsonl', got {text!r}"
+            raise ConfigError.at(key, rule)
         files[name] = (*files.get(name, ()), pattern)
-    mistakes.report()
     return files
 
 
@@ -126,11 +126,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--dataset_cache", metavar="DIR", help="as in [training]")
     add("--tasks", type=_names, default=[], metavar="A,B", help="tasks of lm-evaluation-harness")
     add("--include_path", type=Path, metavar="DIR", help="folder of custom YAML tasks")
-    add("--num_fewshot", type=int, metavar="N", help="examples per question; default: the task's")
-    add("--limit", type=int, metavar="N", help="examples per task")
+    text = "examples per question; default: the task's"
+    add("--num_fewshot", type=at_least(0), metavar="N", help=text)
+    add("--limit", type=at_least(1), metavar="N", help="examples per task")
     add("--apply_chat_template", action="store_true", help="render the tasks as chats")
-    add("--seq_len", type=int, metavar="N", help="tokens per sequence; default: the model's")
-    add("--batch_size", type=int, default=8, metavar="N", help="sequences per batch (8)")
+    text = "tokens per sequence; default: the model's"
+    add("--seq_len", type=at_least(1), metavar="N", help=text)
+    add("--batch_size", type=at_least(1), default=8, metavar="N", help="sequences per batch (8)")
     add("--output", type=local_path, metavar="FILE", help="write all figures as JSON")
     return parser
 

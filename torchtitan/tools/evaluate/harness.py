@@ -18,7 +18,7 @@ import io
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ MAX_NEW_TOKENS = 256
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 """Settings without effect in a task that generates greedily."""
-SUPPORTED = ("until", *LENGTHS, *SAMPLING)
 NEUTRAL = (None, 1, False)
 """Values of other settings that change nothing."""
 
@@ -63,29 +62,15 @@ def find_tasks(names: Sequence[str], *, include_path: Path | None) -> TaskManage
     )
 
 
-def run_tasks(
-    adapter: Adapter,
-    names: Sequence[str],
-    *,
-    manager: TaskManager,
-    num_fewshot: int | None,
-    limit: float | None,
-    apply_chat_template: bool,
-) -> dict[str, Any]:
-    """Return the figures of each task and group on the first rank of a machine, else {}; raise
-    UserError if a task has an unsupported setting."""
+def run_tasks(adapter: Adapter, names: Sequence[str], **options: Any) -> dict[str, Any]:
+    """Return the figures of each task and group on rank 0, else {}.
+
+    `options`: as for lm_eval.simple_evaluate. Raises UserError if a task is not supported.
+    """
     # other ranks would repeat the harness's progress bars and warnings
     is_first = os.environ.get("RANK", "0") == "0"
     with nullcontext() if is_first else redirect_stderr(io.StringIO()):
-        results = simple_evaluate(
-            adapter,
-            tasks=list(names),
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            apply_chat_template=apply_chat_template,
-            log_samples=False,
-        )
+        results = simple_evaluate(adapter, tasks=[*names], log_samples=False, **options)
     if results is None:
         return {}
     return {
@@ -107,8 +92,7 @@ def _figures(row: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
         if comma and not metric.endswith("_stderr"):
             stderr = row.get(f"{metric}_stderr,{filter_name}")
             name = metric if filter_name == "none" else f"{metric}, {filter_name}"
-            deviation = stderr if isinstance(stderr, float) else None
-            figures[name] = {"value": value, "stderr": deviation}
+            figures[name] = {"value": value, "stderr": stderr if stderr != "N/A" else None}
     return figures
 
 
@@ -131,8 +115,7 @@ class Adapter(TemplateLM):
         super().__init__()
         self.max_length, self._batch_size, self._chats = max_length, batch_size, chats
         self._generator, self._first_id = generator, first_id
-        assert self._generator.template is not None or not chats, "checked before"
-        self._stop_ids = self._generator.answer_stop_ids() if chats else self._generator.stop_ids
+        self._stop_ids = generator.answer_stop_ids() if chats else generator.stop_ids
 
     @property
     def eot_token_id(self) -> int:
@@ -157,8 +140,8 @@ class Adapter(TemplateLM):
         In a chat the template wrote the text, so names of special tokens are these tokens.
         """
         tokenizer = self._generator.tokenizer
-        ids = [*tokenizer.encode_special([string])[0].ids] if self._chats else None
-        ids = tokenizer.encode(string) if ids is None else ids
+        special = tokenizer.encode_special
+        ids = [*special([string])[0].ids] if self._chats else tokenizer.encode(string)
         begin_ids = () if add_special_tokens is False else self._generator.begin_ids
         return with_begin(ids, begin_ids=begin_ids)
 
@@ -189,9 +172,8 @@ class Adapter(TemplateLM):
             )
             windows += [(number, *make_disjoint_window(window)) for window in cut]
         totals = [0.0] * len(requests)
-        for (number, *_), (score, _) in zip(
-            windows, self._loglikelihood_tokens(windows), strict=True
-        ):
+        scores = self._loglikelihood_tokens(windows)
+        for (number, *_), (score, _) in zip(windows, scores, strict=True):
             totals[number] += score
         return totals
 
@@ -208,7 +190,7 @@ class Adapter(TemplateLM):
                 )
             rows[tuple([*context, *continuation][-self.max_length - 1 : -1])].append(number)
         answers = [(0.0, False)] * len(requests)
-        for batch in self._batches(list(rows), "scoring"):
+        for batch in self._batches(rows, "scoring"):
             num_scored = [max(len(requests[n][2]) for n in rows[row]) for row in batch]
             for row, scores_TV in zip(batch, self._scores(batch, num_scored), strict=True):
                 for number in rows[row]:
@@ -218,12 +200,12 @@ class Adapter(TemplateLM):
                     answers[number] = score, bool((here_TV.argmax(1) == ids_T).all())
         return answers
 
-    def _batches(self, rows: Sequence[Row], noun: str) -> Iterator[Sequence[Row]]:
+    def _batches(self, rows: Iterable[Row], noun: str) -> Iterator[Sequence[Row]]:
         """Yield the rows, the longest first, so that running out of memory fails early."""
-        rows, size = sorted(rows, key=len, reverse=True), self._batch_size
-        starts = range(0, len(rows), size)
+        sorted_rows, size = sorted(rows, key=lambda row: (-len(row), row)), self._batch_size
+        starts = range(0, len(sorted_rows), size)
         for first in tracked(starts, noun, total=len(starts)):
-            yield rows[first : first + size]
+            yield sorted_rows[first : first + size]
 
     @torch.no_grad()
     def _scores(self, rows: Sequence[Row], num_scored: Sequence[int]) -> Sequence[Tensor]:
@@ -254,7 +236,7 @@ class Adapter(TemplateLM):
                 f"the model's logits must be finite, and are not in {logits_TV.dtype}; try "
                 f"--dtype float32, or another checkpoint"
             )
-        return logits_TV.float().log_softmax(-1).split(list(num_scored))
+        return logits_TV.float().log_softmax(-1).split([*num_scored])
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """Return the greedy continuation of each context, up to its first stop text."""
@@ -264,48 +246,45 @@ class Adapter(TemplateLM):
             ids = self.tok_encode(context) or [self.prefix_token_id]
             groups[json.dumps(settings, sort_keys=True)][number] = tuple(ids)
         texts = [""] * len(requests)
-        for settings, contexts in groups.items():
-            generated = self._generate(set(contexts.values()), json.loads(settings))
+        for text, contexts in groups.items():
+            generated = self._generate({*contexts.values()}, json.loads(text))
             for number, row in contexts.items():
                 texts[number] = generated[row]
         return texts
 
-    def _generate(self, rows: set[Row], settings: Mapping[str, Any]) -> dict[Row, str]:
+    def _generate(self, rows: Iterable[Row], settings: Mapping[str, Any]) -> dict[Row, str]:
         """Return the text after each row of tokens; long rows are cut on the left."""
-        samples = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
-        unsupported = {k: v for k, v in settings.items() if k not in SUPPORTED and v not in NEUTRAL}
-        if samples or unsupported:
-            raise ConfigError(
-                f"a task's generation_kwargs must decode greedily, got "
-                f"{settings if samples else unsupported}"
-            )
-        tokenizer = self._generator.tokenizer
         until = settings.get("until") or []
-        until = [until] if isinstance(until, str) else until
+        until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         lengths = (settings[key] for key in LENGTHS if settings.get(key) is not None)
-        max_new_tokens = int(next(lengths, MAX_NEW_TOKENS))
-        if not 0 < max_new_tokens < self.max_length:
+        num_new = int(next(lengths, MAX_NEW_TOKENS))
+        known = {"until", *LENGTHS, *SAMPLING}
+        samples = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
+        if samples or any(settings[key] not in NEUTRAL for key in settings.keys() - known):
+            raise ConfigError(f"generation_kwargs must decode greedily, got {settings}")
+        if not 0 < num_new < self.max_length:
             raise ConfigError(
                 f"a task must generate 1 to {self.max_length - 1} tokens (less than --seq_len), "
-                f"got max_gen_toks {max_new_tokens}"
+                f"got max_gen_toks {num_new}"
             )
+        tokenizer = self._generator.tokenizer
+        special = {*tokenizer.special_tokens.values()}
 
         def text_of(new: Sequence[int]) -> str:
-            special = tokenizer.special_tokens.values()
             return tokenizer.decode([i for i in new if i not in special])
 
         texts = {}
-        for batch in self._batches(sorted(rows), "generating"):
+        for batch in self._batches(rows, "generating"):
             generated = generate(
                 self._generator.model,
-                [row[max_new_tokens - self.max_length :] for row in batch],
-                max_new_tokens=max_new_tokens,
+                [row[num_new - self.max_length :] for row in batch],
+                max_new_tokens=num_new,
                 temperature=0.0,
                 stop_ids=self._stop_ids,
-                stops=lambda new: any(stop and stop in text_of(new) for stop in until),
+                stops=lambda new: any(stop in text_of(new) for stop in until),
             )
             for row, new in zip(batch, generated, strict=True):
                 texts[row] = text_of(new)
-                for stop in filter(None, until):
+                for stop in until:
                     texts[row] = texts[row].split(stop)[0]
         return texts

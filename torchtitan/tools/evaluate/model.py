@@ -136,7 +136,7 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
         tasks = run_tasks(
             adapter,
             args.tasks,
-            manager=manager,
+            task_manager=manager,
             num_fewshot=args.num_fewshot,
             limit=args.limit,
             apply_chat_template=args.apply_chat_template,

@@ -1,11 +1,8 @@
 """Perplexity of held-out text: the loss per token, as in training and validation.
 
 The documents of a domain are joined, each with an end token, and cut into sequences of `seq_len` as
-for training. The loss is the sum over all labels divided by their number, so it equals the
-validation loss that the trainer logs for these files. The alternatives answer other questions: with
-one document per sequence the first tokens of each document have no context, and a sliding window
-gives every token a long context, for many times the work. As in training, an incomplete last
-sequence is dropped.
+for training; an incomplete last sequence is dropped. The loss is the sum over all labels divided by
+their number, so it equals the validation loss that the trainer logs for these files.
 
 Bits per byte compare models with different tokenizers: (tokens / bytes) x loss / ln 2 of the text
 (arXiv:2101.00027), including end tokens, since they are predicted too.
@@ -86,12 +83,8 @@ def measure(
     Raises UserError if the loss is not finite, or no token of the text has a label.
     """
     cut, samples = domain.cut, domain.samples
-    shard = SequenceShard(
-        None,
-        rank=0,
-        attn_mask_type=cut.attn_mask_type,
-        reset_positions=cut.reset_positions,
-    )
+    mask, resets = cut.attn_mask_type, cut.reset_positions
+    shard = SequenceShard(None, rank=0, attn_mask_type=mask, reset_positions=resets)
     execution, device = WholeModel(model), next(model.parameters()).device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_labels = torch.zeros((), dtype=torch.int64)

@@ -3,7 +3,7 @@
     torchtitan report outputs/a outputs/b --out report.html
 
 The file shows the curves of all logged figures, with starts, changed settings and spikes, and of
-each run its model, data, layout, pipeline timeline and events. It needs no network.
+each run its model, data, layout and events. It needs no network, and runs no code of the runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, printable
 from torchtitan.base.urls import local_path
 from torchtitan.tools.verbs import build_parser, report_errors
@@ -25,14 +24,12 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser("report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=local_path, default=Path("report.html"), help="file to write")
-    add_trust_code(parser)
     arguments = parser.parse_args(argv)
     from torchtitan.tools.report.page import build_page
     from torchtitan.tools.report.read import name_runs, read_run
 
-    with trusting_stored(arguments.trust_code):
-        runs = [read_run(path, name=name) for name, path in name_runs(arguments.runs).items()]
-        page = build_page(runs)
+    runs = [read_run(path, name=name) for name, path in name_runs(arguments.runs).items()]
+    page = build_page(runs)
     out: Path = arguments.out
     draft = out.with_name(f".{out.name}.tmp")  # a full disk leaves an older page
     try:
@@ -43,7 +40,6 @@ def main(argv: Sequence[str]) -> int:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise ConfigError(f"--out must be a writable file, got {out}: {error.strerror}") from error
-    size = len(page.encode()) / 2**20
     names = printable(", ".join(run.name for run in runs))
-    sys.stdout.write(f"{out}: {names}, {size:.2f} MiB\n")
+    sys.stdout.write(f"{out}: {names}, {len(page.encode()) / 2**20:.2f} MiB\n")
     return 0

@@ -8,13 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import Template
 
-from torchtitan.base.errors import UserError, printable
-from torchtitan.job import Config
-from torchtitan.mesh.dims import ParallelDims, resolve_dims
+from torchtitan.base.errors import printable
+from torchtitan.base.log import plural
+from torchtitan.metrics.events import newest_hardware
 from torchtitan.metrics.rows import figure_of
-from torchtitan.models.settings import given_sizes
-from torchtitan.parallel.layout import Layout
-from torchtitan.tools.report.pictures import draw_layout, draw_pipeline
 from torchtitan.tools.report.read import PANELS, RunRecord, events
 
 HERE = Path(__file__).parent
@@ -64,22 +61,9 @@ def _panels(runs: Sequence[RunRecord]) -> Iterator[dict[str, object]]:
 
 
 def _section(number: int, run: RunRecord) -> str:
-    """Return the section of a run: facts, layout, pipeline and events."""
-    parts = [f"<section class='card run r{number % 8}'><h2>{escape(run.name)}</h2><dl>"]
-    parts += (
+    """Return the section of a run: facts and events."""
+    facts = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(run)
-    )
-    parts.append("</dl>")
-    pictures = {}
-    if (dims := _dims(run)) is not None and (picture := draw_layout(dims)):
-        pictures["Layout"] = picture
-    if run.layout is not None and run.layout.pipeline is not None and run.job is not None:
-        settings = run.job.config.parallelism
-        title = f"{settings.pipeline_parallel_schedule}, planned: a backward takes two forwards"
-        pictures[title] = draw_pipeline(run.layout.pipeline)
-    parts += (
-        f"<h3>{escape(title)}</h3><div class='wide'>{picture}</div>"
-        for title, picture in pictures.items()
     )
     rows = "".join(
         f"<tr class='{escape(event['kind'])}'><td>{event['step']}</td>"
@@ -88,11 +72,12 @@ def _section(number: int, run: RunRecord) -> str:
         for event in events(run)
     )
     if rows:
-        parts.append(
+        rows = (
             f"<h3>Events</h3><div class='wide'><table><thead><tr><th>step</th><th>UTC</th>"
             f"<th></th></tr></thead><tbody>{rows}</tbody></table></div>"
         )
-    return "".join([*parts, "</section>"])
+    title = f"<h2>{escape(run.name)}</h2>"
+    return f"<section class='card run r{number % 8}'>{title}<dl>{facts}</dl>{rows}</section>"
 
 
 def _facts(run: RunRecord) -> Iterator[tuple[str, object]]:
@@ -102,45 +87,20 @@ def _facts(run: RunRecord) -> Iterator[tuple[str, object]]:
     for key in ("loss", "validation_loss"):
         if (value := run.figures.newest(key)) is not None:
             yield f"last {key.replace('_', ' ')}", f"{value:.5g}"
-    if run.job is not None:
-        config = run.job.config
-        yield "model", _model(config, run.layout)
-        if run.layout is not None:
-            yield "parameters", f"{run.layout.counts.num_parameters:,}"
+    if (config := run.config) is not None:
+        yield "model", f"{config.model.name} {config.model.flavor}"
         files = ", ".join(config.training.dataset_path)[:MOST_CHARACTERS]
         yield "data", f"{config.training.dataset}: {files}" if files else config.training.dataset
         yield "sequence length", config.training.seq_len
         yield "optimizer", f"{config.optimizer.name}, peak lr {config.optimizer.lr:g}"
-    if run.hardware is not None:
-        yield "ranks", run.hardware.world_size
-        yield "device", run.hardware.device
-    if (dims := _dims(run)) is not None:
-        yield "layout", dims
-    saved = [row for row in run.events if row["event"] == "checkpoint"]
-    if saved:
-        yield "checkpoints", f"{len(saved)}, last {saved[-1]['folder']}"
-    if run.events and run.events[-1]["event"] in ("end", "failure"):
-        last = run.events[-1]
+    newest = {row["event"]: row for row in run.events}
+    if start := newest.get("start"):
+        yield "layout", f"{start['layout']}, {plural(start['world_size'], 'rank')}"
+    if hardware := newest_hardware(run.events):
+        yield "device", hardware.device
+    if saved := newest.get("checkpoint"):
+        yield "last checkpoint", saved["folder"]
+    if run.events and (end := run.events[-1])["event"] in ("end", "failure"):
         # of an error the reason is "TYPE: MESSAGE"; the events have all of it
-        error = last["reason"].partition(": ")[0]
-        yield "ended", f"by an error, {error}" if last["event"] == "failure" else last["reason"]
-
-
-def _model(config: Config, layout: Layout | None) -> str:
-    """Return family and flavor; without the flavor if the settings give every size."""
-    model = config.model
-    if layout is not None:
-        sizes = layout.spec.sizes
-        if not sizes.missing(given_sizes(model, of=sizes)):
-            return model.name
-    return f"{model.name} {model.flavor}"
-
-
-def _dims(run: RunRecord) -> ParallelDims | None:
-    """Return the degrees of the newest start, if they are known."""
-    if run.job is None or run.hardware is None:
-        return None
-    try:
-        return resolve_dims(run.job.config.parallelism, world_size=run.hardware.world_size)
-    except UserError:  # the newest start had other degrees
-        return None
+        error = end["reason"].partition(": ")[0]
+        yield "ended", f"by an error, {error}" if end["event"] == "failure" else end["reason"]

@@ -13,15 +13,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.base.errors import ConfigError, DataError, UserError
+from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import plural
 from torchtitan.config.settings import flatten, parse
-from torchtitan.job import CONFIG_FILE
-from torchtitan.layout import find_layout
-from torchtitan.metrics.events import EVENTS, Hardware, newest_hardware, read_events
+from torchtitan.job import CONFIG_FILE, Config
+from torchtitan.metrics.events import EVENTS, read_events
 from torchtitan.metrics.rows import RECORD, Row, figure_of, read_rows
-from torchtitan.parallel.layout import Layout
-from torchtitan.resume_rules import Job, resolve_model
+from torchtitan.resume_rules import Job
 
 PANELS: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("loss", "nats per token", ("loss", "validation_loss")),
@@ -93,14 +91,10 @@ class RunRecord:
     """One run."""
 
     name: str
-    folder: Path
     figures: Figures
     events: list[Row]
-    job: Job | None
-    """None: this version cannot read the settings."""
-    hardware: Hardware | None
-    layout: Layout | None
-    """None: unknown settings or hardware, or a custom model that is not trusted."""
+    config: Config | None
+    """Newest settings. None: this version cannot read them."""
 
 
 def read_run(folder: Path, *, name: str) -> RunRecord:
@@ -113,26 +107,10 @@ def read_run(folder: Path, *, name: str) -> RunRecord:
             f"each RUN must be the job.dump_folder of a run with a logged step in {RECORD}.jsonl, "
             f"got {folder}"
         )
-    try:
-        job = Job.stored_in(folder / CONFIG_FILE)
-    except ConfigError:
-        job = None
-    rows = read_events(folder)
-    hardware = newest_hardware(rows)
-    layout = None
-    if job is not None and hardware is not None:
-        # errors: other degrees of the newest start, or a file that was moved
-        with suppress(UserError):
-            layout = find_layout(resolve_model(job.config), world_size=hardware.world_size)
-    return RunRecord(
-        name=name,
-        folder=folder,
-        figures=figures,
-        events=rows,
-        job=job,
-        hardware=hardware,
-        layout=layout,
-    )
+    config = None
+    with suppress(ConfigError):
+        config = Job.stored_in(folder / CONFIG_FILE).config
+    return RunRecord(name=name, figures=figures, events=read_events(folder), config=config)
 
 
 def name_runs(folders: Sequence[Path]) -> dict[str, Path]:
