@@ -4,14 +4,15 @@ They run in a folder for each page that links to the repository, so what they wr
 and with a home of their own, so that data is tokenised anew. Training commands get a small batch on
 top, and few steps where they ask for none, for time's sake. The README's first runs as a user's
 does; all others by a Python that has torch imported already, which saves seconds for each process
-that they start. `run_tests.sh` is what runs this test, and is left out. Commands in the tables of
-the README must be part of such a command.
+that they start. `run_tests.sh` is what runs this test, and is left out. The worked changes of
+docs/extend.md are applied to a copy of the package and trained in two layouts.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,41 @@ def test_links_lead_somewhere() -> None:
             assert file.exists(), f"{page.name} links to {target}"
             if anchor:
                 assert anchor in anchors(file), f"{page.name} links to {target}"
+
+
+def changes() -> list[tuple[str, str]]:
+    """Return each worked change of docs/extend.md, a diff, and the command that trains it."""
+    page = (ROOT / "docs" / "extend.md").read_text()
+    return re.findall(r"^```diff\n(.*?)^```\n\n```text\n(.*?)\n```", page, re.DOTALL | re.MULTILINE)
+
+
+def apply_change(diff: str, folder: Path) -> None:
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "torchtitan", folder / "torchtitan", ignore=ignore)
+    command = ["git", "apply", "-p0", "-"]
+    done = subprocess.run(command, input=diff, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_worked_changes_apply(tmp_path: Path) -> None:
+    diffs = [diff for diff, _ in changes()]
+    assert len(diffs) == 4
+    for number, diff in enumerate(diffs):
+        apply_change(diff, tmp_path / str(number))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", range(4))
+def test_worked_changes_train(number: int, tmp_path: Path) -> None:
+    diff, command = changes()[number]
+    apply_change(diff, tmp_path)
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": path}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" same") == 1
