@@ -49,6 +49,10 @@ def workplace(tmp_path: Path) -> Path:
         "pyproject.toml",
     ):
         (tmp_path / name).symlink_to(ROOT / name)
+    command = tmp_path / "bin" / "torchtitan"
+    command.parent.mkdir()
+    command.write_text('#!/bin/sh\nexec python -m torchtitan "$@"\n')
+    command.chmod(0o755)
     return tmp_path
 
 
@@ -64,7 +68,7 @@ def test_commands_run(page: Path, workplace: Path, home: Path, warm_python: Path
             continue
         is_first = page.stem == "README" and number == 0
         python = Path(sys.executable) if is_first else warm_python
-        environ["PATH"] = f"{python.parent}:{os.environ['PATH']}"
+        environ["PATH"] = f"{workplace / 'bin'}:{python.parent}:{os.environ['PATH']}"
         if "run_train.sh" in command and "--help" not in command:
             command += SMALL if "--training.steps" in command else SMALL + few
         done = subprocess.run(
