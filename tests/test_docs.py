@@ -49,11 +49,15 @@ def workplace(tmp_path: Path) -> Path:
         "pyproject.toml",
     ):
         (tmp_path / name).symlink_to(ROOT / name)
-    command = tmp_path / "bin" / "torchtitan"
-    command.parent.mkdir()
-    command.write_text('#!/bin/sh\nexec python -m torchtitan "$@"\n')
-    command.chmod(0o755)
+    write_command(tmp_path / "bin")
     return tmp_path
+
+
+def write_command(folder: Path) -> None:
+    """Write `torchtitan` as an installation does, for the Python and the package of the caller."""
+    folder.mkdir()
+    (folder / "torchtitan").write_text('#!/bin/sh\nexec python -m torchtitan "$@"\n')
+    (folder / "torchtitan").chmod(0o755)
 
 
 @pytest.mark.promise("readme")
@@ -134,7 +138,8 @@ def test_worked_changes_train(number: int, tmp_path: Path) -> None:
     diff, command = changes()[number]
     apply_change(diff, tmp_path)
     (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    write_command(tmp_path / "bin")
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": path}
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True
