@@ -6,14 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
-from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.models.decoder import Decoder
@@ -112,32 +110,3 @@ def test_mistakes_write_nothing(trained, tmp_path, capsys) -> None:
         assert convert.main([direction, nothing, str(out)]) == 2
         assert nothing in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == [mine]
-
-
-def test_to_a_url(trained, tmp_path, capsys, monkeypatch) -> None:
-    run, out = str(trained[0] / "run"), tmp_path / "hf"
-    url = "faulty://bucket/model"
-    assert convert.main(["to-hf", run, str(out)]) == 0
-    with stores.faulty_store() as store:
-        written: list[str] = []
-
-        def note(request: str, path: str) -> None:
-            if request == "write":
-                written.append(path.rpartition("/")[2])
-
-        monkeypatch.setattr(store, "before", staticmethod(note))
-        capsys.readouterr()
-        assert convert.main(["to-hf", run, url]) == 0
-        assert capsys.readouterr().out.startswith(f"{url}: the weights of ")
-        files = fsspec.filesystem("faulty")
-        for path in out.iterdir():
-            assert files.cat_file(f"bucket/model/{path.name}") == path.read_bytes()
-        assert written[-1] == "config.json"  # programs look for it first
-        assert sorted(written) == sorted(path.name for path in out.iterdir())
-        assert convert.main(["to-hf", run, url]) == 2
-        assert "exists" in capsys.readouterr().err
-    for other in ("S3://bucket/model", "memory://model"):
-        assert convert.main(["to-hf", run, other]) == 2
-        assert other in capsys.readouterr().err
-    assert convert.main(["to-hf", run, "s3://user:secret@bucket/model"]) == 2
-    assert "secret" not in capsys.readouterr().err

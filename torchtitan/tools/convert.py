@@ -5,10 +5,9 @@
     torchtitan convert from-torch consolidated.00.pth weights
     torchtitan convert average outputs mean --steps 100,200,300
 
-`to-hf` reads the newest step of a run, or one step, one tensor at a time; for a URL it writes the
-folder to the local disk and uploads it. `from-hf` and `from-torch` write a torch DCP folder of the
-weights, for checkpoint.initial_load_path, and hold the full model in memory. `average` writes a
-checkpoint of weights. Existing files are never overwritten.
+`to-hf` reads the newest step of a run, or one step, one tensor at a time. `from-hf` and
+`from-torch` write a torch DCP folder of the weights, for checkpoint.initial_load_path, and hold the
+full model in memory. `average` writes a checkpoint of weights. No file is overwritten.
 """
 
 from __future__ import annotations
@@ -16,22 +15,19 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torchtitan.base.custom import add_trust_code, trusting_stored
-from torchtitan.base.errors import CheckpointError, ConfigError, DataError
+from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import plural
-from torchtitan.base.urls import is_plain_url, is_url, local_path
+from torchtitan.base.urls import local_path
 from torchtitan.config.settings import literal, values_of
 from torchtitan.models.settings import ModelSection
 from torchtitan.tools.verbs import DTYPES, at_least, build_parser, report_errors
-
-TIMEOUT_SECONDS = 600
 
 
 @report_errors
@@ -50,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def to_hf(
     checkpoint: Path,
-    out: Path | str,
+    out: Path,
     *,
     dtype: str | None = None,
     tokenizer: str | None = None,
@@ -60,7 +56,7 @@ def to_hf(
 ) -> str:
     """Write a step's weights as a Hugging Face folder; return a line about it.
 
-    `checkpoint` is the folder of a run or a step, `out` a folder or URL to create. None: weights in
+    `checkpoint` is the folder of a run or a step, `out` a folder to create. None: weights in
     their stored `dtype`, model.tokenizer_path, lora.export_format. `add_tokens` rows are appended
     to embedding and output head, near the mean of the others. Raises UserError if `out` exists, or
     the step is damaged or has no Hugging Face form.
@@ -71,10 +67,6 @@ def to_hf(
     from torchtitan.hf.export import export
     from torchtitan.resume_rules import find_run_step, read_settings
 
-    if is_url(str(out)):
-        options = {"dtype": dtype, "tokenizer": tokenizer, "lora": lora, "add_tokens": add_tokens}
-        return _to_url(checkpoint, str(out), verify=verify, **options)
-    out = Path(out)
     _check_absent(out)
     step = find_run_step(checkpoint, verify=verify)
     config = read_settings(step)
@@ -103,25 +95,6 @@ def to_hf(
         is_alone = config.lora.export_format == "adapter"
         parts = "LoRA adapter alone" if is_alone else "weights, merged with the LoRA adapter,"
     return f"{out}: the {parts} of {step}"
-
-
-def _to_url(checkpoint: Path, url: str, **options: Any) -> str:
-    """Write the folder to the local disk and upload it; `options`: as for `to_hf`."""
-    from torchtitan.checkpoint.remote import WHOLE_EXPORT, Store
-
-    if not is_plain_url(url):
-        raise ConfigError(
-            "OUT must be the URL of a folder without credentials or options; give these to the "
-            "store's client, in its environment variables or its own files"
-        )
-    store = Store(url, key="OUT", timeout_seconds=TIMEOUT_SECONDS)
-    if any(store.read(name) is not None for name in WHOLE_EXPORT):
-        raise _exists(url)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "folder"
-        line = to_hf(checkpoint, folder, **options)
-        store.put_folder(folder, "", last=WHOLE_EXPORT)
-        return line.replace(str(folder), url)
 
 
 def from_hf(folder: Path, out: Path, *, dtype: str, add_tokens: int = 0) -> str:
@@ -177,11 +150,7 @@ def average(
 
 def _check_absent(out: Path) -> None:
     if out.exists():
-        raise _exists(out)
-
-
-def _exists(out: Path | str) -> CheckpointError:
-    return CheckpointError(f"{out} exists; name a new folder")
+        raise CheckpointError(f"{out} exists; name a new folder")
 
 
 def _steps(text: str) -> list[int]:
@@ -193,7 +162,6 @@ def _parser() -> argparse.ArgumentParser:
     directions = parser.add_subparsers(required=True)
     to = directions.add_parser("to-hf", help="from a checkpoint to a Hugging Face folder")
     to.add_argument("checkpoint", type=Path, help="folder of a run or a step")
-    to.add_argument("out", help="folder to create, or a URL such as s3://bucket/model")
     to.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as stored")
     to.add_argument("--tokenizer", metavar="PATH", help="instead of model.tokenizer_path")
     text = "merge the adapter into the weights, or write it alone; default: lora.export_format"
@@ -206,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     torch_file.add_argument("file", type=Path, help="a state dict, by torch.save")
     mean = directions.add_parser("average", help="from a run's checkpoints to one of weights")
     mean.add_argument("checkpoint", type=local_path, help="folder of a run, or of checkpoints")
-    for direction in (back, torch_file, mean):
+    for direction in (to, back, torch_file, mean):
         direction.add_argument("out", type=local_path, help="folder to create")
     mean.add_argument("--steps", type=_steps, help="such as 100,200,300; default: all")
     text = "of a moving average, per checkpoint: m_i = D m_(i-1) + (1 - D) w_i; default: the mean"

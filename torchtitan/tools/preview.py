@@ -2,9 +2,8 @@
 
     torchtitan preview --job.config_file F [--section.key VALUE ...]
 
-Prints the first rows of each file, every token with its label, then how many rows of the file are
-kept, cut and dropped, and the seq_len that cuts none. The training's own code makes tokens and
-labels. The command needs no GPU and writes nothing, and tokenizes all rows to count them. Mistakes
+Prints the first rows of each file, every token with its label, then how many rows are kept, cut and
+dropped, and the seq_len that cuts none. The training's own code makes tokens and labels. Mistakes
 in files and rows are reported at the end. A line has a run of tokens with the same label:
 
     loss   the token is a label: the model learns to write it
@@ -24,7 +23,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.base.log import Style, paint, plural, use_color
+from torchtitan.base.log import plural
 from torchtitan.data.readers import join_errors
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from torchtitan.finetune.data import Fate
     from torchtitan.finetune.encoder import Numbers
 
-STYLES: dict[str, Style] = {"loss": "green", "-100": "dim", "cut": "red"}
 DROPPED: tuple[Fate, ...] = ("without an answer", "without one within seq_len", "too long")
 
 
@@ -50,13 +48,14 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     job = load_job(settings)
     with job.wording():
-        preview(job.config, num_rows=arguments.rows, with_ids=arguments.ids)
+        for line in preview(job.config, num_rows=arguments.rows, with_ids=arguments.ids):
+            sys.stdout.write(f"{line}\n")
     return 0
 
 
-def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
-    """Print rows and counts of each file of the training data; raise UserError if the data are not
-    examples, or the training would refuse them."""
+def preview(config: Config, *, num_rows: int, with_ids: bool) -> Iterator[str]:
+    """Yield lines about rows and counts of each file of the training data; raise UserError if the
+    data are not examples, or the training would refuse them."""
     from torchtitan.finetune.data import build_encoder, fate_of
     from torchtitan.finetune.sources import find_examples, label_all, parts_of
     from torchtitan.resume_rules import resolve_model
@@ -64,37 +63,32 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> None:
     config = resolve_model(config)
     training, path = config.training, config.model.tokenizer_path
     if training.dataset not in SUPERVISED:
-        raise ConfigError.at(
-            "training.dataset",
-            f'must be "examples" to preview labels, got "{training.dataset}"; in text every token '
-            f"is a label",
-        )
+        rule = f'must be "examples" to preview labels, got "{training.dataset}"'
+        raise ConfigError.at("training.dataset", rule)
     tokenizer = build_tokenizer(path)
     encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=path)
     source = find_examples(training)
     parts = parts_of(source)
-    color = use_color(sys.stdout, disabled=config.metrics.disable_color_printing)
-    total: Counter[Fate] = Counter()
+    all_fates: list[Fate] = []
     all_lengths: list[int] = []
     mistakes: list[DataError] = []
     for part in parts:
-        counts: Counter[Fate] = Counter()
+        fates: list[Fate] = []
         lengths: list[int] = []
         try:
             for example, row in label_all(part, encoder):
-                fate = fate_of(row, training)
-                if len(lengths) < num_rows:
-                    _print(f"{example.where}: {len(row)} tokens, {fate}")
-                    for label, text in runs(row, tokenizer, training, with_ids=with_ids):
-                        _print(paint(f"  {label:<5} {text}", STYLES[label], color=color))
-                counts[fate] += 1
+                fates.append(fate_of(row, training))
                 lengths.append(len(row))
+                if len(lengths) <= num_rows:
+                    yield f"{example.where}: {len(row)} tokens, {fates[-1]}"
+                    for label, text in runs(row, tokenizer, training, with_ids=with_ids):
+                        yield f"  {label:<5} {text}"
         except DataError as error:
             mistakes.append(error)
-        _print(*summary(part.name, counts, lengths, training))
-        total, all_lengths = total + counts, all_lengths + lengths
+        yield from summary(part.name, fates, lengths, training)
+        all_fates, all_lengths = all_fates + fates, all_lengths + lengths
     if len(parts) > 1:
-        _print(*summary(source.name, total, all_lengths, training))
+        yield from summary(source.name, all_fates, all_lengths, training)
     if mistakes:
         raise join_errors(mistakes)
 
@@ -109,38 +103,27 @@ def runs(
             return "cut"
         return "loss" if row[index] & 1 and index else "-100"  # the first token is never a label
 
+    def text_of(i: int) -> str:
+        text = tokenizer.decode([i])
+        if "\ufffd" in text:  # a part of a character
+            return f"#{i}"
+        return f"{text!r}={i}" if with_ids else repr(text)
+
     for label, indices in groupby(range(len(row)), key=label_of):
-        ids = [int(row[index]) >> 1 for index in indices]
-        yield label, " ".join(_shown(i, tokenizer, with_ids=with_ids) for i in ids)
-
-
-def _shown(i: int, tokenizer: Tokenizer, *, with_ids: bool) -> str:
-    text = tokenizer.decode([i])
-    if "\ufffd" in text:  # a part of a character
-        return f"#{i}"
-    return f"{text!r}={i}" if with_ids else repr(text)
+        yield label, " ".join(text_of(int(row[index]) >> 1) for index in indices)
 
 
 def summary(
-    name: str, counts: Counter[Fate], lengths: Sequence[int], training: TrainingConfig
+    name: str, fates: Sequence[Fate], lengths: Sequence[int], training: TrainingConfig
 ) -> Iterator[str]:
     """Yield the lines about all rows of a file, given their numbers of tokens."""
-    is_default = training.seq_len == TrainingConfig().seq_len
+    counts = Counter(fates)
     dropped = {fate: counts[fate] for fate in DROPPED if counts[fate]}
-    why = ", ".join(f"{number} {fate}" for fate, number in dropped.items())
+    reasons = ", ".join(f"{number} {fate}" for fate, number in dropped.items())
     yield (
         f"{name}: {plural(len(lengths), 'row')}, {counts['kept']} kept, {counts['cut']} cut at "
-        f"seq_len = {training.seq_len}{' (the default)' if is_default else ''}, "
-        f"{sum(dropped.values())} dropped{why and f' ({why})'}"
+        f"seq_len = {training.seq_len}, {sum(dropped.values())} dropped"
+        + (f" ({reasons})" if reasons else "")
     )
     if lengths:
-        # the last token of a row is only a label
-        longest = max(lengths) - 1
-        most = sorted(lengths)[-1 - (len(lengths) - 1) // 100] - 1
-        remark = f", seq_len = {most} at most 1 % of them" if most < longest else ""
-        yield f"  seq_len = {longest} cuts no row{remark}\n"
-
-
-def _print(*lines: str) -> None:
-    for line in lines:
-        sys.stdout.write(f"{line}\n")
+        yield f"  seq_len = {max(lengths) - 1} cuts no row\n"  # the last token is only a label

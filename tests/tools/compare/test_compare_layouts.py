@@ -6,10 +6,6 @@ import contextlib
 import io
 import json
 import math
-import os
-import signal
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +22,6 @@ from torchtitan.job import load_config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.parallel.execution import Batch
 from torchtitan.tools.compare import command, gaps
-from torchtitan.tools.compare.launch import run_ranks
 from torchtitan.tools.compare.layouts import make_plans, settings_of_all
 from torchtitan.tools.compare.rank import GRADIENTS, record_gradients
 from torchtitan.tools.compare.words import parse_layout
@@ -152,10 +147,9 @@ def test_gradients_are_compared_with_their_norms() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{}, {"w": torch.ones(3)}, {"w": torch.ones(2), "v": torch.ones(1)}]
-    + [{"w": torch.tensor([1.0, bad])} for bad in (math.nan, math.inf)],
+    [{}, {"w": torch.ones(3)}, {"w": torch.ones(2), "v": torch.ones(1)}, {"w": torch.ones(2) / 0}],
 )
-def test_tensors_that_cannot_be_compared_differ(other: dict[str, torch.Tensor]) -> None:
+def test_tensors_that_cannot_be_compared_differ(other: dict[str, Tensor]) -> None:
     ones, zeros = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
     assert gaps.compare_weights(zeros, ones, other).largest == math.inf
     assert gaps.compare_gradients(ones, other).largest == math.inf
@@ -265,7 +259,7 @@ class Said:
 
 def compare(folder: Path, *arguments: str) -> Said:
     out, err, figures = io.StringIO(), io.StringIO(), folder / "figures.json"
-    words = [str(TOML), *arguments, f"--json={figures}", f"--out={folder / 'out'}"]
+    words = [str(TOML), f"--json={figures}", f"--out={folder / 'out'}", *arguments]
     cache = f"--training.dataset_cache={folder / 'cache'}"
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = command.main(["layouts", *words, cache])
@@ -306,7 +300,7 @@ CRASH = "single --optimizer.lr=1e30"
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = tmp_path_factory.mktemp("planted")
-    return compare(folder, "1", CRASH, DECAY, TINY, "--steps=2")
+    return compare(folder, "1", CRASH, DECAY, SEED, TINY, "--steps=2")
 
 
 def verdict(said: Said, layout: str) -> dict[str, Any]:
@@ -324,13 +318,9 @@ def test_a_planted_divergence_is_found_with_its_first_step(planted: Said) -> Non
     assert (2, "step 2, loss") in found_at
     assert not any("valid_token_fraction" in text for _, text in found_at)
     assert f"{DECAY}: weights of step 2" in planted.out
-
-
-@pytest.mark.long
-def test_other_initial_weights_are_found(tmp_path: Path) -> None:
-    found = verdict(compare(tmp_path, "1", SEED, TINY, "--steps=2"), SEED)
-    assert found["verdict"] == "DIVERGES at the initial weights"
-    assert "512 of 512 elements" in found["differences"][0][1]
+    other = verdict(planted, SEED)
+    assert other["verdict"] == "DIVERGES at the initial weights"
+    assert "512 of 512 elements" in other["differences"][0][1]
 
 
 @pytest.mark.slow
@@ -342,18 +332,11 @@ def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> Non
     assert crash["problem"] in planted.out
 
 
-@pytest.mark.long
-def test_nothing_else_is_trained_where_the_reference_fails(tmp_path: Path) -> None:
-    said = compare(tmp_path, CRASH, "fsdp2", "--steps=3")
-    assert said.code == 1
-    assert [run["verdict"] for run in said.runs] == ["FAILED"]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
         (["single", "warp9"], "warp9"),
-        (["single", "fsdp3"], "3 data-parallel ranks, got 16"),
+        (["single", "fsdp3"], "global_batch_size"),
         (["single", "fsdp2 --training.steps=3"], "training.steps"),
         (["single", "fsdp2 --checkpoint.enable=false"], "checkpoint.enable"),
         (["fsdp2", "--training.steps=3"], "--steps"),
@@ -361,22 +344,15 @@ def test_nothing_else_is_trained_where_the_reference_fails(tmp_path: Path) -> No
         (["single", "fsdp2 --training.dataloader.num_workers=-1"], "num_workers"),
         (["fsdp2", "--stepz=3"], "--stepz=3"),
         (["fsdp2", "--steps=0"], "--steps"),
-        (["fsdp2", "--training.seq_lem=3"], "did you mean --training.seq_len"),
+        (["fsdp2", "--training.seq_lem=3"], "--training.seq_len"),
+        (["fsdp2", f"--out={Path(__file__).parent}"], "--out"),  # never mixed with older runs
     ],
 )
-def test_mistakes_cost_no_training(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_cost_no_training(arguments: list[str], named: str, tmp_path: Path) -> None:
     said = compare(tmp_path, *arguments)
     assert said.code == 2
-    assert message in said.err
+    assert named in said.err
     assert not (tmp_path / "out").exists()
-
-
-def test_runs_are_never_mixed_with_older_ones(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").touch()
-    said = compare(tmp_path, "fsdp2")
-    assert said.code == 2
-    assert "--out" in said.err
 
 
 def test_plans_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,52 +370,8 @@ def test_plans_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bfloat16" in capsys.readouterr().err
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes that a process started, and theirs."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [each for child in map(int, children) for each in (child, *descendants(child))]
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the ranks in /proc")
-def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
-    """One rank is frozen after the first step; then this process gets SIGTERM."""
-    layout, run = parse_layout("fsdp2"), tmp_path / "run"
-    common = (f"--job.config_file={TOML}", *settings_of_all(steps=100_000), *layout.arguments)
-    before, started = {*descendants(os.getpid())}, set[int]()
-
-    def freeze() -> None:
-        while not (run / "metrics.jsonl").is_file():
-            time.sleep(0.1)
-        started.update({*descendants(os.getpid())} - before)
-        ranks = [pid for pid in started if b"torchtitan.train" in command_of(pid)]
-        os.kill(max(ranks), signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=freeze, daemon=True).start()
-    with pytest.raises(SystemExit):
-        run_ranks(
-            [
-                *common,
-                f"--job.dump_folder={run}",
-                f"--training.dataset_cache={tmp_path / 'cache'}",
-            ],
-            world_size=layout.world_size,
-            log=tmp_path / "output.txt",
-            timeout_s=200,
-        )
-    assert len(started) >= 3
-    end = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < end:
-        time.sleep(0.1)  # the server of warm starts ends a child after its command
-    assert not [command_of(pid) for pid in started if Path(f"/proc/{pid}").exists()]
-
-
-def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 def test_a_layout_that_takes_too_long_has_failed(tmp_path: Path) -> None:
     said = compare(tmp_path, "fsdp2", "--steps=100000", "--timeout=1")
     assert said.code == 1
+    assert [run["verdict"] for run in said.runs] == ["FAILED"]  # the others are not trained
     assert "within 1 s" in said.runs[0]["problem"]

@@ -127,33 +127,19 @@ def test_each_answer_is_that_of_transformers(model, their_class):
     assert adapter.generate_until(asked) == reference.generate_until(asked)
 
 
-def test_a_text_ends_where_it_may(model, monkeypatch):
-    """The passes through the model are no more than the stop text needs."""
-    adapter = ours(model[0])
-    [whole] = adapter.generate_until([Request("the ", {"max_gen_toks": 30})])
-    passes = []
-    forward = adapter._generator.model.forward
-    monkeypatch.setattr(
-        adapter._generator.model, "forward", lambda *a, **k: passes.append(1) or forward(*a, **k)
-    )
-    [text] = adapter.generate_until([Request("the ", {"until": whole[0], "max_gen_toks": 30})])
-    assert (text, len(passes) < 10) == ("", True)
-
-
 @pytest.mark.parametrize(
-    ("method", "args", "words"),
+    ("method", "args", "named"),
     [
-        ("generate_until", ("a", {"max_gen_toks": 64}), ("max_gen_toks 64",)),
-        ("generate_until", ("a", {"max_gen_toks": 4, "num_beams": 4}), ("num_beams",)),
-        ("generate_until", ("a", {"max_gen_toks": 4, "do_sample": True}), ("do_sample",)),
-        ("loglikelihood", ("a", "b" * 100), ("1 to 64 tokens", "--seq_len")),
-        ("loglikelihood", ("a", ""), ("1 to 64 tokens", "got 0")),
+        ("generate_until", ("a", {"max_gen_toks": 64}), "max_gen_toks 64"),
+        ("generate_until", ("a", {"max_gen_toks": 4, "num_beams": 4}), "num_beams"),
+        ("generate_until", ("a", {"max_gen_toks": 4, "do_sample": True}), "do_sample"),
+        ("loglikelihood", ("a", "b" * 100), "--seq_len"),
+        ("loglikelihood", ("a", ""), "got 0"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(model, method, args, words):
-    with pytest.raises(ConfigError) as caught:
+def test_requests_that_are_refused(model, method, args, named):
+    with pytest.raises(ConfigError, match=named):
         getattr(ours(model[0]), method)([Request(*args)])
-    assert all(word in str(caught.value) for word in words)
 
 
 def test_logits_that_are_no_numbers_are_refused(model):

@@ -102,42 +102,35 @@ TASKS = "--tasks choose --include_path {}/tasks"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "named"),
     [
-        ((), ("--perplexity", "--tasks must be given")),
-        (("--perplexity {}/a.jsonl",), ("NAME=FILES", "a.jsonl")),
-        (("--perplexity =a.jsonl",), ("NAME=FILES",)),
-        (("--perplexity web={}/none.txt",), ("--perplexity web", "no file matches")),
-        (("--perplexity web={}/empty.txt",), ("empty.txt",)),
-        ((PERPLEXITY, "--seq_len 64 --perplexity b={}/b.pdf"), ("--perplexity b", "no file")),
-        ((PERPLEXITY, "--seq_len 65"), ("--seq_len", "at most 64")),
-        ((PERPLEXITY, "--dataset_text_key words"), ("words", "dataset_text_key")),
-        ((PERPLEXITY, "--dataset_text_template {words"), ("dataset_text_template",)),
-        (("--perplexity a={}/tasks/rows.json --dataset_text_key answer",), ("answer",)),
-        ((PERPLEXITY, "--tokenizer {}/none"), ("does not exist", "--tokenizer")),
-        ((PERPLEXITY, "--tokenizer bpe_2048"), ("2048 ids",)),
-        ((PERPLEXITY, "--checkpoint {}/none"), ("none holds no step",)),
-        ((PERPLEXITY, "--batch_size 0"), ("--batch_size", "at least 1, got 0")),
-        ((PERPLEXITY, "--seq_len 0"), ("--seq_len", "at least 1, got 0")),
-        ((PERPLEXITY, "--output {}"), ("--output", "existing folder")),
-        ((PERPLEXITY, "--output {}/none/r.json"), ("--output", "existing folder")),
-        ((PERPLEXITY, "--limit 3"), ("--limit", "needs --tasks")),
-        ((TASKS, "--dataset_text_key x"), ("--dataset_text_key", "needs --perplexity")),
-        ((TASKS, "--limit 0"), ("--limit", "got 0")),
-        ((TASKS, "--num_fewshot -1"), ("--num_fewshot", "at least 0, got -1")),
-        ((TASKS, "--include_path {}/none"), ("--include_path", "must be a folder")),
-        ((TASKS, "--chat_template {}/x"), ("--chat_template", "--apply_chat_template")),
-        ((TASKS, "--tokenizer {}/bare --apply_chat_template"), ("--chat_template",)),
-        (("--tasks lost --include_path {}/tasks",), ("no_such_rows.json",)),
-        ((TASKS, "--seq_len 100"), ("--seq_len", "at most 64")),
+        ((), "--perplexity"),
+        (("--perplexity {}/a.jsonl",), "a.jsonl"),
+        (("--perplexity =a.jsonl",), "--perplexity"),
+        (("--perplexity web={}/none.txt",), "--perplexity web"),
+        (("--perplexity web={}/empty.txt",), "empty.txt"),
+        ((PERPLEXITY, "--seq_len 65"), "--seq_len"),
+        ((PERPLEXITY, "--dataset_text_key words"), "dataset_text_key"),
+        ((PERPLEXITY, "--dataset_text_template {words"), "dataset_text_template"),
+        ((PERPLEXITY, "--tokenizer bpe_2048"), "2048 ids"),
+        ((PERPLEXITY, "--checkpoint {}/none"), "none"),
+        ((PERPLEXITY, "--batch_size 0"), "--batch_size"),
+        ((PERPLEXITY, "--output {}/none/r.json"), "--output"),
+        ((PERPLEXITY, "--limit 3"), "--limit"),
+        ((TASKS, "--dataset_text_key x"), "--dataset_text_key"),
+        ((TASKS, "--num_fewshot -1"), "--num_fewshot"),
+        ((TASKS, "--include_path {}/none"), "--include_path"),
+        ((TASKS, "--chat_template {}/x"), "--chat_template"),
+        ((TASKS, "--tokenizer {}/bare --apply_chat_template"), "--chat_template"),
+        (("--tasks lost --include_path {}/tasks",), "no_such_rows.json"),
     ],
 )
-def test_mistakes_end_with_one_message_and_code_2(folder, capsys, given, said):
+def test_mistakes_end_with_one_message_and_code_2(folder, capsys, given, named):
     assert command.main(words(folder, *given)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("error:") == 1
-    assert all(word in captured.err for word in said), captured.err
+    assert named in captured.err
 
 
 def test_without_the_package_the_tasks_say_how_to_install_it(folder, capsys, monkeypatch):

@@ -24,8 +24,8 @@ from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.job import load_config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.events import EventLog, Hardware
+from torchtitan.tools.explain.command import explain_step
 from torchtitan.tools.explain.documents import RunData
-from torchtitan.tools.explain.report import explain_step
 from torchtitan.tools.explain.steps import read_history
 
 LOCAL_BATCH = 2

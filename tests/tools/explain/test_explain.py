@@ -24,9 +24,8 @@ from tests.tools.explain.campaign import (
 )
 from torchtitan.data.sampler import Inverse, Mixture, Permutation
 from torchtitan.job import load_config
-from torchtitan.tools.explain.command import main
+from torchtitan.tools.explain.command import explain_document, main
 from torchtitan.tools.explain.documents import RunData
-from torchtitan.tools.explain.report import explain_document
 from torchtitan.tools.explain.steps import read_history
 
 CACHE, CONFIG = "--training.dataset_cache=cache", "--job.config_file=run/config.toml"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -144,37 +146,67 @@ def test_figures_are_those_of_the_rows_and_no_row_is_kept() -> None:
     assert read_figures([], "abc") is None
 
 
-@pytest.mark.slow
-def test_100_000_rows_stay_small(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "long", steps=100_000, spike_at=77_777)
-    out = tmp_path / "report.html"
-    assert main([str(run), "--out", str(out)]) == 0
-    assert out.stat().st_size < 5e6
-
-
-def test_what_was_done_is_told_in_order(tmp_path: Path) -> None:
+def test_events_and_names(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"), name="run")
-    assert [(one["step"], one["kind"]) for one in events(run)] == [
-        (0, "start"),
-        (17, "spike"),
-        (20, "end"),
-        (20, "start"),
-        (20, "change"),
-    ]
+    kinds = [(0, "start"), (17, "spike"), (20, "end"), (20, "start"), (20, "change")]
+    assert [(row["step"], row["kind"]) for row in events(run)] == kinds
     assert str(events(run)[3]["line"]).startswith("started again: dp_shard 2, 2 ranks")
-
-
-def test_names_tell_runs_apart(tmp_path: Path) -> None:
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"]
     assert [*name_runs(paths)] == ["a/run", "b/run"]
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+START = {"event": "start", "time": "2026", "step": 0, "layout": "tp 2", "config": ""}
+START |= {"world_size": 2, "resumed_from": 0, "ranks_per_machine": 2, "device": "cpu"}
+SPIKE = START | {"event": "spike", "figure": "loss", "action": "", "bound": 1.0}
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("file", "row", "named"),
+    [
+        (METRICS, {"step": 41, "loss": "1"}, "loss"),
+        (METRICS, {"step": -1}, "-1"),
+        (METRICS, None, METRICS),
+        (EVENTS, {"step": 1, "event": "x"}, "time"),
+        (EVENTS, SPIKE | {"value": "9"}, "value"),
+        (EVENTS, None, EVENTS),
+        # shown all the same
+        (METRICS, {"step": 41, "loss": None, "num_tokens": None}, ""),
+        (METRICS, {"step": 41, "loss": float("nan")}, ""),
+        (METRICS, {"step": 41, "loss": 10**400}, ""),
+        (EVENTS, SPIKE | {"value": float("inf")}, ""),
+        (EVENTS, START | {"event": "new"}, ""),
+        ("config.toml", "\0", ""),
+        ("config.toml", None, ""),
+    ],
+)
+def test_files_of_strangers(
+    file: str, row: object, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is named, or the rest is shown; no pipe (None) is waited at."""
+    path, out = write_run(tmp_path / "run") / file, tmp_path / "report.html"
+    if row is None:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    else:
+        with path.open("a") as opened:
+            # an incomplete last row would be left out
+            opened.write(f"{json.dumps(row)}\n{json.dumps(START | {'step': 50})}\n")
+    assert main([str(path.parent), "--out", str(out)]) == (2 if named else 0)
+    assert named in capsys.readouterr().err
+    if not named:
+        [data] = re.findall(r'<script [^>]*id="data">(.*?)</script>', out.read_text(), re.DOTALL)
+        # other constants are no JSON: a browser would draw nothing
+        page = json.loads(data, parse_constant=lambda constant: pytest.fail(constant))
+        losses = next(panel for panel in page["panels"] if panel["title"] == "loss")
+        assert len(losses["curves"][0]["values"]) == 40
+
+
+def test_a_run_without_steps_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
-    run = write_run(tmp_path / "run")
-    assert main([str(run), "--out", str(run)]) == 2
-    assert "--out" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_the_older_page(

@@ -2,9 +2,9 @@
 
     python -m torchtitan.launch ... -m torchtitan check --job.config_file F [settings]
 
-All ranks take part and look for different versions or code, little memory, full disks, and data
-that differ between machines. Rank 0 prints a table and each fault. Exit codes: 0 no fault; 2 a
-fault, or invalid settings.
+All ranks take part and look for different versions or code, full disks, and data that differ
+between machines. Rank 0 prints a table and each fault. Exit codes: 0 no fault; 2 a fault, or
+invalid settings.
 """
 
 from __future__ import annotations

@@ -40,8 +40,6 @@ from torchtitan.parallel.layout import check_device
 from torchtitan.resume_rules import resolve_model
 from torchtitan.validate import validation_source
 
-LEAST_MEMORY = 0.5
-"""Part of the usual available memory that each machine must have."""
 WRITTEN = 4 * 2**20
 """Bytes that each machine writes, more than an exhausted quota has."""
 HEAD = 2**16
@@ -68,7 +66,6 @@ class Answer:
     machine: str
     versions: dict[str, str]
     """Must be equal on all ranks."""
-    memory_gib: float | None = None
     disk: Disk | str | None = None
     data: dict[str, str] | str | None = None
     """Hash of each file."""
@@ -120,7 +117,6 @@ def find_facts(config: Config, launch: RankInfo, *, folder: Path) -> Answer:
     answer = Answer(
         machine=f"{socket.gethostname()} (node {os.environ.get('GROUP_RANK', '0')})",
         versions=describe_versions(config, device=local_device(launch.local_rank)),
-        memory_gib=available_gib(),
         disk=find_disk(folder, Path(names[0])) if is_first else None,
         data=find_data(config) if is_first else None,
     )
@@ -148,16 +144,6 @@ def describe_versions(config: Config, *, device: torch.device) -> dict[str, str]
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         facts["memory of the device"] = f"{torch.cuda.mem_get_info(device)[1] / GIB:.0f} GiB"
     return facts
-
-
-def available_gib() -> float | None:
-    """Return the memory that programs can allocate on this machine, estimated by Linux."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:  # another system
-        return None
-    [words] = [line.split() for line in lines if line.startswith("MemAvailable:")]
-    return int(words[1]) * 1024 / GIB
 
 
 def find_disk(folder: Path, seen: Path) -> Disk | str:
@@ -215,7 +201,6 @@ def find_faults(
     """
     return {
         "versions": [*_other_versions(answers)],
-        "memory": [*_little_memory(answers)],
         "checkpoints": [*_bad_disks(answers, needed_gib=needed_gib, is_shared=is_shared)],
         "data": [*_other_data(answers)],
     }
@@ -229,14 +214,6 @@ def _other_versions(answers: Sequence[Answer]) -> Iterator[str]:
             if value != usual:
                 machine = answers[rank].machine
                 yield f"{name} is {usual} on most ranks, got {value} on rank {rank}, {machine}"
-
-
-def _little_memory(answers: Sequence[Answer]) -> Iterator[str]:
-    gibs = {a.machine: a.memory_gib for a in answers if a.memory_gib is not None}
-    usual = sorted(gibs.values())[len(gibs) // 2] if gibs else 0.0
-    for machine, gib in gibs.items():
-        if gib < LEAST_MEMORY * usual:
-            yield f"{usual:.1f} GiB are available on most machines, {gib:.1f} GiB on {machine}"
 
 
 def _bad_disks(answers: Sequence[Answer], *, needed_gib: float, is_shared: bool) -> Iterator[str]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torchtitan.base.errors import DataError
+from torchtitan.data.prepare import num_cores
 
 ROOT = Path(__file__).parents[3]
 SECONDS_TO_SAVE, SECONDS_TO_END = 10, 60
@@ -47,18 +46,24 @@ def run_ranks(
 ) -> str:
     """Run `module` on ranks until they end, and return the reason if they failed, otherwise "".
 
-    Ranks never outlive this call.
-
-    `log` receives the output; after `timeout_s` seconds the ranks are ended.
+    `log` receives the output. The ranks are ended after `timeout_s` seconds, and if this call ends
+    with an exception, as for Ctrl-C.
     """
     launcher = ["torchtitan.launch", "--standalone", "--local_addr=127.0.0.1"]
     launcher += [f"--nproc_per_node={world_size}", "-m"]
     command = [sys.executable, "-m", *(launcher if world_size > 1 else ()), module, *arguments]
+    environment = {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths)}
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_SAVE)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve elsewhere
     problem = ""
-    with log.open("wb") as output, _sigterm_as_exception():
+    with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**_environment(world_size), **environ},
+            env={**environment, **environ},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -73,28 +78,6 @@ def run_ranks(
     if not problem and process.returncode:
         problem = f"ended with exit code {process.returncode}"
     return problem and problem + last_lines(log)
-
-
-def _environment(world_size: int) -> dict[str, str]:
-    environ = {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
-    paths = [str(ROOT), *filter(None, [environ.get("PYTHONPATH")])]
-    environ["PYTHONPATH"] = os.pathsep.join(paths)
-    environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_SAVE)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // world_size)))
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve elsewhere
-    return environ
-
-
-@contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """Raise SystemExit for SIGTERM, so that `finally` ends the ranks, as for Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def end(process: subprocess.Popen[Any]) -> None:

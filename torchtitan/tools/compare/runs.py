@@ -10,13 +10,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan.base.errors import ConfigError, DataError, printable
-from torchtitan.base.files import read_text
+from torchtitan.base.errors import DataError, printable
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.config.settings import flatten, literal, parse
-from torchtitan.job import CONFIG_FILE
 from torchtitan.metrics.rows import RECORD, read_rows
 from torchtitan.tools.compare.gaps import compare_rows, compare_tensors
 from torchtitan.tools.tensors import StoredTensors
@@ -28,7 +25,6 @@ OF_RANKS = ("rank_", "world_size")
 """State of single ranks, which differs between layouts."""
 MAX_LOSS = "max_loss"
 """The largest mean loss of a data-parallel rank, whose samples differ between layouts."""
-DUMP_FOLDER = ("job", "dump_folder")
 
 
 @dataclass
@@ -100,21 +96,6 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
     return comparison
 
 
-def differing_settings(a: Path, b: Path) -> list[str]:
-    """Return the settings of the newest starts that differ, with both values; raise ConfigError if
-    a run's settings cannot be read."""
-    files = [run / CONFIG_FILE for run in (a, b)]
-    if not all(file.is_file() for file in files):
-        return []
-    x, y = (flatten(parse(read_text(f), origin=str(f)), origin=str(f)) for f in files)
-    lines = []
-    for path in {**x, **y}:
-        values = [literal(s[path].value) if path in s else "not set" for s in (x, y)]
-        if values[0] != values[1] and path != DUMP_FOLDER:
-            lines.append(f"{'.'.join(path)}: {values[0]} and {values[1]}")
-    return lines
-
-
 def main(options: argparse.Namespace) -> int:
     """Compare two runs, print the result and return the exit code."""
     a, b, tolerance = options.a, options.b, options.tolerance
@@ -126,11 +107,6 @@ def main(options: argparse.Namespace) -> int:
     say("\n".join(format_table(rows)))
     if len(comparison.table) == 1:
         say("only figures were compared: no step has a checkpoint in both runs")
-    try:
-        if settings := differing_settings(a, b):
-            say("\n  ".join(["settings that differ, in A and in B:", *settings]))
-    except ConfigError as error:
-        say(f"settings were not compared: {error}")
     if comparison.differences:
         say(f"different; first: {comparison.differences[0]}")
         return 1

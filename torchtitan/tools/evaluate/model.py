@@ -40,9 +40,8 @@ class Subject:
     """A model to evaluate."""
 
     folder: Path
-    """The step or the Hugging Face folder."""
+    """The step, or the Hugging Face folder, which has no number of a step."""
     step: int | None
-    """None for a Hugging Face folder."""
     generator: Generator
     cut: TrainingConfig
     """How text is cut by default, as in the training."""
@@ -61,39 +60,36 @@ def open_subject(
     tokenizer: str | None = None,
     **options: Any,
 ) -> Subject:
-    """Open the model of a folder. Arguments as in `load_generator`. Raises UserError as
-    `load_generator`."""
+    """Open the model of a folder. Arguments and errors as of `load_generator`."""
+    folder, is_run = path, not (path / CONFIG).is_file()
+    if is_run:
+        group = None if mesh is None else mesh.get_group()
+        folder = find_run_step(path, verify=verify, group=group)
     options |= {"device": device, "mesh": mesh, "tokenizer": tokenizer}
-    if (path / CONFIG).is_file():
-        generator = load_generator(path, **options)
-        positions = read_config(path).get("max_position_embeddings", UNKNOWN_POSITIONS)
-        file = tokenizer_file(tokenizer or str(path))
-        config = (
-            {} if file is None else read_tokenizer_config(file.parent / "tokenizer_config.json")
-        )
-        begin, own = special_token(config, "bos_token") or "", generator.tokenizer
-        return Subject(
-            folder=path,
-            step=None,
-            generator=generator,
-            cut=TrainingConfig(seq_len=min(positions, UNKNOWN_POSITIONS)),
-            positions=positions,
-            first_id=own.special_tokens.get(begin, own.eos_id),
-        )
-    step = find_run_step(path, verify=verify, group=None if mesh is None else mesh.get_group())
-    generator = load_generator(step, verify=False, **options)
-    training = read_settings(step).training
-    return Subject(
-        folder=step,
-        step=read_manifest(step)["step"],
-        generator=generator,
-        cut=TrainingConfig(
-            seq_len=training.seq_len,
+    generator = load_generator(folder, verify=False, **options)
+    own, step = generator.tokenizer, None
+    begin = ""
+    if is_run:
+        training, step = read_settings(folder).training, read_manifest(folder)["step"]
+        positions = training.seq_len
+        cut = TrainingConfig(
+            seq_len=positions,
             attn_mask_type=training.attn_mask_type,
             reset_positions=training.reset_positions,
-        ),
-        positions=training.seq_len,
-        first_id=generator.tokenizer.eos_id,
+        )
+    else:
+        positions = read_config(path).get("max_position_embeddings", UNKNOWN_POSITIONS)
+        cut = TrainingConfig(seq_len=min(positions, UNKNOWN_POSITIONS))
+        if (file := tokenizer_file(tokenizer or str(path))) is not None:
+            config = read_tokenizer_config(file.parent / "tokenizer_config.json")
+            begin = special_token(config, "bos_token") or ""
+    return Subject(
+        folder=folder,
+        step=step,
+        generator=generator,
+        cut=cut,
+        positions=positions,
+        first_id=own.special_tokens.get(begin, own.eos_id),
     )
 
 
