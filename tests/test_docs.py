@@ -146,3 +146,26 @@ def test_worked_changes_train(number: int, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" same") == 1
+
+
+def test_the_site_lists_every_page() -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r"[\w/]+\.md", str(yaml.safe_load(text)["nav"])))
+    generated = {f"reference/{name}.md" for name in ("settings", "verbs", "python")}
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert listed == pages | generated | {"contributing.md"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_site_is_built(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    settings = (tmp_path / "reference" / "settings.html").read_text()
+    assert 'id="optimizer.lr"' in settings
