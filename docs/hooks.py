@@ -160,7 +160,7 @@ def verbs_page() -> str:
         if verb == "train":
             lines.append(
                 "`torchtitan train JOB [--section.key VALUE ...]` trains a job on `NGPU` ranks. "
-                "JOB is a TOML file or the name of a recipe. All options are [settings](settings.md)."
+                "JOB is a TOML file or the name of a recipe. Options are [settings](settings.md)."
             )
             continue
         for words in ([], *([subverb] for subverb in SUBVERBS.get(verb, ()))):
