@@ -25,7 +25,6 @@ from torchtitan.generate.sampling import generate
 from torchtitan.generate.text import answer
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
-from torchtitan.models.sizes import RopeScaling
 from torchtitan.resume_rules import find_run_step
 from torchtitan.tools import generate as command
 
@@ -74,18 +73,6 @@ def test_text_is_that_of_the_last_weights(trained, capsys, folder, settings):
     assert captured.err == ""
 
 
-@pytest.mark.slow
-def test_the_wavelengths_are_those_of_the_training(ranks, tmp_path):
-    words = ("rope_theta=777.0", "rope_scaling.type=linear", "rope_scaling.factor=4.0")
-    job = [*jobs.write_job(tmp_path), *(f"--model.{word}" for word in words)]
-    ranks.run(jobs.train, [*job, "--training.steps=1"], world=1)
-    model = load_generator(tmp_path / "run", device=torch.device("cpu")).model
-    tiny = MODELS["llama3"].flavors["tiny"]
-    assert model.config == replace(
-        tiny, rope_theta=777.0, rope_scaling=RopeScaling(type="linear", factor=4.0)
-    )
-
-
 @pytest.mark.parametrize(
     ("folder", "options", "message"),
     [
@@ -94,7 +81,6 @@ def test_the_wavelengths_are_those_of_the_training(ranks, tmp_path):
         ("x" * 300, [], "File name too long"),
         (".", ["--max_new_tokens", str(10**12)], "--max_new_tokens"),
         (".", ["--seed", str(2**64)], "--seed"),
-        (".", ["--seed", str(-(2**63) - 1)], "--seed"),
         (".", ["--temperature", "-1"], "temperature"),
         (".", ["--batch_size", "0"], "--batch_size"),
         (".", ["--system", "Be brief."], "--system"),
@@ -233,17 +219,8 @@ def test_standard_input_that_is_no_chat_is_a_mistake(trained, capsys, monkeypatc
     assert (said.err.count("error:"), said.out) == (1, "")
 
 
-def test_a_chat_in_the_terminal_runs_on_one_rank(trained, capsys, monkeypatch):
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    for name, value in {**ranks, "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert command.main(["--checkpoint", str(trained[0]), "--chat"]) == 2
-    assert "got 2" in capsys.readouterr().err
-
-
-@pytest.fixture
-def damaged(trained: tuple[Path, jobs.Result], tmp_path: Path) -> Path:
-    """A copy of step 3 twice, the later one with one byte of a weight changed."""
+def test_a_damaged_step_is_refused_or_passed_over(trained, tmp_path, capsys, caplog):
+    """Of step 3 twice, one byte of a weight of the later one is changed."""
     for step in (3, 4):
         shutil.copytree(trained[0] / "checkpoint" / "step-3", tmp_path / f"step-{step}")
     about = json.loads((tmp_path / "step-4" / "manifest.json").read_text())
@@ -253,16 +230,10 @@ def damaged(trained: tuple[Path, jobs.Result], tmp_path: Path) -> Path:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    return tmp_path
-
-
-def test_a_damaged_step_is_refused_or_passed_over(damaged, capsys, caplog):
-    arguments = ["--checkpoint", str(damaged / "step-4"), "--prompt", PROMPT]
+    arguments = ["--checkpoint", str(tmp_path / "step-4"), "--prompt", PROMPT]
     assert command.main(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "model/__0_0.distcp" in said.err
+    assert "model/__0_0.distcp" in capsys.readouterr().err
     assert command.main([*arguments, "--skip_verify"]) == 0
-    assert find_run_step(damaged, verify=True) == damaged / "step-3"
+    assert find_run_step(tmp_path, verify=True) == tmp_path / "step-3"
     assert "step-4" in caplog.text
-    assert find_run_step(damaged, verify=False) == damaged / "step-4"
+    assert find_run_step(tmp_path, verify=False) == tmp_path / "step-4"

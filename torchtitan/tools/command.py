@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.base.log import replace_closed_streams
-from torchtitan.tools.verbs import Verbs, choose, report_errors
+from torchtitan.tools.verbs import report_errors
 
 TRAIN, LAUNCH = "torchtitan.train", "torchtitan.launch"
-VERBS: Verbs = {
+VERBS = {
     "train": (TRAIN, "train a job, on NGPU ranks (1)"),
     "config": ("torchtitan.tools.config", "check a job's settings and print them all"),
     "plan": ("torchtitan.tools.plan.command", "plan a job's memory, traffic, layout and step time"),
@@ -42,9 +42,15 @@ VERBS: Verbs = {
 @report_errors
 def main(argv: Sequence[str]) -> int:
     """Run a verb and return its exit code; return 2 for a user's mistake."""
-    verb = choose(VERBS, argv, prog="torchtitan", noun="verb", what="the verb")
-    if verb is None:
+    verb = argv[0] if argv else "--help"
+    if verb in ("-h", "--help"):
+        lines = ["usage: torchtitan VERB ... [--help]", "", "verbs:"]
+        lines += [f"  {name:<10} {summary}" for name, (_, summary) in VERBS.items()]
+        sys.stdout.write("\n".join([*lines, ""]))
         return 0
+    if verb not in VERBS:
+        rule = f"the verb must be one of {', '.join(VERBS)}, got {verb!r:.60}"
+        raise ConfigError(f"{rule}{did_you_mean(verb, VERBS)}")
     if verb == "train":
         _train(argv[1:])
     code: int = import_module(VERBS[verb][0]).main(argv[1:])

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: the choice of a verb, parsers, and the report of an error.
+"""Shared parts of the commands: parsers, tables, and the report of an error.
 
 A verb is a module with a `main(arguments)` that returns the exit code. It imports torch only after
 its command line is parsed, so that `--help` and a wrong option take no seconds.
@@ -9,36 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import NoReturn
 
 from torchtitan.base.custom import add_trust_code
-from torchtitan.base.errors import ConfigError, UserError, did_you_mean
+from torchtitan.base.errors import ConfigError, UserError
 
-Verbs = Mapping[str, tuple[str, str]]
-"""The module of each verb, and its line in the list of verbs."""
 Main = Callable[[Sequence[str]], int]
 DTYPES = ("float32", "bfloat16", "float16")
 """`generate.generator.DTYPES`, which cannot be imported without torch."""
-
-
-def choose(verbs: Verbs, argv: Sequence[str], *, prog: str, noun: str, what: str) -> str | None:
-    """Return the verb at the start of `argv`. Print all verbs and return None for --help. Raises
-    ConfigError if the verb is unknown. `what` names it in the message."""
-    verb = argv[0] if argv else "--help"
-    if verb in ("-h", "--help"):
-        lines = [f"  {name:<10} {summary}" for name, (_, summary) in verbs.items()]
-        sys.stdout.write(
-            "\n".join([f"usage: {prog} {noun.upper()} ... [--help]", "", f"{noun}s:", *lines, ""])
-        )
-        return None
-    if verb not in verbs:
-        raise ConfigError(
-            f"{what} must be one of {', '.join(verbs)}, got {verb!r:.60}{did_you_mean(verb, verbs)}"
-        )
-    return verb
 
 
 class Parser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.base.urls import local_path
 from torchtitan.tools.compare.gaps import GRADIENTS_TOLERANCE, TOLERANCES, WEIGHTS_TOLERANCE
 from torchtitan.tools.compare.words import option_key
-from torchtitan.tools.verbs import Verbs, at_least, build_parser, choose, report_errors
+from torchtitan.tools.verbs import Parser, at_least, build_parser, report_errors
 
 TOLERATED = {
     "loss_tolerance": (TOLERANCES["loss"], "relative"),
@@ -32,16 +32,26 @@ TOLERATED = {
 @report_errors
 def main(argv: Sequence[str]) -> int:
     """Run a comparison; return 0 if it finds no difference, 1 if it finds one, 2 for a mistake."""
-    kind = choose(KINDS, argv, prog="torchtitan compare", noun="kind", what="what to compare")
-    if kind is None:
-        return 0
-    options = PARSERS[kind](argv[1:])
+    parser = build_parser("compare", __doc__)
+    kinds = parser.add_subparsers(required=True, metavar="KIND")
+    add_options: tuple[Callable[[Parser], None], ...] = (layouts, runs)
+    for add_options_of in add_options:
+        name, style = add_options_of.__name__, argparse.RawDescriptionHelpFormatter
+        text = inspect.getdoc(add_options_of)
+        kind = kinds.add_parser(name, description=text, formatter_class=style, allow_abbrev=False)
+        kind.set_defaults(kind=name)
+        add_options_of(kind)
+    options, settings = parser.parse_known_args(argv)
+    if options.kind == "runs" and settings:
+        parser.error(f"unrecognized arguments: {' '.join(settings)}")
+    if options.kind == "layouts":
+        _check_layouts(options, settings)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    code: int = import_module(KINDS[kind][0]).main(options)
+    code: int = import_module(f"torchtitan.tools.compare.{options.kind}").main(options)
     return code
 
 
-def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
+def layouts(parser: Parser) -> None:
     """Train one job in several layouts on this machine, and compare them with the first.
 
     A layout is a list of axes with their number of ranks, joined by commas (fsdpN, ddpN, hsdpNxN,
@@ -59,7 +69,6 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
 
     Exit code 0: the same training in all layouts. 1: a layout diverges or fails. 2: a mistake.
     """
-    parser = build_parser("compare layouts", inspect.getdoc(parse_layouts))
     parser.usage = "%(prog)s TOML LAYOUT [LAYOUT ...] [options] [--section.key=value ...]"
     add = parser.add_argument
     add("toml", type=Path, metavar="TOML", help="the job")
@@ -74,19 +83,21 @@ def parse_layouts(argv: Sequence[str]) -> argparse.Namespace:
     add("--gradient_steps", type=at_least(0), default=3, metavar="N", help=text)
     text = "train in float64, which context parallelism has no kernels for"
     add("--float64", action="store_true", help=text)
-    options, settings = parser.parse_known_args(argv)
+
+
+def _check_layouts(options: argparse.Namespace, settings: Sequence[str]) -> None:
+    """Add the settings of all layouts to the options; raise ConfigError if one is invalid."""
     options.settings = settings
-    for word in options.settings:
+    for word in settings:
         if not (word.startswith("--") and "." in option_key(word)):
             raise ConfigError(f"unknown option {word}; the trainer's are --section.key=value")
         if option_key(word) in ("training.steps", "job.dump_folder", "job.config_file"):
             raise ConfigError(f"set {option_key(word)} by --steps, --out or TOML")
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
         raise ConfigError(f"--out must be a new or empty folder, got {options.out}")
-    return options
 
 
-def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
+def runs(parser: Parser) -> None:
     """Compare two runs: every logged figure, and every tensor of the checkpoints that both have.
 
     Prints the first difference and a table. Equal means bit-identical, unless --tolerance allows a
@@ -95,24 +106,9 @@ def parse_runs(argv: Sequence[str]) -> argparse.Namespace:
 
     Exit code 0: equal. 1: different. 2: a mistake.
     """
-    parser = build_parser("compare runs", inspect.getdoc(parse_runs))
     add = parser.add_argument
     add("a", type=Path, metavar="A", help="folder of a run")
     add("b", type=Path, metavar="B", help="folder of another run")
     add("--folder", default="checkpoint", help="checkpoint.folder of the runs")
     text = "relative difference that counts as equal"
     add("--tolerance", type=float, default=0.0, metavar="X", help=text)
-    return parser.parse_args(argv)
-
-
-PARSERS = {"layouts": parse_layouts, "runs": parse_runs}
-KINDS: Verbs = {
-    "layouts": (
-        "torchtitan.tools.compare.layouts",
-        "train one job in several layouts and compare them",
-    ),
-    "runs": (
-        "torchtitan.tools.compare.runs",
-        "compare the figures and tensors of two runs",
-    ),
-}
