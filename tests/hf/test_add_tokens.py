@@ -16,7 +16,8 @@ from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.hf.weights import COVARIANCE_SCALE, add_rows
 from torchtitan.models.families import MODELS
-from torchtitan.tools.convert import from_hf, to_hf
+from torchtitan.tools.convert import to_hf
+from torchtitan.tools.dcp_folder import from_hf
 
 VOCABULARY = {"tok_embeddings.weight", "output.weight"}
 

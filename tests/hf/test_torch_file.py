@@ -16,7 +16,7 @@ from torchtitan.checkpoint.source import ALL
 from torchtitan.checkpoint.start import open_step
 from torchtitan.hf.names import Names
 from torchtitan.models.families import MODELS
-from torchtitan.tools.convert import from_torch
+from torchtitan.tools.dcp_folder import from_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

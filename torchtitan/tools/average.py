@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.base.log import plural
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import HashingFileSystem, read_manifest, summarize, verify
 from torchtitan.checkpoint.state import MODEL_STATE, Component
@@ -33,6 +34,26 @@ from torchtitan.tools.tensors import StoredTensors
 
 KEPT = ("step", "layout", "config")
 """Entries of the last checkpoint's manifest that the result keeps."""
+
+
+def average(
+    checkpoint: Path,
+    out: Path,
+    *,
+    steps: Sequence[int] | None,
+    decay: float | None,
+    verify: bool = True,
+) -> str:
+    """Write the average of checkpoints; return a line about it."""
+    if storage.step_of(out) is not None:
+        raise CheckpointError(f"OUT must not have the name of a run's step, got {out.name}")
+    if decay is not None and not 0 < decay < 1:
+        raise CheckpointError(f"--decay must be between 0 and 1, got {decay}")
+    checkpoints = find_checkpoints(checkpoint, steps=steps, checksums=verify)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_average([*checkpoints.values()], out, decay=decay)
+    names = f"{plural(len(checkpoints), 'step')}: {', '.join(map(str, checkpoints))}"
+    return f"{out}: the {'mean' if decay is None else 'moving average'} of {names}"
 
 
 def find_checkpoints(

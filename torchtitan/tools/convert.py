@@ -18,15 +18,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
 from torchtitan.base.custom import add_trust_code, trusting_stored
-from torchtitan.base.errors import CheckpointError, DataError
-from torchtitan.base.log import plural
+from torchtitan.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan.base.urls import local_path
-from torchtitan.config.settings import literal, values_of
-from torchtitan.models.settings import ModelSection
 from torchtitan.tools.verbs import DTYPES, at_least, build_parser, report_errors
 
 
@@ -37,7 +35,10 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("torchtitan").setLevel(logging.INFO)  # large models take minutes
     options = vars(args)
-    convert = options.pop("convert")
+    module, name = options.pop("convert")
+    if options["out"].exists():
+        raise ConfigError(f"{options['out']} exists; name a new folder")
+    convert = getattr(import_module(module), name)
     with warnings.catch_warnings(), trusting_stored(options.pop("trust_code", False)):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         sys.stdout.write(f"{convert(**options)}\n")
@@ -58,8 +59,8 @@ def to_hf(
 
     `checkpoint` is the folder of a run or a step, `out` a folder to create. None: weights in
     their stored `dtype`, model.tokenizer_path, lora.export_format. `add_tokens` rows are appended
-    to embedding and output head, near the mean of the others. Raises UserError if `out` exists, or
-    the step is damaged or has no Hugging Face form.
+    to embedding and output head, near the mean of the others. Raises UserError if the step is
+    damaged or has no Hugging Face form.
     """
     import torch
 
@@ -67,7 +68,6 @@ def to_hf(
     from torchtitan.hf.export import export
     from torchtitan.resume_rules import find_run_step, read_settings
 
-    _check_absent(out)
     step = find_run_step(checkpoint, verify=verify)
     config = read_settings(step)
     if tokenizer is not None:
@@ -95,62 +95,6 @@ def to_hf(
         is_alone = config.lora.export_format == "adapter"
         parts = "LoRA adapter alone" if is_alone else "weights, merged with the LoRA adapter,"
     return f"{out}: the {parts} of {step}"
-
-
-def from_hf(folder: Path, out: Path, *, dtype: str, add_tokens: int = 0) -> str:
-    """Write the weights of a Hugging Face folder as a DCP folder; return the job's settings."""
-    import torch
-
-    from torchtitan.models.families import MODELS, to_settings
-    from torchtitan.tools.dcp_folder import to_dcp
-
-    _check_absent(out)
-    spec, architecture = to_dcp(
-        folder, out, dtype=getattr(torch, dtype), add_tokens=add_tokens, models=MODELS
-    )
-    default, model = values_of(ModelSection()), values_of(to_settings(spec, architecture))
-    settings = {".".join(path): value for path, value in model.items() if value != default[path]}
-    lines = [f"model.{key} = {literal(value)}" for key, value in settings.items()]
-    return f"{out}: {dtype} weights; a job of them sets\n" + "\n".join(lines)
-
-
-def from_torch(file: Path, out: Path) -> str:
-    """Write the weights in a file of torch.save as a DCP folder; return a line about it."""
-    from torchtitan.models.families import MODELS
-    from torchtitan.tools.dcp_folder import torch_to_dcp
-
-    _check_absent(out)
-    num_tensors = torch_to_dcp(file, out, models=MODELS)
-    return f"{out}: {num_tensors} tensors; a job reads them by checkpoint.initial_load_path"
-
-
-def average(
-    checkpoint: Path,
-    out: Path,
-    *,
-    steps: Sequence[int] | None,
-    decay: float | None,
-    verify: bool = True,
-) -> str:
-    """Write the average of checkpoints; return a line about it."""
-    from torchtitan.checkpoint.storage import step_of
-    from torchtitan.tools.average import find_checkpoints, write_average
-
-    _check_absent(out)
-    if step_of(out) is not None:
-        raise CheckpointError(f"OUT must not have the name of a run's step, got {out.name}")
-    if decay is not None and not 0 < decay < 1:
-        raise CheckpointError(f"--decay must be between 0 and 1, got {decay}")
-    checkpoints = find_checkpoints(checkpoint, steps=steps, checksums=verify)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_average([*checkpoints.values()], out, decay=decay)
-    names = f"{plural(len(checkpoints), 'step')}: {', '.join(map(str, checkpoints))}"
-    return f"{out}: the {'mean' if decay is None else 'moving average'} of {names}"
-
-
-def _check_absent(out: Path) -> None:
-    if out.exists():
-        raise CheckpointError(f"{out} exists; name a new folder")
 
 
 def _steps(text: str) -> list[int]:
@@ -186,7 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     for direction in (to, mean):
         direction.add_argument("--skip_verify", dest="verify", action="store_false", help=text)
         add_trust_code(direction)
-    for direction, convert in ((to, to_hf), (back, from_hf), (torch_file, from_torch)):
-        direction.set_defaults(convert=convert)
-    mean.set_defaults(convert=average)
+    to.set_defaults(convert=(__name__, "to_hf"))
+    back.set_defaults(convert=("torchtitan.tools.dcp_folder", "from_hf"))
+    torch_file.set_defaults(convert=("torchtitan.tools.dcp_folder", "from_torch"))
+    mean.set_defaults(convert=("torchtitan.tools.average", "average"))
     return parser

@@ -17,47 +17,45 @@ from torchtitan.base.files import check_is_file
 from torchtitan.checkpoint.checksums import write_json
 from torchtitan.checkpoint.state import MODEL_STATE, VOCABULARY
 from torchtitan.checkpoint.storage import STATE, commit, draft_of
+from torchtitan.config.settings import literal, values_of
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import ROPE_BUFFER, open_folder
 from torchtitan.hf.names import Names
 from torchtitan.hf.weights import add_rows
 from torchtitan.mesh.ranks import reason
+from torchtitan.models.families import MODELS, to_settings
 from torchtitan.models.interface import cast
-from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.settings import ModelSection
 
 BUFFERS = ("rope.freqs", "freqs_cis")
 """Buffers in files of Meta and torchtitan."""
 
 
-def to_dcp(
-    folder: Path,
-    target: Path,
-    *,
-    dtype: torch.dtype,
-    add_tokens: int = 0,
-    models: Mapping[str, ModelSpec],
-) -> tuple[ModelSpec, DecoderConfig]:
-    """Convert a folder to a DCP folder of weights, outside of a run; return the model.
+def from_hf(folder: Path, out: Path, *, dtype: str, add_tokens: int = 0) -> str:
+    """Write the weights of a Hugging Face folder as a DCP folder; return the job's settings.
 
     `add_tokens` rows are appended to embedding and output head. Raises CheckpointError if the
-    folder is damaged, or its model is not in `models`.
+    folder is damaged, or its model is unknown.
     """
     config = read_config(folder)
-    spec = family_of(config, models=models)
+    spec = family_of(config, models=MODELS)
     architecture = architecture_of(config, spec=spec)
     source = open_folder(folder, spec=spec, architecture=architecture, group=None)
-    model = cast(spec.build_meta(architecture), dtype).to_empty(device="cpu")
+    model = cast(spec.build_meta(architecture), getattr(torch, dtype)).to_empty(device="cpu")
     weights = {name: p.detach() for name, p in model.named_parameters()}
     source.read(weights)
     for name in weights.keys() & VOCABULARY:
         weights[name] = add_rows(weights[name], add_tokens)
-    _write_dcp(weights, target, state=MODEL_STATE)
-    return spec, replace(architecture, vocab_size=architecture.vocab_size + add_tokens)
+    _write_dcp(weights, out, state=MODEL_STATE)
+    architecture = replace(architecture, vocab_size=architecture.vocab_size + add_tokens)
+    default, sizes = values_of(ModelSection()), values_of(to_settings(spec, architecture))
+    changed = {path: value for path, value in sizes.items() if value != default[path]}
+    lines = [f"model.{'.'.join(path)} = {literal(value)}" for path, value in changed.items()]
+    return f"{out}: {dtype} weights; a job of them sets\n" + "\n".join(lines)
 
 
-def torch_to_dcp(file: Path, target: Path, *, models: Mapping[str, ModelSpec]) -> int:
-    """Convert a state dict of torch.save to a DCP folder of weights; return the number of tensors.
+def from_torch(file: Path, out: Path) -> str:
+    """Write the state dict in a file of torch.save as a DCP folder; return a line about it.
 
     The file has torchtitan's or Hugging Face's names, at the top or under "model". It is a pickle,
     and is read as plain data: one that names anything but tensors and containers is refused. Raises
@@ -86,15 +84,15 @@ def torch_to_dcp(file: Path, target: Path, *, models: Mapping[str, ModelSpec]) -
             )
         weights[name] = value
     state: Mapping[str, str] = {}
-    for spec in models.values():
+    for spec in MODELS.values():
         names = Names(spec.hf, next(iter(spec.flavors.values())))
         slots = {name: names.from_hf(name) for name in weights}
         if weights and all(slot is not None and slot[1] is None for slot in slots.values()):
             renamed = {slot[0]: weights[name] for name, slot in slots.items() if slot is not None}
             weights, state = renamed, {"rope": "halves"}
             break
-    _write_dcp(weights, target, state=state)
-    return len(weights)
+    _write_dcp(weights, out, state=state)
+    return f"{out}: {len(weights)} tensors; a job reads them by checkpoint.initial_load_path"
 
 
 def _write_dcp(weights: Mapping[str, Tensor], target: Path, *, state: Mapping[str, str]) -> None:
