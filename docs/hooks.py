@@ -130,7 +130,7 @@ def settings_page() -> str:
 def setting_rows(anchor: str, key: Key, *, name: str) -> list[str]:
     """Return the row of a setting, and of each key of a table in it."""
     default = "not set" if key.default is None else f"`{literal(key.default)}`"
-    text = docstring_of(key)
+    text = docstring_of(key).replace("*", "\\*").replace("<", "&lt;")
     for need in key.requirements:
         text += (
             f" {' or '.join(map(literal, need.of))} needs `{need}`."
