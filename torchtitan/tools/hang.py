@@ -5,7 +5,7 @@
 
 Each rank records its collectives (`mesh/faults.py`), and all ranks of a group call the same ones in
 the same order. So a rank that has not made a call, or made it after the timeout, is awaited by the
-ranks that have; one that is awaited and waits for nobody is the origin. PyTorch's `torchfrtrace`
+ranks that have; one that is awaited and waits for no rank is the origin. PyTorch's `torchfrtrace`
 compares the calls in detail, but executes what the files name.
 """
 
@@ -66,15 +66,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
-    """Return the calls of each rank, in order. NCCL's own record is newer than that of this
-    library. Raises DataError if there are no records, or one cannot be read."""
+    """Return the calls of each rank, in order. NCCL's own record replaces this library's record of
+    NCCL. Raises DataError if the folder has no record, or one cannot be read."""
     from torchtitan.mesh.faults import GLOO, NCCL
 
     calls: defaultdict[int, list[Call]] = defaultdict(list)
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
     for start in (prefix, NCCL, GLOO):
-        for file in sorted(folder.glob(f"{start}*")):
+        for file in files:
             rank = file.name.removeprefix(start)
-            if rank.isdecimal() and (start != NCCL or int(rank) not in calls):
+            is_record = file.name.startswith(start) and rank.isdecimal()
+            if is_record and (start != NCCL or int(rank) not in calls):
                 calls[int(rank)] += _read(file)
     if not calls:
         raise DataError(
@@ -100,11 +102,12 @@ def _read(file: Path) -> list[Call]:
             name: (group["desc"], tuple(map(int, json.loads(group["ranks"]))))
             for name, group in record["pg_config"].items()
         }
-        return [
-            _call(entry, *groups[entry["process_group"][0]])
-            for entry in record["entries"]
-            if not entry["is_p2p"] and groups.get(entry["process_group"][0], ("", ()))[1]
-        ]
+        calls = []
+        for entry in record["entries"]:
+            name, ranks = groups.get(entry["process_group"][0], ("", ()))
+            if ranks and not entry["is_p2p"]:
+                calls.append(_call(entry, name, ranks))
+        return calls
     except Exception as error:  # damaged bytes can make a pickle fail in any way
         raise DataError(
             f"{file} must be a record of torch's flight recorder, and cannot be read: {error!r}"
@@ -115,19 +118,14 @@ def _call(entry: Mapping[str, Any], group: str, ranks: tuple[int, ...]) -> Call:
     sizes = " ".join("x".join(map(str, size)) or "1" for size in entry["input_sizes"])
     backend, _, operator = entry["profiling_name"].rpartition(":")
     at, number = entry["time_created_ns"] / 1e9, int(entry["collective_seq_id"])
-    line = "an unknown line"
-    for frame in reversed(entry.get("frames", ())):  # the innermost outside of packages
-        if "site-packages" not in frame["filename"]:
-            path = "/".join(Path(frame["filename"]).parts[-2:])
-            line = f"{path}:{frame['line']} ({frame['name']})"
-    return Call(
-        group=(backend, group, ranks),
-        number=number,
-        at=at,
-        text=f"{operator.lstrip('_')} of {sizes or 'nothing'}, number {number} of {group}, at "
-        f"{time.strftime('%H:%M:%S', time.localtime(at))} from {line}",
-        is_completed=entry.get("state") == "completed",
-    )
+    text = f"{operator.lstrip('_')} of {sizes or 'nothing'}, number {number} of {group}"
+    text += f", at {time.strftime('%H:%M:%S', time.localtime(at))}"
+    own = (f for f in entry.get("frames", ()) if "site-packages" not in f["filename"])
+    if frame := next(own, None):
+        path = "/".join(Path(frame["filename"]).parts[-2:])
+        text += f" from {path}:{frame['line']} ({frame['name']})"
+    is_completed = entry.get("state") == "completed"
+    return Call((backend, group, ranks), number, at, text, is_completed)
 
 
 def find_waits(
@@ -151,9 +149,9 @@ def find_waits(
     for rank, made in calls.items():
         nccl = [call for call in made if call.group[0] == "nccl" and not call.is_completed]
         for call in nccl + [call for call in made if call.group[0] != "nccl"][-1:]:
-            awaited = [other for other in call.group[2] if is_awaited(other, call)]
-            if awaited and rank not in waits:
-                waits[rank] = call, awaited
+            awaited = [member for member in call.group[2] if is_awaited(member, call)]
+            if awaited:
+                waits.setdefault(rank, (call, awaited))
     return waits
 
 

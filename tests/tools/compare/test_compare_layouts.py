@@ -22,7 +22,7 @@ from torchtitan.job import load_config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.parallel.execution import Batch
 from torchtitan.tools.compare import command, gaps
-from torchtitan.tools.compare.layouts import make_plans, settings_of_all
+from torchtitan.tools.compare.layouts import make_plans
 from torchtitan.tools.compare.rank import GRADIENTS, record_gradients
 from torchtitan.tools.compare.words import parse_layout
 from torchtitan.tools.tensors import StoredTensors
@@ -282,7 +282,7 @@ def test_two_layouts_that_train_the_same(tmp_path: Path) -> None:
     assert said.code == 0, said.out + said.err
     assert [run["verdict"] for run in said.runs] == ["reference", "same"]
     assert [len(run["rows"]) for run in said.runs] == [2, 2]
-    assert "2 of 2 steps clipped (max_norm 0.5)" in said.out
+    assert said.out.startswith("reference: loss ")
     figures = said.runs[1]["figures"]
     assert sorted(figures) == ["grad_norm", "gradients", "loss", "weights"]
     assert max(figures["weights"], figures["gradients"]) < 1e-5
@@ -365,7 +365,7 @@ def test_plans_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     noted = capsys.readouterr().err
     assert [line.partition(": ")[0] for line in noted.splitlines()][-1] == "fsdp8"
     assert "bfloat16" not in noted
-    common = [*common, *settings_of_all(steps=3), "--training.mixed_precision_param=bfloat16"]
+    common.append("--training.mixed_precision_param=bfloat16")
     make_plans(["fsdp2"], common=common)
     assert "bfloat16" in capsys.readouterr().err
 

@@ -105,24 +105,25 @@ def check_job(config: Config, *, checksums: bool) -> int:
 
 
 def find_facts(config: Config, launch: RankInfo, *, folder: Path) -> Answer:
-    """Return the facts of this rank. `folder` is that of checkpoints. Collective."""
-    seen = folder / f".check-{os.getpid()}"
-    names = [str(seen)]
-    if launch.rank == 0:
-        with suppress(OSError):  # it is reported below
-            folder.mkdir(parents=True, exist_ok=True)
-            seen.touch()
+    """Return the facts of this rank. `folder` has the checkpoints. Collective."""
+    names = [f".check-{os.getpid()}"]
     dist.broadcast_object_list(names)
+    marker = folder / names[0]
+    if launch.rank == 0:
+        with suppress(OSError):  # find_disk reports it
+            folder.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+    dist.barrier()
     is_first = launch.local_rank == 0
     answer = Answer(
         machine=f"{socket.gethostname()} (node {os.environ.get('GROUP_RANK', '0')})",
         versions=describe_versions(config, device=local_device(launch.local_rank)),
-        disk=find_disk(folder, Path(names[0])) if is_first else None,
+        disk=find_disk(marker) if is_first else None,
         data=find_data(config) if is_first else None,
     )
     dist.barrier()
     with suppress(OSError):
-        seen.unlink(missing_ok=True)
+        marker.unlink(missing_ok=True)
     return answer
 
 
@@ -146,8 +147,9 @@ def describe_versions(config: Config, *, device: torch.device) -> dict[str, str]
     return facts
 
 
-def find_disk(folder: Path, seen: Path) -> Disk | str:
-    """Write a temporary file in `folder`; return the free space, and whether `seen` is visible."""
+def find_disk(marker: Path) -> Disk | str:
+    """Write a temporary file beside `marker`; return the free space, and whether that is there."""
+    folder = marker.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
@@ -155,9 +157,10 @@ def find_disk(folder: Path, seen: Path) -> Disk | str:
             file.flush()
             os.fsync(file.fileno())
         deadline = time.monotonic() + SECONDS_TO_SEE
-        while not (is_shared := seen.name in os.listdir(folder)) and time.monotonic() < deadline:
+        while marker.name not in (names := os.listdir(folder)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return Disk(free_gib=shutil.disk_usage(folder).free / GIB, is_shared=is_shared)
+        free_gib = shutil.disk_usage(folder).free / GIB
+        return Disk(free_gib=free_gib, is_shared=marker.name in names)
     except OSError as error:
         return f"cannot write to {folder}: {error}"
 
@@ -181,9 +184,8 @@ def find_data(config: Config) -> dict[str, str] | str:
 
 def _hash(file: Path) -> str:
     """Return a hash of a file's size and ends; for the index of a token store, also its tokens'."""
-    files = [file, file.with_suffix(".bin")] if file.suffix == ".idx" else [file]
     digest = hashlib.sha256()
-    for path in files:
+    for path in (file, file.with_suffix(".bin")) if file.suffix == ".idx" else (file,):
         size = path.stat().st_size
         with path.open("rb") as opened:
             digest.update(f"{size}".encode() + opened.read(HEAD))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
 import time
@@ -37,10 +36,23 @@ from torchtitan.tools.compare.words import Layout, option_key, parse_layout
 from torchtitan.tools.tensors import StoredTensors
 from torchtitan.tools.verbs import format_table
 
+CHECKPOINTS = "checkpoint"
+SHARED = (
+    "--metrics.log_freq=1",
+    "--checkpoint.enable=true",
+    f"--checkpoint.folder={CHECKPOINTS}",
+    "--checkpoint.keep_latest_k=0",
+    "--checkpoint.async_mode=disabled",
+    "--checkpoint.load_step=-1",
+    "--metrics.enable_tensorboard=false",
+    "--metrics.enable_wandb=false",
+)
+"""Options of all layouts."""
+LENGTHS = ("training.steps", "checkpoint.interval")
 FIXED = ("training.steps", "training.max_norm", "training.global_batch_size")
 FIXED_SECTIONS = ("job.", "metrics.", "checkpoint.")
+"""Settings that no layout changes."""
 LOCAL_BATCH = "training.local_batch_size"
-CHECKPOINTS = "checkpoint"
 FIGURES = ("loss", "grad_norm", "gradients", "weights")
 EXPLANATION = (
     "Largest relative differences: loss and grad_norm (before clipping) of any step, gradient of "
@@ -58,8 +70,8 @@ class Result:
     num_ranks: int
     folder: Path
     """The run's folder."""
-    seconds: float
-    rows: list[Row]
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
     problem: str = ""
     """Why the layout failed."""
     figures: dict[str, float] = field(default_factory=dict)
@@ -92,25 +104,23 @@ def main(options: argparse.Namespace) -> int:
 
     If the reference fails, no other layout is trained.
     """
-    file = f"--job.config_file={options.toml}"
-    common = (file, *options.settings, *settings_of_all(steps=options.steps))
+    steps, file = options.steps, f"--job.config_file={options.toml}"
+    common = (file, *options.settings, *SHARED, *(f"--{key}={steps}" for key in LENGTHS))
     plans = make_plans(options.layouts, common=common)
-    config = load_config(common)
-    if isinstance(find_model(config.model)[1], MoEConfig) and not options.float64:
+    if isinstance(find_model(load_config(common).model)[1], MoEConfig) and not options.float64:
         note("two experts with nearly equal scores are chosen by rounding; --float64 avoids it")
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.out or Path(temporary)).resolve()
         for number, plan in enumerate(plans, start=1):
-            result = _train(plan, folder=folder / str(number), options=options)
-            results.append(result)
+            results.append(_train(plan, folder=folder / str(number), options=options))
             if results[0].problem:
                 note("the reference failed: the other layouts are not trained")
                 break
-            if result is not results[0] and not result.problem:
-                _compare(result, results[0], options=options)
+            if number > 1 and not results[-1].problem:
+                _compare(results[-1], results[0], options=options)
         if not results[0].problem:
-            _show_reference(results[0], max_norm=config.training.max_norm)
+            _show_reference(results[0])
     _show(results)
     if options.json is not None:
         runs = [{**asdict(result), "verdict": result.verdict} for result in results]
@@ -118,22 +128,6 @@ def main(options: argparse.Namespace) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(text, encoding="utf-8")
     return int(any(result.problem or result.differences for result in results))
-
-
-def settings_of_all(*, steps: int) -> tuple[str, ...]:
-    """Return the options of all layouts: log every step, save the initial and final weights."""
-    return (
-        f"--training.steps={steps}",
-        "--metrics.log_freq=1",
-        "--checkpoint.enable=true",
-        f"--checkpoint.folder={CHECKPOINTS}",
-        f"--checkpoint.interval={steps}",
-        "--checkpoint.keep_latest_k=0",
-        "--checkpoint.async_mode=disabled",
-        "--checkpoint.load_step=-1",
-        "--metrics.enable_tensorboard=false",
-        "--metrics.enable_wandb=false",
-    )
 
 
 def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
@@ -179,32 +173,26 @@ def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
 
 
 def _train(plan: Plan, *, folder: Path, options: argparse.Namespace) -> Result:
-    (layout, arguments), run, start = plan, folder / "run", time.monotonic()
+    (layout, arguments), start = plan, time.monotonic()
+    result = Result(layout=layout.name, num_ranks=layout.world_size, folder=folder / "run")
     folder.mkdir(parents=True, exist_ok=True)
     note(f"{layout.name}, {plural(layout.world_size, 'rank')}: training")
     float64 = "1" if options.float64 else ""
-    problem = run_ranks(
-        [*arguments, f"--job.dump_folder={run}"],
+    result.problem = run_ranks(
+        [*arguments, f"--job.dump_folder={result.folder}"],
         world_size=layout.world_size,
         log=folder / "output.txt",
         module="torchtitan.tools.compare.rank",
         environ={NUM_STEPS: str(options.gradient_steps), FLOAT64: float64},
         timeout_s=options.timeout,
     )
-    metrics = run / f"{RECORD}.jsonl"
-    rows = [*read_rows(metrics)] if metrics.is_file() else []
-    if not problem and not rows:
-        problem = f"trained no step{last_lines(folder / 'output.txt')}"
-    seconds = time.monotonic() - start
-    note(f"{layout.name}: {'failed' if problem else 'trained'}, {seconds:.0f} s")
-    return Result(
-        layout=layout.name,
-        num_ranks=layout.world_size,
-        folder=run,
-        seconds=seconds,
-        problem=problem,
-        rows=rows,
-    )
+    if (metrics := result.folder / f"{RECORD}.jsonl").is_file():
+        result.rows = [*read_rows(metrics)]
+    if not result.problem and not result.rows:
+        result.problem = f"trained no step{last_lines(folder / 'output.txt')}"
+    result.seconds = time.monotonic() - start
+    note(f"{layout.name}: {'failed' if result.problem else 'trained'}, {result.seconds:.0f} s")
+    return result
 
 
 def _compare(result: Result, reference: Result, *, options: argparse.Namespace) -> None:
@@ -234,18 +222,15 @@ def _compare(result: Result, reference: Result, *, options: argparse.Namespace) 
     result.differences = sorted(differences, key=lambda difference: difference[0])
 
 
-def _show_reference(reference: Result, *, max_norm: float) -> None:
+def _show_reference(reference: Result) -> None:
     """Print how much the reference trained: without movement, agreement proves little."""
-    start, rows, moved = reference.weights(last=False), reference.rows, 0.0
+    start, moved = reference.weights(last=False), 0.0
     for name, end in reference.weights(last=True).items():
         size = max(tensor.abs().max().item() for tensor in (start[name], end))
         moved = max(moved, (end - start[name]).abs().max().item() / (size or 1.0))
-    clipped = sum(row["grad_norm"] > max_norm for row in rows)
-    first, last = (math.nan if row["loss"] is None else row["loss"] for row in (rows[0], rows[-1]))
-    say(
-        f"reference: loss {first:.5f} to {last:.5f}, weights moved by up to {moved:.2g}, "
-        f"{clipped} of {len(rows)} steps clipped (max_norm {max_norm:g})"
-    )
+    losses = (reference.rows[i]["loss"] for i in (0, -1))
+    first, last = ("-" if loss is None else f"{loss:.5f}" for loss in losses)
+    say(f"reference: loss {first} to {last}, weights moved by up to {moved:.2g}")
 
 
 def _show(results: Sequence[Result]) -> None:
