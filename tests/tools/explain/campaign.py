@@ -12,7 +12,6 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,8 +24,8 @@ from torchtitan.job import load_config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.events import EventLog, Hardware
 from torchtitan.tools.explain.command import explain_step
-from torchtitan.tools.explain.documents import RunData
-from torchtitan.tools.explain.steps import read_history
+from torchtitan.tools.explain.documents import RunData, Span
+from torchtitan.tools.explain.steps import Stretch, read_history
 
 LOCAL_BATCH = 2
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -167,40 +166,34 @@ def contents(where: str) -> bytes:
     return gzip.decompress(raw) if where.endswith(".gz") else raw
 
 
-def explain(run: Path, step: int, *, data: RunData | None = None) -> dict[str, Any]:
-    """Return what is said about a step."""
-    history = read_history(run)
-    [stretch] = [s for s in history if s.first_step <= step <= s.last_step]
-    return explain_step(stretch, step, data=data or RunData(stretch.config))
+def stretch_of(run: Path, step: int) -> Stretch:
+    """Return the steps with the same batch and layout as a step."""
+    return next(s for s in read_history(run) if s.first_step <= step <= s.last_step)
 
 
 def compare(run: Path) -> tuple[int, int]:
     """Compare all logged steps with what is explained; return the numbers of samples and parts."""
-    places = RunData(read_history(run)[-1].config)
+    data = RunData(read_history(run)[-1].config)
     num_samples = num_parts = 0
     for step, rows in sorted(read_log(run).items()):
-        found = explain(run, step, data=places)
-        said = [
-            (one["sample"], one["hash"], one["ranks"][0], one["microbatch"])
-            for one in found["samples"]
-        ]
+        stretch, said = stretch_of(run, step), []
+        for k, parts in explain_step(stretch, step, data=data).items():
+            ranks, microbatch = stretch.reader_of(k)
+            said.append((k, data.hash(k), ranks[0], microbatch))
+            check_parts(data.tokens(k).tolist(), parts, eos_id=data.tokenizer.eos_id)
+            num_parts += len(parts)
         assert said == sorted(rows), f"step {step}: explained {said}, logged {sorted(rows)}"
         num_samples += len(said)
-        for one in found["samples"]:
-            num_parts += check_parts(one, places)
     return num_samples, num_parts
 
 
-def check_parts(sample: dict[str, Any], places: RunData) -> int:
+def check_parts(tokens: list[int], parts: list[tuple[str, Span]], *, eos_id: int) -> None:
     """Compare each part of a sample with the bytes of the document that it is said to be of."""
-    tokens = places.tokens(sample["sample"]).tolist()
     at = 0
-    for part in sample["documents"]:
-        assert part["at"] == at
-        at += part["num_tokens"]
-        first = part["first_token"]
+    for name, span in parts:
+        assert span.at == at
+        at += span.num_tokens
         # behind the last byte stands the end token; a store of the user's own may have none
-        whole = [*contents(part["where"]), places.tokenizer.eos_id]
-        assert tokens[part["at"] : at] == whole[first : first + part["num_tokens"]], part
-    assert at == len(tokens) or "sft.jsonl line" in sample["documents"][-1]["where"]
-    return len(sample["documents"])
+        whole = [*contents(name), eos_id]
+        assert tokens[span.at : at] == whole[span.first : span.first + span.num_tokens], name
+    assert at == len(tokens) or "sft.jsonl line" in parts[-1][0]

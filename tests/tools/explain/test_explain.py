@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections import defaultdict
@@ -18,13 +17,13 @@ from tests.tools.explain.campaign import (
     SMALL,
     compare,
     drive,
-    explain,
     read_log,
+    stretch_of,
     write_data,
 )
 from torchtitan.data.sampler import Inverse, Mixture, Permutation
 from torchtitan.job import load_config
-from torchtitan.tools.explain.command import explain_document, main
+from torchtitan.tools.explain.command import explain_document, explain_step, main
 from torchtitan.tools.explain.documents import RunData
 from torchtitan.tools.explain.steps import read_history
 
@@ -70,18 +69,15 @@ def test_40_steps_are_explained_as_they_were_logged(kind: str, layout: str) -> N
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_the_steps_of_each_document_are_those_that_have_it(kind: str) -> None:
     drive(Path("run"), [*SETTINGS[kind], CACHE], world=2, steps=60)
-    history, data = read_history(Path("run")), RunData(load_config([CONFIG]))
+    [stretch], data = read_history(Path("run")), RunData(load_config([CONFIG]))
     visits = defaultdict(list)
     for step in range(1, 61):
-        for sample in explain(Path("run"), step, data=data)["samples"]:
-            for part in sample["documents"]:
-                place = step, sample["sample"], part["first_token"], part["num_tokens"]
-                visits[part["where"]].append((*place, sample["microbatch"]))
+        for k, parts in explain_step(stretch, step, data=data).items():
+            for name, span in parts:
+                visits[name].append((step, k, span))
     assert any(len({step for step, *_ in seen}) > 1 for seen in visits.values())
-    for where, expected in sorted(visits.items())[:: len(visits) // 8]:
-        keys = "step", "sample", "first_token", "num_tokens", "microbatch"
-        found = explain_document(history, where, data=data)["visits"]
-        assert [tuple(one[key] for key in keys) for one in found] == sorted(expected)
+    for name, expected in sorted(visits.items())[:: len(visits) // 8]:
+        assert explain_document([stretch], name, data=data) == expected
 
 
 @pytest.mark.parametrize("kind", ["mixed", "split", "packed"])
@@ -110,9 +106,9 @@ def test_a_real_run_that_goes_on_in_another_layout_with_another_batch(
     assert [one.origin.partition(",")[0] for one in read_history(run)] == ["step-3", "step-5"]
     # without the first checkpoint its steps cannot be known for sure, and that is said
     shutil.rmtree(run / "checkpoint" / "step-3")
-    last = explain(run, 5)
-    assert "batch changed" in last["doubt"]
-    assert [one["sample"] for one in last["samples"]] == sorted(n for n, *_ in logged[5])
+    last = stretch_of(run, 5)
+    assert "batch changed" in last.doubt
+    assert last.samples(5) == sorted(n for n, *_ in logged[5])
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,12 +119,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(
         f"sample {n}  rank {rank}  " in told and digest in told for n, digest, rank, _ in logged
     )
-    assert main(["run", "--step", "2", "--text", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    [part] = [p for p in found["samples"][0]["documents"] if p["at"] == 0]
-    where = part["where"].replace(" line ", ":").replace(" item ", ":").replace(" document ", ":")
+    [name] = re.findall(rf"sample {min(logged)[0]} .*\n  (.*): tokens", told)
+    where = name.replace(" line ", ":").replace(" item ", ":").replace(" document ", ":")
     assert main(["run", "--document", where]) == 0
-    assert f"step 2  sample {found['samples'][0]['sample']}  " in capsys.readouterr().out
+    assert f"step 2  sample {min(logged)[0]}  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,6 @@ FIXED_SECTIONS = ("job.", "metrics.", "checkpoint.")
 """Settings that no layout changes."""
 LOCAL_BATCH = "training.local_batch_size"
 FIGURES = ("loss", "grad_norm", "gradients", "weights")
-EXPLANATION = (
-    "Largest relative differences: loss and grad_norm (before clipping) of any step, gradient of "
-    "any tensor in the first steps, final weights of any tensor relative to its movement."
-)
 Plan = tuple[Layout, tuple[str, ...]]
 """A layout, and the trainer's options for it."""
 
@@ -234,7 +230,7 @@ def _show_reference(reference: Result) -> None:
 
 
 def _show(results: Sequence[Result]) -> None:
-    """Print a line for each layout, then the differences."""
+    """Print the largest differences of each layout, then those beyond the tolerances."""
     rows = [["layout", "ranks", "seconds", *FIGURES]]
     for result in results:
         cells = [f"{result.figures[key]:.1e}" if key in result.figures else "-" for key in FIGURES]
@@ -242,7 +238,6 @@ def _show(results: Sequence[Result]) -> None:
     verdicts = ["verdict", *(result.verdict for result in results)]
     for line, verdict in zip(format_table(rows), verdicts, strict=True):
         say(f"{line}  {verdict}")
-    say(EXPLANATION)
     for result in results:
         for text in [result.problem] if result.problem else [t for _, t in result.differences]:
             say(f"{result.layout}: {text}")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan import __version__
 from torchtitan.api import load_generator
-from torchtitan.base.errors import ConfigError, Mistakes
+from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import read_tokenizer_config, special_token
@@ -113,7 +113,16 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
         trust_code=args.trust_code,
     )
     model, tokenizer = subject.generator.model, subject.generator.tokenizer
-    cut, max_length = _cut(args, subject), args.seq_len or subject.positions
+    max_length = args.seq_len or subject.positions
+    if subject.step is None and max_length > subject.positions:
+        rule = f"must be at most {subject.positions}, the positions of the model, got {max_length}"
+        raise ConfigError.at("--seq_len", rule)
+    if args.apply_chat_template and subject.generator.template is None:
+        raise ConfigError.at("--apply_chat_template", "needs a template, such as --chat_template")
+    overrides = {key: v for key in CUT if (v := getattr(args, key)) is not None}
+    cut = replace(subject.cut, dataset="files", dataset_path=(".",), **overrides)
+    if wrong := [*cut.violations()]:
+        raise ConfigError(wrong)
     # all are opened before the first is measured
     domains = [open_domain(n, f, cut=cut, tokenizer=tokenizer) for n, f in files.items()]
     perplexity = {
@@ -154,22 +163,3 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
             "num_ranks": 1 if mesh is None else mesh.size(),
         },
     }
-
-
-def _cut(args: argparse.Namespace, subject: Subject) -> TrainingConfig:
-    """Return how text is cut: as in the training, unless options override it; raise ConfigError if
-    a sequence is longer than the model's positions, or a template is missing or invalid."""
-    mistakes = Mistakes()
-    if subject.step is None and (args.seq_len or 0) > subject.positions:
-        rule = f"must be at most {subject.positions}, the positions of the model, got"
-        mistakes.add("--seq_len", f"{rule} {args.seq_len}")
-    if args.apply_chat_template and subject.generator.template is None:
-        mistakes.add(
-            "--apply_chat_template", "needs a chat template, in the tokenizer or --chat_template"
-        )
-    mistakes.report()
-    options = {key: v for key in CUT if (v := getattr(args, key)) is not None}
-    cut = replace(subject.cut, dataset="files", dataset_path=(".",), **options)
-    if wrong := [*cut.violations()]:
-        raise ConfigError(wrong)
-    return cut

@@ -10,11 +10,10 @@ imported, and URLs are read only with `--fetch`.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.log import plural
@@ -22,7 +21,7 @@ from torchtitan.data.settings import DEFAULT_CACHE
 from torchtitan.tools.verbs import Parser, build_parser, report_errors
 
 if TYPE_CHECKING:
-    from torchtitan.tools.explain.documents import RunData, StoreKey
+    from torchtitan.tools.explain.documents import RunData, Span, StoreKey
     from torchtitan.tools.explain.steps import Stretch
 
 SHOWN_CHARS = 60
@@ -47,20 +46,18 @@ def main(argv: Sequence[str]) -> int:
     cache, may_fetch = options.dataset_cache, options.fetch
     data = RunData(local_settings(stretch.config, cache=cache, may_fetch=may_fetch))
     if step is None:
-        facts = explain_document(history, options.document, data=data)
-        lines = _document_lines(facts)
+        lines = _document_lines(history, options.document, data=data)
     else:
-        facts = explain_step(stretch, step, data=data, text=options.text)
-        lines = _step_lines(facts)
-    text = json.dumps(facts) if options.json else printable("\n".join(lines))
-    sys.stdout.write(f"{text}\n")
+        lines = _step_lines(stretch, step, data=data, text=options.text)
+    for line in lines:
+        sys.stdout.write(f"{printable(line)}\n")
     return 0
 
 
 def explain_step(
-    stretch: Stretch, step: int, *, data: RunData, text: bool = False
-) -> dict[str, Any]:
-    """Return the samples of a step with their documents, and `text`; raise DataError if the data
+    stretch: Stretch, step: int, *, data: RunData
+) -> dict[int, list[tuple[str, Span]]]:
+    """Return the documents of each sample of a step, with their names; raise DataError if the data
     changed or end before."""
     data.check(stretch.fingerprint)
     numbers, total = stretch.samples(step), data.dataset.num_samples
@@ -71,65 +68,28 @@ def explain_step(
         )
     spans = {k: [*data.spans(k)] for k in numbers}
     names = data.names(span for group in spans.values() for span in group)
-    samples = []
-    for k in numbers:
-        source, epoch, _ = data.dataset.place_of(k)
-        documents = []
-        for span in spans[k]:
-            part = {
-                "where": names[span.store, span.document],
-                "document": span.document,
-                "first_token": span.first,
-                "num_tokens": span.num_tokens,
-                "at": span.at,
-            }
-            if text:
-                ids = data.tokens(k)[span.at : span.at + span.num_tokens].tolist()
-                part["text"] = data.tokenizer.decode(ids)
-            documents.append(part)
-        facts = {"sample": k, "hash": data.hash(k), "source": source, "epoch": epoch}
-        samples.append({**facts, **stretch.reader_of(k), "documents": documents})
     return {
-        "step": step,
-        "position": numbers[0],
-        "position_by": stretch.origin,
-        "doubt": stretch.doubt or None,
-        "layout": str(stretch.dims),
-        "samples": samples,
+        k: [(names[span.store, span.document], span) for span in group]
+        for k, group in spans.items()
     }
 
 
-def explain_document(history: Sequence[Stretch], name: str, *, data: RunData) -> dict[str, Any]:
-    """Return the steps of each document with this name, up to the run's last step; raise DataError
-    if no document has this name, or the data changed."""
-    visits: list[dict[str, Any]] = []
+def explain_document(
+    history: Sequence[Stretch], name: str, *, data: RunData
+) -> list[tuple[int, int, Span]]:
+    """Return step, sample and part of each visit of the documents with this name, in order, up to
+    the run's last step; raise DataError if no document has this name, or the data changed."""
+    visits = []
     documents = data.find(name)
     for stretch in history:
         data.check(stretch.fingerprint)
         for store, document in documents:
             for k in _reads(data, stretch, store, document):
-                visits += [
-                    {
-                        "step": stretch.step_of(k),
-                        "sample": k,
-                        "source": store[0],
-                        "document": document,
-                        "first_token": span.first,
-                        "num_tokens": span.num_tokens,
-                        **stretch.reader_of(k),
-                    }
-                    for span in data.spans(k)
-                    if (span.store, span.document) == (store, document)
-                ]
-    visits.sort(key=lambda visit: (visit["step"], visit["sample"], visit["first_token"]))
-    return {
-        "document": name,
-        "num_documents": len(documents),
-        "last_step": history[-1].last_step,
-        "position_by": "; ".join(stretch.origin for stretch in history),
-        "doubt": "; ".join(filter(None, (stretch.doubt for stretch in history))) or None,
-        "visits": visits,
-    }
+                step = stretch.step_of(k)
+                assert step is not None
+                spans = (s for s in data.spans(k) if (s.store, s.document) == (store, document))
+                visits += [(step, k, span) for span in spans]
+    return sorted(visits, key=lambda visit: (visit[0], visit[1], visit[2].first))
 
 
 def _reads(data: RunData, stretch: Stretch, store: StoreKey, document: int) -> Iterator[int]:
@@ -148,45 +108,40 @@ def _reads(data: RunData, stretch: Stretch, store: StoreKey, document: int) -> I
                 yield k
 
 
-def _step_lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    samples = facts["samples"]
+def _step_lines(stretch: Stretch, step: int, *, data: RunData, text: bool) -> Iterator[str]:
+    samples = explain_step(stretch, step, data=data)
     yield (
-        f"step {facts['step']}: samples {samples[0]['sample']} to {samples[-1]['sample']}, "
-        f"{facts['layout']}; position by {facts['position_by']}"
+        f"step {step}: samples {min(samples)} to {max(samples)}, {stretch.dims}; position by "
+        f"{stretch.origin}"
     )
-    if facts["doubt"]:
-        yield f"not sure: {facts['doubt']}"
-    for sample in samples:
-        yield (
-            f"{_reader(sample)}  source {sample['source']}, epoch {sample['epoch']}  "
-            f"hash {sample['hash']}"
-        )
-        for part in sample["documents"]:
-            yield f"  {part['where']}: {_tokens(part)}"
-            if (text := part.get("text")) is not None:
-                yield f"    {text[:SHOWN_CHARS]!r}{' ...' if len(text) > SHOWN_CHARS else ''}"
+    if stretch.doubt:
+        yield f"not sure: {stretch.doubt}"
+    for k, parts in samples.items():
+        source, epoch, _ = data.dataset.place_of(k)
+        yield f"{_reader(stretch, k)}  source {source}, epoch {epoch}  hash {data.hash(k)}"
+        for name, span in parts:
+            yield f"  {name}: {span}"
+            if text:
+                ids = data.tokens(k)[span.at : span.at + span.num_tokens].tolist()
+                shown = data.tokenizer.decode(ids)
+                yield f"    {shown[:SHOWN_CHARS]!r}{' ...' if len(shown) > SHOWN_CHARS else ''}"
 
 
-def _document_lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    yield (
-        f"{facts['document']} ({plural(facts['num_documents'], 'document')}): read "
-        f"{plural(len(facts['visits']), 'time')} up to step {facts['last_step']}; position by "
-        f"{facts['position_by']}"
-    )
-    if facts["doubt"]:
-        yield f"not sure: {facts['doubt']}"
-    for visit in facts["visits"]:
-        line = f"{_reader(visit)}: document {visit['document']}, {_tokens(visit)}"
-        yield f"step {visit['step']}  {line}"
+def _document_lines(history: Sequence[Stretch], name: str, *, data: RunData) -> Iterator[str]:
+    visits = explain_document(history, name, data=data)
+    yield f"{name}: read {plural(len(visits), 'time')} up to step {history[-1].last_step}"
+    for stretch in history:
+        yield f"steps {stretch.first_step} to {stretch.last_step}: position by {stretch.origin}"
+        if stretch.doubt:
+            yield f"not sure: {stretch.doubt}"
+    for step, k, span in visits:
+        stretch = next(s for s in history if s.first_step <= step <= s.last_step)
+        yield f"step {step}  {_reader(stretch, k)}: document {span.document}, {span}"
 
 
-def _reader(facts: Mapping[str, Any]) -> str:
-    ranks = ", ".join(map(str, facts["ranks"]))
-    return f"sample {facts['sample']}  rank {ranks}  microbatch {facts['microbatch']}"
-
-
-def _tokens(part: Mapping[str, Any]) -> str:
-    return f"tokens {part['first_token']} to {part['first_token'] + part['num_tokens'] - 1}"
+def _reader(stretch: Stretch, k: int) -> str:
+    ranks, microbatch = stretch.reader_of(k)
+    return f"sample {k}  rank {', '.join(map(str, ranks))}  microbatch {microbatch}"
 
 
 def _parser() -> Parser:
@@ -201,5 +156,4 @@ def _parser() -> Parser:
     add("--dataset_cache", metavar="DIR", default=DEFAULT_CACHE, help=text)
     add("--fetch", action="store_true", help="read the URLs that the run's settings name")
     add("--text", action="store_true", help="print the text of each document")
-    add("--json", action="store_true", help="print one JSON object")
     return parser

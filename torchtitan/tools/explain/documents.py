@@ -61,6 +61,9 @@ class Span:
     """First token in the sample."""
     num_tokens: int
 
+    def __str__(self) -> str:
+        return f"tokens {self.first} to {self.first + self.num_tokens - 1}"
+
 
 class RunData:
     """The samples of a run and their documents."""

@@ -64,14 +64,13 @@ class Stretch:
         step = self.first_step + (self.skipped.offset_of(sample) - self.start) // self.batch
         return step if self.first_step <= step <= self.last_step else None
 
-    def reader_of(self, sample: int) -> dict[str, int | list[int]]:
-        """Return the data-parallel rank and microbatch of a sample, and the ranks that share it."""
+    def reader_of(self, sample: int) -> tuple[list[int], int]:
+        """Return the ranks that read a sample, and the microbatch."""
         dims, position = self.dims, (self.skipped.offset_of(sample) - self.start) % self.batch
         microbatch, dp_rank = divmod(position // self.config.training.local_batch_size, dims.dp)
         inner = dims.cp * dims.tp
         firsts = [(stage * dims.dp + dp_rank) * inner for stage in range(dims.pp)]
-        ranks = [first + i for first in firsts for i in range(inner)]
-        return {"dp_rank": dp_rank, "microbatch": microbatch, "ranks": ranks}
+        return [first + i for first in firsts for i in range(inner)], microbatch
 
 
 def read_history(run: Path) -> list[Stretch]:
