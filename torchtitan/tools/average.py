@@ -62,7 +62,7 @@ def find_checkpoints(
     """Return the checkpoints of a run's folder or checkpoint folder, by step; None: all.
 
     Raises CheckpointError if there are fewer than two, one is missing or damaged, has another model
-    than the first, or an adapter: the average of its two factors is not that of their product.
+    than the first, or an adapter, whose product is not averaged by averaging both factors.
     """
     folder = path if storage.find_steps(path) else find_run_step(path, verify=False).parent
     available = storage.find_steps(folder)
@@ -130,9 +130,9 @@ class _Averaging(DefaultSavePlanner):
         """Return the average of a tensor."""
         name, decay = write_item.index.fqn, self._decay
         assert name is not None
-        first, *others = self._stored
+        first, *later = self._stored
         total = first[name].double()
-        for tensors in others:
+        for tensors in later:
             if decay is None:
                 total += tensors[name].double()
             else:

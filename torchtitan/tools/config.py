@@ -3,7 +3,7 @@
     torchtitan config --job.config_file F [--world_size N] [--section.key VALUE ...]
 
 The check needs no process group and no GPU, so a job can be checked on a laptop. Rules of the
-settings are checked first, without torch, then those of the model's sizes and of the number of
+settings are checked first, without torch, then rules of the model's sizes and of the number of
 ranks. A rule of the job's machines, such as whether their GPUs support float8, gives a warning.
 """
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe_sizes(model: ModelConfig, layout: Layout) -> str:
-    """Return comments with the sizes of the model, those of its flavor included."""
+    """Return comments with all sizes of the model, set or from its flavor."""
     architecture = layout.architecture
     sizes = {k: literal(v) for k, v in architecture.given(of_family=False).items()}
     if (scaling := architecture.rope_scaling) is not None:

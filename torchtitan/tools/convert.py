@@ -59,7 +59,7 @@ def to_hf(
 
     `checkpoint` is the folder of a run or a step, `out` a folder to create. None: weights in
     their stored `dtype`, model.tokenizer_path, lora.export_format. `add_tokens` rows are appended
-    to embedding and output head, near the mean of the others. Raises UserError if the step is
+    to embedding and output head, near the mean row. Raises UserError if the step is
     damaged or has no Hugging Face form.
     """
     import torch
@@ -87,13 +87,13 @@ def to_hf(
         architecture = replace(architecture, vocab_size=architecture.vocab_size + add_tokens)
         names = replace(settings.names, architecture=architecture)
         settings = replace(settings, names=names, add_tokens=add_tokens)
-    if not (step / "train_state").is_dir():  # weights alone: a card would have no figures
+    if not (step / "train_state").is_dir():  # only weights: a card would have no figures
         settings = replace(settings, card=None)
     export(step, out, settings=settings, group=None)
     parts = "weights"
     if config.lora.rank:
         is_alone = config.lora.export_format == "adapter"
-        parts = "LoRA adapter alone" if is_alone else "weights, merged with the LoRA adapter,"
+        parts = "LoRA adapter" if is_alone else "weights, merged with the LoRA adapter,"
     return f"{out}: the {parts} of {step}"
 
 
@@ -108,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     to.add_argument("checkpoint", type=Path, help="folder of a run or a step")
     to.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as stored")
     to.add_argument("--tokenizer", metavar="PATH", help="instead of model.tokenizer_path")
-    text = "merge the adapter into the weights, or write it alone; default: lora.export_format"
+    text = (
+        "merge the adapter into the weights, or write only the adapter; default: lora.export_format"
+    )
     to.add_argument("--lora", choices=("merged", "adapter"), help=text)
     back = directions.add_parser("from-hf", help="from a Hugging Face folder to a DCP folder")
     back.add_argument("folder", type=Path, help="with config.json and safetensors files")
@@ -123,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     mean.add_argument("--steps", type=_steps, help="such as 100,200,300; default: all")
     text = "of a moving average, per checkpoint: m_i = D m_(i-1) + (1 - D) w_i; default: the mean"
     mean.add_argument("--decay", type=float, metavar="D", help=text)
-    text = "append N rows to embedding and output head, near the mean of the others"
+    text = "append N rows to embedding and output head, near the mean row"
     for direction in (to, back):
         direction.add_argument("--add_tokens", type=at_least(0), default=0, metavar="N", help=text)
     text = "do not verify checksums"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 10**6
 MOST_BYTES = 2**26
-"""Of a file of prompts, which are all in memory."""
+"""Size of a file of prompts, which is read into memory."""
 
 
 @report_errors

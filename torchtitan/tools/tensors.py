@@ -17,7 +17,7 @@ from torchtitan.checkpoint.storage import METADATA
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a component of a checkpoint by name, except those whose names begin with
+    """The tensors of a component of a checkpoint by name, except names that start with
     `skip`; empty if the component has none."""
 
     def __init__(self, checkpoint: Path, component: str, *, skip: tuple[str, ...] = ()) -> None:

@@ -69,7 +69,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="of a run or Hugging Face")
     add("--tokenizer", metavar="PATH", help="instead of the checkpoint's")
     add("--chat_template", metavar="FILE", help="instead of the tokenizer's or the run's")
-    add("--dtype", choices=DTYPES, help="of the computation; default: that of the weights")
+    add("--dtype", choices=DTYPES, help="of the computation; default: as the weights")
     add("--skip_verify", action="store_true", help="do not verify checksums")
     add_trust_code(parser)
 

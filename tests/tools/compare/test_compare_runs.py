@@ -171,3 +171,4 @@ def test_no_run_and_runs_without_rows_are_mistakes(
     (tmp_path / "metrics.jsonl").write_text("")
     assert compare(tmp_path, tmp_path) == 2
     assert "--folder" in capsys.readouterr().err
+    assert compare(tmp_path, runs["a"]) == 1

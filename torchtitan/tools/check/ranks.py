@@ -47,7 +47,7 @@ HEAD = 2**16
 SECONDS_TO_SEE = 5.0
 """Longest time until a shared folder shows a new file; NFS caches for a few seconds."""
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: the weight and two moments in float32."""
+"""In a checkpoint: the weight and two moments in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)

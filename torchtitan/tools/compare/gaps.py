@@ -17,7 +17,7 @@ error d, two correct layouts may step in opposite directions, 2 r lr apart. A bo
 elements would have to allow twice the distance they moved, and every pair of trainings would pass.
 But such elements are rare. If rounding is a fraction t of the tensor's typical gradient, u changes
 by min(2, t/x) at an element of x times the typical one. With a density of about 0.8 near x = 0
-(that of |N(0, 1)|), its mean square is
+(the density of |N(0, 1)|), its mean square is
 
     0.8 (integral of 4 up to t/2, and of (t/x)^2 from there) = 0.8 (2t + 2t) = 3.2 t
 

@@ -44,11 +44,12 @@ class Comparison:
                 raise DataError(f"each RUN must be a run's folder with {RECORD}.jsonl, got {run}")
             rows.append([*read_rows(run / f"{RECORD}.jsonl")])
         skip = (*TIMING, *OF_RANKS, MAX_LOSS) if tolerance else TIMING
-        names = {name for row in [*rows[0], *rows[1]] for name in row} - {"step"}
-        kept = sorted(name for name in names if not any(part in name for part in skip))
+        figures = {(row["step"], name) for row in [*rows[0], *rows[1]] for name in row}
+        names = sorted({name for _, name in figures} - {"step"})
+        kept = [name for name in names if not any(part in name for part in skip)]
         gaps = compare_rows(*rows, tolerances=dict.fromkeys(kept, tolerance))
         self.differences += [str(gap) for gap in gaps.values() if gap.beyond]
-        num_figures = sum(name in row for row in rows[0] for name in kept)
+        num_figures = sum(name in kept for _, name in figures)
         num_beyond = sum(len(gap.beyond) for gap in gaps.values())
         largest = max((gap.largest for gap in gaps.values()), default=0.0)
         self.table.append((f"{RECORD}.jsonl", num_figures, num_beyond, largest))

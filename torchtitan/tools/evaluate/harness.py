@@ -258,9 +258,9 @@ class Adapter(TemplateLM):
         until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         lengths = (settings[key] for key in LENGTHS if settings.get(key) is not None)
         num_new = int(next(lengths, MAX_NEW_TOKENS))
-        known = {"until", *LENGTHS, *SAMPLING}
+        supported = {"until", *LENGTHS, *SAMPLING}
         samples = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
-        if samples or any(settings[key] not in NEUTRAL for key in settings.keys() - known):
+        if samples or any(settings[key] not in NEUTRAL for key in settings.keys() - supported):
             raise ConfigError(f"generation_kwargs must decode greedily, got {settings}")
         if not 0 < num_new < self.max_length:
             raise ConfigError(

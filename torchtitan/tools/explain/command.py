@@ -1,4 +1,4 @@
-"""What a run has read: the samples and documents of a step, or the steps of a document.
+"""List the samples and documents of a step of a run, or the steps of a document.
 
     torchtitan explain RUN --step 100 --text
     torchtitan explain RUN --document data/a.jsonl:17
@@ -123,8 +123,8 @@ def _step_lines(stretch: Stretch, step: int, *, data: RunData, text: bool) -> It
             yield f"  {name}: {span}"
             if text:
                 ids = data.tokens(k)[span.at : span.at + span.num_tokens].tolist()
-                shown = data.tokenizer.decode(ids)
-                yield f"    {shown[:SHOWN_CHARS]!r}{' ...' if len(shown) > SHOWN_CHARS else ''}"
+                content = data.tokenizer.decode(ids)
+                yield f"    {content[:SHOWN_CHARS]!r}{' ...' if len(content) > SHOWN_CHARS else ''}"
 
 
 def _document_lines(history: Sequence[Stretch], name: str, *, data: RunData) -> Iterator[str]:
@@ -152,7 +152,7 @@ def _parser() -> Parser:
     subject.add_argument("--step", type=int, metavar="N", help="explain the batch of this step")
     text = "find the steps of a document; FILE finds all of its documents"
     subject.add_argument("--document", metavar="FILE[:ROW]", help=text)
-    text = "cache of tokens; default: that of new jobs"
+    text = "cache of tokens; default: as for new jobs"
     add("--dataset_cache", metavar="DIR", default=DEFAULT_CACHE, help=text)
     add("--fetch", action="store_true", help="read the URLs that the run's settings name")
     add("--text", action="store_true", help="print the text of each document")

@@ -143,7 +143,7 @@ def thinned(
 def events(run: RunRecord) -> list[dict[str, object]]:
     """Return the events of a run: step, time, kind and a line of text each.
 
-    A start lists the settings that differ from those of the start before it.
+    A start lists the settings that changed since the start before it.
     """
     events_shown: list[dict[str, object]] = []
     settings: dict[str, object] | None = None
