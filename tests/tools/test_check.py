@@ -25,23 +25,18 @@ from torchtitan.job import load_config
 from torchtitan.mesh.ranks import RankInfo
 from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.check import ranks as check
-from torchtitan.tools.check.ranks import Answer, Disk
+from torchtitan.tools.check.ranks import Answer
 
 ROOT = Path(__file__).parents[2]
 FINE = Answer(
     machine="a",
     versions={"torch": "2.13", "device": "x"},
-    disk=Disk(free_gib=50.0, is_shared=True),
     data={"the tokenizer": "1", "text.txt": "2"},
 )
 
 
-APART = Disk(free_gib=50.0, is_shared=False)
-
-
-def faults_of(answers: list[Answer], *, is_shared: bool = True) -> list[str]:
-    faults = check.find_faults(answers, needed_gib=9.0, is_shared=is_shared)
-    return [fault for faults_of_check in faults.values() for fault in faults_of_check]
+def faults_of(answers: list[Answer]) -> list[str]:
+    return [fault for faults in check.find_faults(answers).values() for fault in faults]
 
 
 @pytest.mark.promise("tools")
@@ -49,21 +44,29 @@ def faults_of(answers: list[Answer], *, is_shared: bool = True) -> list[str]:
     ("planted", "said"),
     [
         ({"versions": {"torch": "2.9.1", "device": "x"}}, ("torch", "2.9.1", "2.13", "rank 2")),
-        ({"disk": "File too large"}, ("File too large",)),
-        ({"disk": Disk(free_gib=1.0, is_shared=True)}, ("9.0 GiB", "1.0 GiB")),
-        ({"disk": APART}, ("rank 0",)),
-        ({"data": {"the tokenizer": "1", "text.txt": "3"}}, ("text.txt", "1 file")),
-        ({"data": {"the tokenizer": "1"}}, ("text.txt", "1 file")),
-        ({"data": "no such file"}, ("no such file",)),
+        ({"versions": {"torch": "2.13"}}, ("device", "missing")),
+        ({"data": {"the tokenizer": "1", "text.txt": "3"}}, ("text.txt", "rank 2")),
+        ({"data": {"the tokenizer": "1"}}, ("text.txt", "missing")),
+        ({"data": None, "faults": {"data": ["no such file"]}}, ("no such file", "rank 2")),
     ],
 )
 def test_a_planted_fault_is_found(planted: dict[str, Any], said: tuple[str, ...]) -> None:
-    fine = [FINE, replace(FINE, machine="b"), replace(FINE, machine="b", disk=None, data=None)]
+    fine = [FINE, replace(FINE, machine="b"), replace(FINE, machine="b", data=None)]
     assert faults_of(fine) == []
     [fault] = faults_of([FINE, replace(FINE, machine="b"), replace(FINE, machine="c", **planted)])
     assert all(part in fault for part in (*said, "c")), fault
-    if planted.get("disk") == APART:  # as beside a store
-        assert faults_of([FINE, replace(FINE, machine="b", **planted)], is_shared=False) == []
+
+
+def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SECONDS_TO_SEE", 0.2)
+    for needed_gib, marker, said in (
+        (0.0, None, ""),
+        (0.0, "none", "rank 0"),
+        (1e9, None, "1000000000.0 GiB"),
+    ):
+        faults = check.find_disk_faults(tmp_path, needed_gib=needed_gib, marker=marker)
+        assert [said in fault for fault in faults] == [True] * bool(said)
+    assert list(tmp_path.iterdir()) == []
 
 
 Plant = Callable[[int, Path], AbstractContextManager[Any]]
@@ -119,7 +122,7 @@ def other_folder(rank: int, folder: Path) -> Iterator[None]:
         (nothing, []),
         (other_torch, ["2.9.1"]),
         (small_files, ["File too large"]),
-        (other_folder, ["rank 0", "text.txt"]),
+        (other_folder, ["file of rank 0", "text.txt"]),
     ],
 )
 def test_ranks_find_it(plant: Plant, said: list[str], ranks: RankPool, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -50,25 +50,17 @@ BYTES_PER_PARAMETER = 12
 """In a checkpoint: the weight and two moments in float32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Disk:
-    """The checkpoint folder of a machine."""
-
-    free_gib: float
-    is_shared: bool
-    """Whether the machine sees the file of rank 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Answer:
-    """The facts of a rank. Text in the place of facts is an error; None: not the first rank."""
+    """The facts of a rank, and the faults that it found by itself."""
 
     machine: str
     versions: dict[str, str]
     """Must be equal on all ranks."""
-    disk: Disk | str | None = None
-    data: dict[str, str] | str | None = None
-    """Hash of each file."""
+    data: dict[str, str] | None = None
+    """Hash of each file, which must be equal on all machines. None: not the first rank of one."""
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    """Faults of each check, on the first rank of a machine."""
 
 
 def check_job(config: Config, *, checksums: bool) -> int:
@@ -78,49 +70,53 @@ def check_job(config: Config, *, checksums: bool) -> int:
     config = resolve_model(config)
     layout = find_layout(config, world_size=launch.world_size)
     check_device(config.compile, float8=layout.float8, device_type=device_type())
-    folder = Path(config.job.dump_folder)
+    folder, needed_gib = Path(config.job.dump_folder), 0.0
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
-    needed_gib = 0.0
     if config.checkpoint.enable:
         folder /= config.checkpoint.local_folder
         needed_gib = BYTES_PER_PARAMETER * layout.counts.num_parameters / GIB
-    answer = find_facts(config, launch, folder=folder)
+    answer = find_facts(config, launch, folder=folder, needed_gib=needed_gib)
     answers: list[Answer] | None = [answer] * launch.world_size if launch.rank == 0 else None
     dist.gather_object(answer, answers)
     damage = {"checksums": find_damage(folder)} if checksums else {}
     code = 0
     if answers is not None:
-        # each machine uploads to a store from its own disk
-        is_shared = not is_url(config.checkpoint.folder)
-        faults = find_faults(answers, needed_gib=needed_gib, is_shared=is_shared) | damage
+        faults = find_faults(answers) | damage
         machines = plural(len({answer.machine for answer in answers}), "machine")
         lines = [f"{config.model.name} {config.model.flavor}, {layout.dims}: on {machines}"]
         lines += [f"  {name:<11}  {'FAULT' if faults[name] else 'ok'}" for name in faults]
         lines += [f"{name}: {fault}" for name in faults for fault in faults[name]]
-        if needed_gib:
-            lines.append(f"a checkpoint takes at most about {needed_gib:.3g} GiB in {folder}")
         sys.stdout.write("\n".join([*lines, ""]))
         code = UserError.exit_code if any(faults.values()) else 0
     return on_first_rank(lambda: code, group=dist.group.WORLD)
 
 
-def find_facts(config: Config, launch: RankInfo, *, folder: Path) -> Answer:
-    """Return the facts of this rank. `folder` has the checkpoints. Collective."""
+def find_facts(
+    config: Config, launch: RankInfo, *, folder: Path, needed_gib: float = 0.0
+) -> Answer:
+    """Return the answer of this rank. `folder` has the checkpoints, each of `needed_gib` at most.
+    Collective."""
     names = [f".check-{os.getpid()}"]
     dist.broadcast_object_list(names)
     marker = folder / names[0]
     if launch.rank == 0:
-        with suppress(OSError):  # find_disk reports it
+        with suppress(OSError):  # find_disk_faults reports it
             folder.mkdir(parents=True, exist_ok=True)
             marker.touch()
     dist.barrier()
-    is_first = launch.local_rank == 0
     answer = Answer(
         machine=f"{socket.gethostname()} (node {os.environ.get('GROUP_RANK', '0')})",
         versions=describe_versions(config, device=local_device(launch.local_rank)),
-        disk=find_disk(marker) if is_first else None,
-        data=find_data(config) if is_first else None,
     )
+    if launch.local_rank == 0:
+        # each machine uploads to a store from its own disk
+        marker_seen = None if is_url(config.checkpoint.folder) else marker.name
+        disk = find_disk_faults(folder, needed_gib=needed_gib, marker=marker_seen)
+        answer.faults["checkpoints"] = [*disk]
+        try:
+            answer.data = hash_data(config)
+        except (OSError, UserError) as error:
+            answer.faults["data"] = [str(error)]
     dist.barrier()
     with suppress(OSError):
         marker.unlink(missing_ok=True)
@@ -147,9 +143,9 @@ def describe_versions(config: Config, *, device: torch.device) -> dict[str, str]
     return facts
 
 
-def find_disk(marker: Path) -> Disk | str:
-    """Write a temporary file beside `marker`; return the free space, and whether that is there."""
-    folder = marker.parent
+def find_disk_faults(folder: Path, *, needed_gib: float, marker: str | None) -> Iterator[str]:
+    """Write a temporary file; yield the faults of the disk. `marker` is the name of a file that
+    rank 0 has written; None: the machines do not share the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
@@ -157,29 +153,32 @@ def find_disk(marker: Path) -> Disk | str:
             file.flush()
             os.fsync(file.fileno())
         deadline = time.monotonic() + SECONDS_TO_SEE
-        while marker.name not in (names := os.listdir(folder)) and time.monotonic() < deadline:
+        while marker and marker not in os.listdir(folder):
+            if time.monotonic() > deadline:
+                yield f"{folder} must be one folder for all machines, and lacks the file of rank 0"
+                break
             time.sleep(0.1)
         free_gib = shutil.disk_usage(folder).free / GIB
-        return Disk(free_gib=free_gib, is_shared=marker.name in names)
+        if free_gib < needed_gib:
+            yield (
+                f"a checkpoint takes at most about {needed_gib:.1f} GiB, and {folder} has "
+                f"{free_gib:.1f} GiB free"
+            )
     except OSError as error:
-        return f"cannot write to {folder}: {error}"
+        yield f"{folder} must be writable: {error}"
 
 
-def find_data(config: Config) -> dict[str, str] | str:
+def hash_data(config: Config) -> dict[str, str]:
     """Return the hash of each data file of the job, and of the tokenizer."""
-    try:
-        hashes = {"the tokenizer": build_tokenizer(config.model.tokenizer_path).fingerprint}
-        sources = {"training": config.training}
-        if config.validation.enable and config.validation.holdout_fraction is None:
-            sources["validation"] = validation_source(config.training, config.validation)
-        for section, source in sources.items():
-            for pattern in source.dataset_path:
-                key, cache = f"{section}.dataset_path", config.training.dataset_cache
-                files = find_files(pattern, key=key, cache=cache)
-                hashes |= {str(file): _hash(file) for file in files}
-        return hashes
-    except (OSError, UserError) as error:
-        return f"cannot read the data: {error}"
+    hashes = {"the tokenizer": build_tokenizer(config.model.tokenizer_path).fingerprint}
+    sources = {"training": config.training}
+    if config.validation.enable and config.validation.holdout_fraction is None:
+        sources["validation"] = validation_source(config.training, config.validation)
+    for section, source in sources.items():
+        for pattern in source.dataset_path:
+            key, cache = f"{section}.dataset_path", config.training.dataset_cache
+            hashes |= {str(f): _hash(f) for f in find_files(pattern, key=key, cache=cache)}
+    return hashes
 
 
 def _hash(file: Path) -> str:
@@ -191,63 +190,34 @@ def _hash(file: Path) -> str:
             digest.update(f"{size}".encode() + opened.read(HEAD))
             opened.seek(max(0, size - HEAD))
             digest.update(opened.read(HEAD))
-    return digest.hexdigest()
+    return digest.hexdigest()[:12]
 
 
-def find_faults(
-    answers: Sequence[Answer], *, needed_gib: float, is_shared: bool
-) -> dict[str, list[str]]:
-    """Return the faults of each check.
-
-    A checkpoint takes `needed_gib`. `is_shared`: all machines must see the same checkpoint folder.
-    """
-    return {
-        "versions": [*_other_versions(answers)],
-        "checkpoints": [*_bad_disks(answers, needed_gib=needed_gib, is_shared=is_shared)],
-        "data": [*_other_data(answers)],
+def find_faults(answers: Sequence[Answer]) -> dict[str, list[str]]:
+    """Return the faults of each check."""
+    ranks = {f"rank {rank}, {a.machine}": a for rank, a in enumerate(answers)}
+    faults = {
+        "versions": [*find_differences({rank: a.versions for rank, a in ranks.items()})],
+        "checkpoints": [],
+        "data": [*find_differences({r: a.data for r, a in ranks.items() if a.data is not None})],
     }
+    for rank, answer in ranks.items():
+        for name, texts in answer.faults.items():
+            faults[name] += [f"{rank}: {text}" for text in texts]
+    return faults
 
 
-def _other_versions(answers: Sequence[Answer]) -> Iterator[str]:
-    for name in {name: None for answer in answers for name in answer.versions}:
-        values = [answer.versions.get(name, "none") for answer in answers]
-        usual = Counter(values).most_common(1)[0][0]
-        for rank, value in enumerate(values):
-            if value != usual:
-                machine = answers[rank].machine
-                yield f"{name} is {usual} on most ranks, got {value} on rank {rank}, {machine}"
-
-
-def _bad_disks(answers: Sequence[Answer], *, needed_gib: float, is_shared: bool) -> Iterator[str]:
-    for answer in answers:
-        if isinstance(answer.disk, str):
-            yield f"{answer.machine} {answer.disk}"
-        elif answer.disk is not None:
-            if (free := answer.disk.free_gib) < needed_gib:
-                yield (
-                    f"a checkpoint takes at most about {needed_gib:.1f} GiB, and {free:.1f} GiB "
-                    f"are free on {answer.machine}"
-                )
-            if is_shared and not answer.disk.is_shared:
-                yield (
-                    f"all machines must share the folder, and {answer.machine} does not see the "
-                    f"file of rank 0"
-                )
-
-
-def _other_data(answers: Sequence[Answer]) -> Iterator[str]:
-    first = dict[str, str]()
-    for answer in answers:
-        if isinstance(answer.data, str):
-            yield f"{answer.machine} {answer.data}"
-        elif answer.data is not None:
-            first = first or answer.data
-            names = {**first, **answer.data}
-            if different := sorted(k for k in names if first.get(k) != answer.data.get(k)):
-                yield (
-                    f"{plural(len(different), 'file')} on {answer.machine} differ from the first "
-                    f"machine's, such as {different[0]}"
-                )
+def find_differences(facts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Yield each rank whose facts are not the most common ones."""
+    names = {name: None for own in facts.values() for name in own}
+    values = {name: [own.get(name, "missing") for own in facts.values()] for name in names}
+    usual = {name: Counter(of_ranks).most_common(1)[0][0] for name, of_ranks in values.items()}
+    for rank, own in facts.items():
+        changed = [name for name in names if own.get(name, "missing") != usual[name]]
+        for name in changed[:1]:
+            more = f", and {len(changed) - 1} more differ" if changed[1:] else ""
+            value = own.get(name, "missing")
+            yield f"{rank}: {name} is {value}, elsewhere {usual[name]}{more}"
 
 
 def find_damage(folder: Path) -> list[str]:
