@@ -3,9 +3,7 @@
     products   x W in bfloat16 for shapes of 1B to 8B models, as a share of the dense peak
     attention  causal attention of 8k tokens, forward, and forward with backward; share of the peak
     passes     adding two tensors of 256 MiB, and copying one; share of the memory bandwidth
-    copies     between pinned memory and the device, in both directions; share of the link bandwidth
     launch     seconds that the host needs to launch an operator
-    on_host    bytes/s of fused AdamW in the host's memory
 
 Each share has the smallest and the largest value. Links between GPUs are not measured.
 """
@@ -24,20 +22,20 @@ import torch.nn.functional as F
 
 from torchtitan.base.device import device_name
 from torchtitan.base.errors import ConfigError
-from torchtitan.tools.plan.devices import DEVICES, Constants, Device, Share, device_named
+from torchtitan.tools.plan.devices import DEVICES, Device, Share, device_named
 
 SHAPES = ((8192, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
 """Rows, input width and output width."""
 TOKENS, HEADS, HEAD_DIM = 8192, 32, 128
 NUMEL = 2**27
 """Elements of a pass: 256 MiB of bfloat16."""
-OPTIMIZED, OPERATORS = 2**24, 1000
+OPERATORS = 1000
 SHRUNK = 64
 """Divides the toy's sizes."""
 TIMES = 10
 
 
-def write_constants(file: Path, *, device: torch.device, is_toy: bool) -> Constants:
+def write_constants(file: Path, *, device: torch.device, is_toy: bool) -> dict[str, object]:
     """Measure, and write the file.
 
     Args:
@@ -51,18 +49,16 @@ def write_constants(file: Path, *, device: torch.device, is_toy: bool) -> Consta
     if known is None:
         raise ConfigError(f"--calibrate needs one of {', '.join(DEVICES)}, got {product}")
     shrunk = SHRUNK if is_toy else 1
-    found = Constants(
-        product=product,
-        memory=torch.cuda.mem_get_info()[1] if device.type == "cuda" else known.memory,
-        products=_products(known, device, shrunk=shrunk),
-        attention=_attention(known, device, shrunk=shrunk),
-        passes=_passes(known, device, shrunk=shrunk),
-        copies=_copies(known, device, shrunk=shrunk),
-        launch=_launch(device),
-        on_host=_on_host(shrunk=shrunk),
-    )
+    found: dict[str, object] = {
+        "product": product,
+        "memory": torch.cuda.mem_get_info()[1] if device.type == "cuda" else known.memory,
+        "products": asdict(_products(known, device, shrunk=shrunk)),
+        "attention": asdict(_attention(known, device, shrunk=shrunk)),
+        "passes": asdict(_passes(known, device, shrunk=shrunk)),
+        "launch": asdict(_launch(device)),
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
 
 
@@ -138,27 +134,3 @@ def _launch(device: torch.device) -> Share:
         times.append((time.perf_counter() - started) / OPERATORS)
         _wait(device)
     return Share(worst=max(times[2:]), best=min(times))
-
-
-def _on_host(*, shrunk: int) -> Share:
-    weight = torch.zeros(OPTIMIZED // shrunk, requires_grad=True)
-    weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    moved = 7 * weight.nbytes  # reads the gradient; reads and writes the weight and both moments
-    reached = []
-    threads = torch.get_num_threads()
-    for num in {1, threads}:
-        torch.set_num_threads(num)
-        reached.append(moved / _seconds(optimizer.step, torch.device("cpu")))
-    torch.set_num_threads(threads)
-    return _share(reached)
-
-
-def _copies(known: Device, device: torch.device, *, shrunk: int) -> Share:
-    pinned = torch.zeros(NUMEL // shrunk, pin_memory=device.type == "cuda")
-    on_device = torch.zeros(NUMEL // shrunk, device=device)
-    reached = [
-        pinned.nbytes / _seconds(lambda: on_device.copy_(pinned), device),
-        pinned.nbytes / _seconds(lambda: pinned.copy_(on_device), device),
-    ]
-    return _share([each / known.to_host for each in reached])

@@ -30,7 +30,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,7 +199,7 @@ def measure(args: argparse.Namespace) -> Report:
     device = local_device(0)
     about = {"device": device_name(device), "torch": torch.__version__}
     if args.calibrate is not None:
-        found = asdict(write_constants(args.calibrate, device=device, is_toy=args.toy))
+        found = write_constants(args.calibrate, device=device, is_toy=args.toy)
         notes = [f"{name}: {value}" for name, value in found.items()]
         return Report(about=about, comparisons=[], notes=notes, more=found)
     about["sizes"] = "toy" if args.toy else "real"

@@ -12,8 +12,7 @@ from torch.torch_version import TorchVersion
 
 from tests.tools.plan.jobs import planned, recorded
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.tools.plan.links import axes_of
-from torchtitan.tools.plan.traffic import Row, count_traffic
+from torchtitan.tools.plan.traffic import Row, axes_of, count_traffic
 
 pytestmark = pytest.mark.slow
 

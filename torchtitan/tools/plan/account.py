@@ -8,7 +8,7 @@ before the next block starts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -20,18 +20,6 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storages:
-    """Storages of one operator of one module that live at the peak, over all blocks."""
-
-    purpose: Purpose
-    operator: str
-    module: str
-    count: int
-    size: int
-    """Bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Account:
     """Memory of one rank's device in one step, in bytes."""
 
@@ -39,14 +27,12 @@ class Account:
     """Peak of the allocator's used blocks: `memory_peak_gib` in the log."""
     reserved: int
     """Memory that the allocator has taken from the device by the end of the step."""
-    by_purpose: Mapping[Purpose, int]
-    """Live bytes at the peak."""
     peak: Entry
     """The birth at the peak."""
     piece: Piece
     """Phase and block of the peak."""
-    storages: Sequence[Storages]
-    """The live storages at the peak by operator, largest first."""
+    live: Sequence[tuple[Purpose, Entry]]
+    """Births of the storages that live at the peak."""
     on_host: int
     """Peak of offloaded storages in the host's memory."""
 
@@ -55,12 +41,20 @@ class Account:
         """Bytes that the device must have, with an allowance for unmodelled memory."""
         return self.reserved + ALLOWANCE
 
+    @property
+    def by_purpose(self) -> Counter[Purpose]:
+        """Live bytes at the peak."""
+        sizes: Counter[Purpose] = Counter()
+        for purpose, entry in self.live:
+            sizes[purpose] += entry.size
+        return sizes
+
 
 def replay(record: Record) -> Account:
     """Replay a record through the allocator."""
     entries, purposes = record.entries, classify(record)
     allocator, addresses = Allocator(), {}
-    live = peak = on_host = host_peak = active_peak = 0
+    size = peak = on_host = host_peak = active_peak = 0
     peak_index = -1
     for index, entry in enumerate(entries):
         if entry.event not in ("birth", "death"):
@@ -71,25 +65,26 @@ def replay(record: Record) -> Account:
             on_host += change
             host_peak = max(host_peak, on_host)
             continue
-        live += change
+        size += change
         if is_birth:
             addresses[index] = allocator.take(entry.size, stream=entry.pool)
         else:
             allocator.give(addresses.pop(entry.born))
         active_peak = max(active_peak, allocator.active)
-        if live > peak:
-            peak, peak_index = live, index
-    storages = _live_storages(entries, purposes, index=peak_index)
-    by_purpose: Counter[Purpose] = Counter()
-    for group in storages:
-        by_purpose[group.purpose] += group.size
+        if size > peak:
+            peak, peak_index = size, index
+    live = {}
+    for index, entry in enumerate(entries[: peak_index + 1]):
+        if entry.event == "birth" and entry.pool != "host":
+            live[index] = purposes[index], entry
+        elif entry.event == "death":
+            live.pop(entry.born, None)
     return Account(
         active=active_peak,
         reserved=allocator.reserved,
-        by_purpose=dict(by_purpose.most_common()),
         peak=entries[peak_index],
         piece=next(p for p, end in record.bounds() if p.start <= peak_index < end),
-        storages=storages,
+        live=list(live.values()),
         on_host=host_peak,
     )
 
@@ -119,25 +114,3 @@ def classify(record: Record) -> list[Purpose]:
         elif entries[born].where[1].startswith("output"):
             purposes[born] = "logits"
     return purposes
-
-
-def _live_storages(
-    entries: Sequence[Entry], purposes: Sequence[Purpose], *, index: int
-) -> list[Storages]:
-    """Return the storages that live after an entry, by operator."""
-    live = {}
-    for number, entry in enumerate(entries[: index + 1]):
-        if entry.event == "birth" and entry.pool != "host":
-            live[number] = entry
-        elif entry.event == "death":
-            live.pop(entry.born, None)
-    sizes: Counter[tuple[Purpose, str, str]] = Counter()
-    counts: Counter[tuple[Purpose, str, str]] = Counter()
-    for number, entry in live.items():
-        key = purposes[number], entry.where[0], entry.where[1]
-        sizes[key] += entry.size
-        counts[key] += 1
-    return [
-        Storages(purpose=key[0], operator=key[1], module=key[2], count=counts[key], size=size)
-        for key, size in sizes.most_common()
-    ]

@@ -4,7 +4,7 @@ A plan gives bounds. Each resource has a share of its peak that good kernels and
 on large sizes, and a share for the worst case.
 
 Sources: NVIDIA's data sheets of A100, H100, H200, B200 and L40S, AMD's of MI300X (memory,
-bandwidth, links, PCI Express; links in one direction); matrix peaks are those of `base/peaks.py`.
+bandwidth, links in one direction); matrix peaks are those of `base/peaks.py`.
 Memory is the size that the driver reports, slightly below the data sheet. Networks have the usual
 adapter of 200 or 400 Gbit/s per GPU.
 Shares: those of matrix products are fitted on nine measured jobs, three on A100, four on H100
@@ -15,10 +15,7 @@ H100; L40S and MI300X were not compared with jobs. Flash attention 2 reaches 42 
 were measured on an H100; the paper, arXiv:2307.08691, gives 50 to 73 % on A100, and
 FlashAttention-3's, arXiv:2407.08608, 35 % forward on H100), memory-bound kernels 70 to 87 % of the
 bandwidth (84 to 87 % were measured on large tensors), collectives 50 to 85 % of their links (NCCL's
-tests call it bus bandwidth), and so do copies between a device and page-locked memory. A launch
-takes 6.2 to 6.4 us on an H100 without other ranks. An optimizer on the host reads and writes at the
-speed of one core (10 GB/s) to a GPU's part of its machine's memory bandwidth (twice eight channels
-of DDR5-4800 are 614 GB/s, for eight GPUs). Both are estimates.
+tests call it bus bandwidth). A launch takes 6.2 to 6.4 us on an H100 without other ranks.
 """
 
 from __future__ import annotations
@@ -57,83 +54,50 @@ class Device:
     """Rate to GPUs of the same machine, one direction, bytes/s."""
     network: float
     """Rate to other machines, one direction, bytes/s per GPU."""
-    to_host: float
-    """Rate to and from the host's memory, each direction, bytes/s."""
     products: Share = Share(worst=0.6, best=0.85)
     attention: Share = Share(worst=0.42, best=0.58)
     passes: Share = Share(worst=0.7, best=0.87)
     links: Share = Share(worst=0.5, best=0.85)
-    copies: Share = Share(worst=0.5, best=0.85)
-    """Shares of `to_host`."""
     latency: Share = Share(worst=30e-6, best=8e-6)
     """Latency of a collective or send, seconds."""
     launch: Share = Share(worst=10e-6, best=6e-6)
     """Time of the host per operator, seconds."""
-    on_host: Share = Share(worst=10e9, best=75e9)
-    """Bytes/s that an optimizer on the host reads and writes, per GPU."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Constants:
-    """Measurements of a device, in the units of `Device`."""
-
-    product: str
-    """The name that its driver gives."""
-    memory: int
-    products: Share
-    attention: Share
-    passes: Share
-    copies: Share
-    launch: Share
-    on_host: Share
-
-
-OF_A100 = Share(worst=0.66, best=0.82)
-OF_H100 = Share(worst=0.54, best=0.7)
-LIMITED = Share(worst=0.41, best=0.54)
+A100_PRODUCTS = Share(worst=0.66, best=0.82)
+H100_PRODUCTS = Share(worst=0.54, best=0.7)
+LIMITED_PRODUCTS = Share(worst=0.41, best=0.54)
 """Shares in matrix products; the last of an H100 at 500 W of 700."""
 
 
 def _device(
-    name: str,
-    *,
-    gib: float,
-    bandwidth: float,
-    link: float,
-    network: float,
-    to_host: float,
-    products: Share = Device.products,
-) -> tuple[str, Device]:
-    """`bandwidth` in TB/s, `link`, `network` and `to_host` in GB/s."""
-    return name, Device(
+    name: str, gib: float, bandwidth: float, link: float, network: float, products: Share
+) -> Device:
+    """`bandwidth` in TB/s, `link` and `network` in GB/s."""
+    return Device(
         name=name,
         memory=round(gib * GIB),
         flops=GPU_PEAKS[name.partition("-")[0]].bf16 * 1e12,
         bandwidth=bandwidth * 1e12,
         link=link * 1e9,
         network=network * 1e9,
-        to_host=to_host * 1e9,
         products=products,
     )
 
 
-_H100 = {"link": 450, "network": 50, "to_host": 64}
-DEVICES: Mapping[str, Device] = dict(
-    (
-        _device(
-            "A100", gib=79.1, bandwidth=2.039, link=300, network=25, to_host=32, products=OF_A100
-        ),
-        _device("H100", gib=79.1, bandwidth=3.35, products=OF_H100, **_H100),
-        _device("H100-500W", gib=94.5, bandwidth=2.4, products=LIMITED, **_H100),
-        _device("H200", gib=139.8, bandwidth=4.8, products=OF_H100, **_H100),
-        _device(
-            "B200", gib=178.3, bandwidth=7.7, link=900, network=50, to_host=64, products=OF_H100
-        ),
-        _device("L40S", gib=44.3, bandwidth=0.864, link=32, network=25, to_host=32),
-        _device("MI300X", gib=191.9, bandwidth=5.3, link=448, network=50, to_host=64),
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        _device("A100", 79.1, 2.039, 300, 25, A100_PRODUCTS),
+        _device("H100", 79.1, 3.35, 450, 50, H100_PRODUCTS),
+        _device("H100-500W", 94.5, 2.4, 450, 50, LIMITED_PRODUCTS),
+        _device("H200", 139.8, 4.8, 450, 50, H100_PRODUCTS),
+        _device("B200", 178.3, 7.7, 900, 50, H100_PRODUCTS),
+        _device("L40S", 44.3, 0.864, 32, 25, Device.products),
+        _device("MI300X", 191.9, 5.3, 448, 50, Device.products),
     )
-)
-MEASURED = ("products", "attention", "passes", "copies", "launch", "on_host")
+}
+MEASURED = ("products", "attention", "passes", "launch")
 """Shares that a calibration measures."""
 ALLOWANCE = 2 * GIB
 """Memory of a device that torch does not allocate: the CUDA context and its libraries (about 0.5

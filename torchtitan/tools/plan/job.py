@@ -30,9 +30,10 @@ from torchtitan.parallel.pipeline.schedules import (
 )
 from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.plan.devices import Device
-from torchtitan.tools.plan.links import OVERLAPPED
 from torchtitan.tools.plan.tape import Entry, Phase
 
+OVERLAPPED = frozenset({"fsdp", "efsdp", "dp_replicate"})
+"""Axes whose collectives overlap with computation. Computation waits for those of other axes."""
 FEW = 4
 """Pipelines of at most this number of ranks are planned with all of them."""
 HELD: Mapping[Kind, int] = {

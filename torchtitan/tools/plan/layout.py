@@ -1,6 +1,6 @@
 """The command `layout`: the best degrees for a number of ranks, and the job's file for them.
 
-Formulas rank all layouts (`formulas.py`). The best are rehearsed, as by `memory` and `step`, and
+Formulas rank all layouts (`candidates.py`). The best are rehearsed, as by `memory` and `step`, and
 those that fit are sorted by their rehearsed time. All figures that are shown come from it.
 """
 
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.pool import Pool
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
@@ -19,8 +18,7 @@ from torchtitan.base.log import plural
 from torchtitan.config.settings import to_toml
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.allocator import GIB
-from torchtitan.tools.plan.candidates import Candidate, Recompute, place_again
-from torchtitan.tools.plan.formulas import Measured, between, measure, rank_candidates
+from torchtitan.tools.plan.candidates import RECOMPUTES, Candidate, measure, rank_candidates
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.ranks import open_pool, rehearse_rank
 from torchtitan.tools.plan.step import StepTime, time_step
@@ -29,10 +27,6 @@ SHOWN, REHEARSED, MOST = 3, 4, 16
 """Number of layouts to show, the number rehearsed at a time until one fits, and the most."""
 SLOW = 1.3
 """Layouts that take this many times as long as the fastest are not shown."""
-MEASURED: tuple[Recompute, ...] = ("none", "op", "full")
-"""Ways of recomputation that are rehearsed on one device."""
-SKIPPING: tuple[Recompute, ...] = ("2", "4")
-"""Those that recompute every second or fourth block, between the first and the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +78,11 @@ def search_layouts(
     )
     rows, stop = list[Row](), None
     with open_pool(REHEARSED) as pool:
-        measured = _measure_all(planned, pool)
+        costs = pool.map(partial(measure, planned), RECOMPUTES, chunksize=1)
         sys.stderr.write("ranking all layouts by formulas\n")
-        ranked = rank_candidates(planned, samples=samples, measured=measured)
+        ranked = rank_candidates(
+            planned, samples=samples, measured=dict(zip(RECOMPUTES, costs, strict=True))
+        )
         yield f"{plural(len(ranked), 'layout')} fit by the formulas\n"
         try:
             for start in range(0, min(MOST, len(ranked)), REHEARSED):
@@ -95,7 +91,7 @@ def search_layouts(
                     rows += [row] if row is not None else []
                 if rows:
                     break
-        except SystemExit as error:  # a signal
+        except KeyboardInterrupt as error:
             if not rows:
                 raise
             stop = error
@@ -121,19 +117,10 @@ def search_layouts(
         raise stop
 
 
-def _measure_all(planned: Planned, pool: Pool) -> Mapping[Recompute, Measured]:
-    """Return the cost of the model with each way of recomputation."""
-    results = pool.map(partial(measure, planned), MEASURED, chunksize=1)
-    costs = dict(zip(MEASURED, results, strict=True))
-    for setting in SKIPPING:
-        costs[setting] = between(costs["none"], costs["full"], share=1 / int(setting))
-    return costs
-
-
 def _rehearse(planned: Planned, candidate: Candidate) -> Row | None:
     """Return the memory and time of a layout, or None if the rules forbid it or it does not fit."""
     try:
-        job = place_again(planned, candidate)
+        job = candidate.place(planned)
     except ConfigError:
         return None
     ranks, pipeline = job.first_ranks(), job.layout.pipeline

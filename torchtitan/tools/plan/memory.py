@@ -16,7 +16,7 @@ from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.layout import search_layouts
 from torchtitan.tools.plan.ranks import rehearse_ranks
-from torchtitan.tools.plan.tape import Purpose, Record
+from torchtitan.tools.plan.tape import Record
 
 NUM_STORAGES = 8
 STEP_COUNT_BYTES = 4
@@ -55,12 +55,7 @@ def staged(planned: Planned, record: Record) -> int:
     settings = planned.config.checkpoint
     if not settings.enable or settings.async_mode == "disabled":
         return 0
-    entries = [
-        entry
-        for piece, end in record.bounds()
-        if piece.phase == "state"
-        for entry in record.entries[piece.start : end]
-    ]
+    entries = record.of_phase("state")
     counts = {entry.size for entry in entries if entry.size <= STEP_COUNT_BYTES}
     return sum(counts) + sum(
         1 << (entry.size - 1).bit_length()
@@ -74,15 +69,11 @@ def staged(planned: Planned, record: Record) -> int:
 def checkpoint_bytes(planned: Planned, records: Sequence[Record]) -> int:
     """Return the bytes of a full checkpoint: the weights, and the optimizer's state in proportion
     to the weights of the planned ranks."""
-    sizes: Counter[Purpose] = Counter()
-    for record in records:
-        for piece, end in record.bounds():
-            if piece.phase == "state":
-                for entry in record.entries[piece.start : end]:
-                    sizes[entry.purpose] += entry.size
+    entries = [entry for record in records for entry in record.of_phase("state")]
+    weights = sum(entry.size for entry in entries if entry.purpose == "weights")
     itemsize = getattr(torch, planned.config.training.dtype).itemsize
-    weights = planned.layout.counts.num_parameters * itemsize
-    return round(weights * sizes.total() / sizes["weights"])
+    total = planned.layout.counts.num_parameters * itemsize
+    return round(total * sum(entry.size for entry in entries) / weights)
 
 
 def _checkpoint(planned: Planned, records: Sequence[Record]) -> str:
@@ -95,12 +86,12 @@ def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int])
     """Return the memory by kind, with a column per pipeline rank."""
     ranks = planned.pipeline_ranks
     names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in ranks]
+    sizes = [account.by_purpose for account in accounts]
     rows: list[tuple[str, list[int]]] = [
-        (purpose, [account.by_purpose.get(purpose, 0) for account in accounts])
-        for purpose in PURPOSES
+        (purpose, [size[purpose] for size in sizes]) for purpose in PURPOSES
     ]
     rows = [row for row in rows if any(row[1])]
-    rows.append(("live at the peak", [sum(account.by_purpose.values()) for account in accounts]))
+    rows.append(("live at the peak", [size.total() for size in sizes]))
     rows.append(("active (rounded up)", [account.active for account in accounts]))
     rows.append(("reserved by torch", [account.reserved for account in accounts]))
     rows.append(("not modelled (allowance)", [ALLOWANCE] * len(accounts)))
@@ -141,11 +132,14 @@ def _peak(rank: int, account: Account) -> str:
         + (f" of {module}" if module else "")
         + ". The largest storages are:"
     ]
-    lines += [
-        f"  {_size(group.size):>12}  {group.count:>5} x  {group.purpose:<17} "
-        f"{group.operator} {group.module}".rstrip()
-        for group in account.storages[:NUM_STORAGES]
-    ]
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for purpose, entry in account.live:
+        name = f"{purpose:<17} {entry.where[0]} {entry.where[1]}".rstrip()
+        sizes[name] += entry.size
+        counts[name] += 1
+    for name, size in sizes.most_common(NUM_STORAGES):
+        lines.append(f"  {_size(size):>12}  {counts[name]:>5} x  {name}")
     return "\n".join(lines)
 
 

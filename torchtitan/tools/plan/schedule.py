@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.pipeline.schedules import (
@@ -24,7 +24,6 @@ from torchtitan.parallel.pipeline.schedules import (
     compute_table,
 )
 
-UNIT = "times a forward of one stage"
 LEGEND = (
     "F forward, B backward, I and W its halves for inputs and weights, then the microbatch;\n"
     "small letters: a later stage of the rank; dots: idle"
@@ -169,34 +168,32 @@ def _requirements(action: Action, *, num_stages: int) -> list[tuple[Action, ...]
 
 
 def plan_schedule(arguments: argparse.Namespace) -> str:
-    """Return the timeline of a schedule and its figures as text."""
+    """Return the timeline of a schedule, its bubble and its activations as text."""
     table, title = _table(arguments)
     timeline = simulate(table, costs=_costs(arguments))
-    peak = max(timeline.peak_in_shares(rank) for rank in range(len(timeline.rows)))
-    headline = f"{title}: bubble {timeline.total_bubble:.1%}, peak activations {peak:g}"
+    peaks = [timeline.peak_in_shares(rank) for rank in range(len(timeline.rows))]
     # the shortest action has one slot
     shortest = min(span.end - span.start for row in timeline.rows for span in row)
     num_slots = min(2000, round(timeline.makespan / shortest))
     width = shutil.get_terminal_size((100, 24)).columns
-    drawn = draw(timeline, num_slots=num_slots, width=width)
-    return "\n\n".join([headline, drawn, _figures(timeline), LEGEND]) + "\n"
+    parts = [
+        f"{title}: bubble {timeline.total_bubble:.2%} (idle / computing), "
+        f"{timeline.makespan:.5g} times a forward of one stage",
+        "peak activations, in microbatches of all layers of a rank: "
+        + " ".join(f"{peak:g}" for peak in peaks),
+        draw(timeline, num_slots=num_slots, width=width),
+        LEGEND,
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
-    values = {
-        name: value
-        for name in ("forward", "backward_input", "backward_weight", "transfer")
-        if (value := getattr(arguments, name)) is not None
-    }
-    mistakes = [
-        f"--{name} must be a finite number above 0, got {value:g}"
-        for name, value in values.items()
-        if not (0.0 < value < float("inf") or (name == "transfer" and value == 0.0))
-    ]
-    if mistakes:
-        raise ConfigError(mistakes)
-    halves = Costs(**values)
-    return replace(halves, backward=halves.backward_input + halves.backward_weight)
+    names = ("forward", "backward_input", "backward_weight", "transfer")
+    values = {name: getattr(arguments, name) for name in names}
+    for name, value in values.items():
+        if not (0.0 < value < float("inf") or (name == "transfer" and value == 0.0)):
+            raise ConfigError(f"--{name} must be a finite number above 0, got {value:g}")
+    return Costs(**values, backward=values["backward_input"] + values["backward_weight"])
 
 
 def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
@@ -211,22 +208,6 @@ def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
         raise ConfigError(f"--stages must be a multiple of --pp, got {stages} and {pp}")
     table = compute_table(name, pp=pp, stages_per_rank=stages // pp, num_microbatches=num)
     return table, f"{name}, {pp} ranks, {stages} stages, {num} microbatches"
-
-
-def _figures(timeline: Timeline) -> str:
-    """Return a line per rank, and one for the pipeline."""
-    lines = ["rank  computes     idle   bubble  peak activations: of a stage  of a rank's layers"]
-    for rank in range(len(timeline.rows)):
-        busy, bubble = timeline.busy(rank), timeline.bubble(rank)
-        lines.append(
-            f"{rank:>4}  {busy:>8.5g} {timeline.makespan - busy:>8.5g} {bubble:>8.2%}"
-            f"{timeline.peak(rank):>28}  {timeline.peak_in_shares(rank):>18g}"
-        )
-    lines.append(
-        f"in all {timeline.makespan:.5g} {UNIT}; bubble {timeline.total_bubble:.2%} (idle / "
-        "computes)"
-    )
-    return "\n".join(lines)
 
 
 def draw(timeline: Timeline, *, num_slots: int, width: int) -> str:

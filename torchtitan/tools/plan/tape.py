@@ -32,7 +32,6 @@ from torchtitan.tools.plan.passes import (
     find_leaves,
     find_tensors,
     is_pass,
-    written,
 )
 
 Purpose = Literal[
@@ -64,16 +63,15 @@ WORLD = "world"
 class Entry(NamedTuple):
     """An event of the tape. Names of modules are relative to their block."""
 
-    event: Literal["birth", "death", "message", "product", "pass", "copy"]
-    """A pass is an operator that is bound by memory. A copy moves data between device and host."""
+    event: Literal["birth", "death", "message", "product", "pass"]
+    """A pass is an operator that is bound by memory."""
     size: int
     """Bytes, or floating-point operations of a product."""
     where: tuple[str, ...]
     """Birth, pass: operator, module. Message: axis, collective, module. Product: operator, module,
-    shapes of the factors. Copy: "to device" or "to host", module."""
+    shapes of the factors."""
     purpose: Purpose = "temporaries"
     pool: Pool = "compute"
-    """For a pass: "host" if the host computes it."""
     born: int = -1
     """For a death: index of the birth."""
 
@@ -98,6 +96,11 @@ class Record:
         """Yield each piece and the index of its end."""
         ends = [piece.start for piece in self.pieces[1:]] + [len(self.entries)]
         yield from zip(self.pieces, ends, strict=True)
+
+    def of_phase(self, phase: Phase) -> list[Entry]:
+        """Return the entries of a phase."""
+        pieces = ((p.start, end) for p, end in self.bounds() if p.phase == phase)
+        return [entry for start, end in pieces for entry in self.entries[start:end]]
 
 
 class Tape(DispatchMode):
@@ -125,8 +128,6 @@ class Tape(DispatchMode):
         self._axes = axes
         self._live: dict[int, tuple[int, int]] = {}
         """Size and birth of each storage."""
-        self._on_host: set[int] = set()
-        """Offloaded storages. The simulated device is a CPU, so no operator moves them."""
         self._modules: list[str] = [""]
         self._block_of: dict[nn.Module, int] = {}
         self._backward = -1
@@ -152,8 +153,6 @@ class Tape(DispatchMode):
             self.name(tensor, purpose=purpose, pool=pool)
         else:
             self.bear(storage, Entry("birth", storage.nbytes(), ("state", ""), purpose, pool))
-        if pool == "host":
-            self._on_host.add(storage._cdata)
 
     def name(self, tensor: Tensor, *, purpose: Purpose, pool: Pool | None = None) -> None:
         """Set the purpose, and the stream, of a live storage after its birth."""
@@ -233,8 +232,6 @@ class Tape(DispatchMode):
             if storage._cdata not in self._live:
                 where = (name, self._modules[-1])
                 self.bear(storage, Entry("birth", storage.nbytes(), where, purpose, self.pool))
-        if self._on_host and self.record.pieces[-1].phase != "update":
-            self._note_copies(func, args, kwargs, out)
         if is_message:
             if "wait_tensor" not in name and "wrap_tensor" not in name:
                 self._note_message(name, args, out)
@@ -243,28 +240,7 @@ class Tape(DispatchMode):
         ):
             self._note_product(func, args, kwargs, out)
         elif is_pass(func) and (size := count_bytes(func, args, kwargs, out)):
-            pool: Pool = "host" if self._of_host(written(func, args, kwargs)) else "compute"
-            self._append(Entry("pass", size, (name, self._modules[-1]), pool=pool))
-
-    def _note_copies(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record copies of offloaded tensors that a GPU would need. FSDP splits the gradients of a
-        reduction, and copies each to the host."""
-        if func is torch.ops.aten.as_strided.default:
-            is_reduced = self.is_sharding and self.purpose != "gathered weights"
-            if is_reduced and self.record.pieces[-1].phase != "forward":
-                self._on_host.add(out.untyped_storage()._cdata)
-                self._append(Entry("copy", out.nbytes, ("to host", self._modules[-1])))
-        elif is_pass(func) or func.namespace == "fsdp":
-            if self._of_host(written(func, args, kwargs)):
-                return  # the host accumulates gradients
-            for tensor in self._of_host((args, kwargs)):
-                self._append(Entry("copy", tensor.nbytes, ("to device", self._modules[-1])))
-
-    def _of_host(self, tree: Any) -> list[Tensor]:
-        """Return the tensors in the host's memory."""
-        if not self._on_host:
-            return []
-        return [t for t in find_tensors(tree) if t.untyped_storage()._cdata in self._on_host]
+            self._append(Entry("pass", size, (name, self._modules[-1])))
 
     def _note_message(self, name: str, args: Any, out: Any) -> None:
         boxes = [x for x in find_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
@@ -317,7 +293,6 @@ class Tape(DispatchMode):
     def _drop(self, key: int) -> None:
         self._die(key)
         del self._live[key]
-        self._on_host.discard(key)
 
     def _die(self, key: int) -> None:
         size, birth = self._live[key]

@@ -1,36 +1,119 @@
-"""The command `traffic`: bytes that a rank sends in a step, counted, with formulas to compare.
+"""The command `traffic`, and the links between ranks: bytes and time of each collective.
 
-These formulas are used in papers. For P parameters of the rank's stage (1/tp of the sharded ones),
-b bytes per gathered and r per reduced element, and m microbatches:
+Ranks are numbered as in `mesh/dims.py` and fill one machine after another. If the ranks of an axis
+are on several machines, a collective moves the data of each machine through the adapters of its
+ranks, all at once, and within machines over the fast links.
 
-    fsdp, gathers         b P for forward, and b P for backward without the weights that are kept
-    fsdp, reductions      r P per microbatch; with a pipeline once for all microbatches
-    dp_replicate          r P / fsdp, once
-    tp, a block           2 gathers and 2 reductions of the stream in forward, 2 each in backward
-    cp                    the keys and values of each layer, to each rank, in forward and backward
-    pp                    the stream of each microbatch, and its gradient
-    ep                    K rows of the stream per token, 2 ways in forward and 2 in backward
-
-Sizes are those of unsharded tensors, as in a collective's argument or result. `on node` and `off
-node` are the bytes that a rank sends for it (`links.py`).
+A ring moves, per rank, for an unsharded tensor of S bytes over n ranks: all-gather and
+reduce-scatter S (n-1)/n, all-reduce twice that, all-to-all the same share of a rank's tensor. Sizes
+are those of unsharded tensors, as in a collective's argument or result. Closed formulas of the
+counts are in docs/plan.md.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+from torchtitan.mesh.dims import ParallelDims
 from torchtitan.tools.plan.allocator import GIB
+from torchtitan.tools.plan.devices import Device, Share
 from torchtitan.tools.plan.job import Planned
-from torchtitan.tools.plan.links import Collective, axes_of, collective
 from torchtitan.tools.plan.ranks import rehearse_ranks
 from torchtitan.tools.plan.tape import Record
 
+Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "receive"]
+
+
+NAMES: Mapping[str, Collective] = {
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "send": "send",
+    "recv": "receive",
+}
+
+
+def collective(operator: str) -> Collective:
+    """Return the collective of one of torch's operators."""
+    words = operator.replace("_", "")
+    for name, link in NAMES.items():
+        if words.startswith(name):
+            return link
+    raise AssertionError(f"unknown collective {operator}")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Axis:
+    """The ranks of one axis of the mesh."""
+
+    name: str
+    degree: int
+    on_node: int
+    """Number of them on one machine."""
+
+    @property
+    def leaves_node(self) -> bool:
+        """Whether the ranks are on several machines."""
+        return self.on_node < self.degree
+
+    def moved(self, operation: Collective, size: int) -> tuple[float, float]:
+        """Return the bytes that a rank sends within its machine, and to other machines.
+
+        `size` is that of the unsharded tensor in bytes, or of the sent one.
+        """
+        if operation == "receive":  # the sender counts it
+            return 0.0, 0.0
+        if operation == "send":
+            return (0.0, float(size)) if self.leaves_node else (float(size), 0.0)
+        total = (2.0 if operation == "all-reduce" else 1.0) * size
+        if operation == "all-to-all":
+            near, far = self.on_node - 1, self.degree - self.on_node
+            return total * near / self.degree, total * far / self.degree
+        num_nodes = self.degree / self.on_node
+        inside = total * (self.on_node - 1) / self.on_node
+        return inside, total * (num_nodes - 1) / num_nodes / self.on_node
+
+    def seconds(self, operation: Collective, size: int, *, device: Device) -> Share:
+        """Return the time of a collective, at worst and at best."""
+        inside, off = self.moved(operation, size)
+        if not inside and not off:
+            return Share(worst=0.0, best=0.0)
+        ideal = max(inside / device.link, off / device.network)
+        return Share(
+            worst=ideal / device.links.worst + device.latency.worst,
+            best=ideal / device.links.best + device.latency.best,
+        )
+
+
+def axes_of(dims: ParallelDims, *, gpus_per_node: int) -> Mapping[str, Axis]:
+    """Return the axes by name, from the distance between their ranks."""
+    strides = {
+        "tp": (1, dims.tp),
+        "cp": (dims.tp, dims.cp),
+        "fsdp": (dims.tp, dims.fsdp),
+        "dp_replicate": (dims.tp * dims.fsdp, dims.dp_replicate),
+        "pp": (dims.world_size // dims.pp, dims.pp),
+        "ep": (1, dims.ep),
+        "efsdp": (dims.ep, dims.efsdp),
+        "dp": (dims.cp * dims.tp, dims.dp),
+        "world": (1, dims.world_size),
+    }
+    return {
+        name: Axis(
+            name=name,
+            degree=degree,
+            on_node=max(1, min(degree, gpus_per_node // stride)),
+        )
+        for name, (stride, degree) in strides.items()
+    }
+
+
+class Row(NamedTuple):
     """Collectives of one kind over one axis, per rank and step."""
 
     axis: str
@@ -60,28 +143,20 @@ def count_traffic(planned: Planned, record: Record, *, by_module: bool) -> list[
             for index, value in enumerate((1, entry.size, *moved)):
                 row[index] += times * value
     return [
-        Row(
-            axis=key[0],
-            collective=key[1],
-            module=key[2],
-            calls=row[0],
-            size=row[1],
-            on_node=row[2],
-            off_node=row[3],
-        )
-        for key, row in sorted(sums.items())
+        Row(axis, collective, module, *row)
+        for (axis, collective, module), row in sorted(sums.items())
     ]
 
 
-def plan_traffic(planned: Planned, arguments: argparse.Namespace) -> str:
-    """Return the table of each pipeline rank's traffic."""
+def plan_traffic(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the table of each pipeline rank's traffic."""
     parts = [planned.headline()]
     records = rehearse_ranks(planned, validates=False)
     for number, record in zip(planned.pipeline_ranks, records, strict=True):
         rows = count_traffic(planned, record, by_module=arguments.by_module)
         title = f"pipeline rank {number}, " if len(records) > 1 else ""
         parts.append(f"{title}GiB of a rank in a step\n{_table(rows)}")
-    return "\n\n".join(parts) + "\n"
+    yield "\n\n".join(parts) + "\n"
 
 
 def _table(rows: Sequence[Row]) -> str:
