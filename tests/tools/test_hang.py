@@ -170,7 +170,8 @@ def test_records_of_nccl_and_gloo_are_read_together(tmp_path: Path) -> None:
     stuck = nccl(2, operator="_allgather_base")
     write_record(tmp_path / "rank_0", [done, stuck, *ahead], **groups)
     write_record(tmp_path / "rank_1", ahead, **groups)
-    write_record(tmp_path / "rank_2", [done], **groups)
+    late = done | {"time_created_ns": 100 * 10**9}  # a slow rank, which has come
+    write_record(tmp_path / "rank_2", [late], **groups)
     for rank in (0, 1, 2):  # all have voted, and then called NCCL
         vote = nccl(1, operator="barrier") | {"profiling_name": "gloo:barrier"}
         write_record(tmp_path / f"gloo_{rank}", [vote], fsdp="[0, 1, 2]")

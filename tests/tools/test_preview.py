@@ -76,6 +76,9 @@ def test_every_token_with_its_label(
     assert shown_of(text, f"{a} line 1") == shown_of(text, f"{b} line 1") == expected
     long = shown_of(text, f"{a} line 2")
     assert [label for label, _ in long] == ["-100", "loss", "cut"]
+    num_tokens, *lines = text.partition(f"{a} line 2: ")[2].splitlines()
+    num_cut = len(re.findall(r" '", next(line for line in lines if line.startswith("  cut"))))
+    assert num_cut == int(num_tokens.split()[0]) - SEQ_LEN - 1  # the last label is beyond seq_len
     assert "".join(tokens for _, tokens in long) == before + "x" * 99 + "<|im_end|>\n"
     assert shown_of(text, f"{a} line 3") == []
     assert main([*job, "--ids"]) == 0
