@@ -69,6 +69,18 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_data_are_known_by_size_and_ends(tmp_path: Path) -> None:
+    file, hashes = tmp_path / "text.txt", []
+    words = ["--training.dataset=files", f"--training.dataset_path={file}"]
+    config = load_config([*write_job(tmp_path), *words])
+    for text in ("a" * 200_000, "a" * 199_999 + "b", "b" + "a" * 199_999, "a" * 200_001):
+        file.write_text(text)
+        found = check.hash_data(config)
+        assert [*found] == ["the tokenizer", str(file)]
+        hashes.append(found[str(file)])
+    assert len({*hashes}) == 4
+
+
 Plant = Callable[[int, Path], AbstractContextManager[Any]]
 
 

@@ -266,7 +266,9 @@ def test_two_layouts_that_train_the_same(tmp_path: Path) -> None:
     figures = said.runs[1]["figures"]
     assert sorted(figures) == ["grad_norm", "gradients", "loss", "weights"]
     assert max(figures["weights"], figures["gradients"]) < 1e-5
-    config = (tmp_path / "out" / "2" / "run" / "config.toml").read_text()
+    run = tmp_path / "out" / "2" / "run"
+    assert sorted(path.name for path in run.glob("checkpoint/step-*")) == ["step-0", "step-2"]
+    config = (run / "config.toml").read_text()
     assert "data_parallel_shard_degree = 2" in config
     assert "global_batch_size = 16" in config
     assert "max_norm = 0.5" in config
@@ -297,7 +299,8 @@ def test_a_planted_divergence_is_found_with_its_first_step(planted: Said) -> Non
     found_at = [(step, text.partition(":")[0]) for step, text in found["differences"]]
     assert (2, "step 2, loss") in found_at
     assert not any("valid_token_fraction" in text for _, text in found_at)
-    assert f"{DECAY}: weights of step 2" in planted.out
+    for key in ("gradients", "weights"):
+        assert f"{DECAY}: {key} of step 2" in planted.out
     other = verdict(planted, SEED)
     assert other["verdict"] == "DIVERGES at the initial weights"
     assert "512 of 512 elements" in other["differences"][0][1]
