@@ -21,13 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from scripts.benchmarks import (
     checkpoint,
-    data,
     generate,
     gpu,
     loss,
     pairs,
-    pipeline,
-    startup,
     train,
 )
 from torchtitan.base.errors import UserError
@@ -35,12 +32,9 @@ from torchtitan.base.urls import local_path
 
 COMMANDS = {
     "train": train,
-    "startup": startup,
-    "data": data,
     "checkpoint": checkpoint,
     "generate": generate,
     "loss": loss,
-    "pipeline": pipeline,
     "gpu": gpu,
 }
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts import slurm_campaign
 from scripts.ports import hold_port
 from tests.distributed.jobs import read_rows, write_job
 from tests.jobs import UNSAVED
@@ -180,11 +179,3 @@ def test_code_4_alone_queues_the_job_again(
     verbs = ["check", "train"] if "CHECK" in variables else ["train"]
     for line, verb in zip(started, verbs[:num_started], strict=True):
         assert line.endswith(f" -m torchtitan {verb} --training.steps=3")
-
-
-@pytest.mark.skipif(
-    bool(slurm_campaign.missing()) or os.getuid() != 0, reason="needs Slurm, and to be root"
-)
-def test_slurm_queues_a_job_again_that_was_asked_to_leave(tmp_path: Path) -> None:
-    said = slurm_campaign.disturb(tmp_path, steps=12, faults=["the signal"])
-    assert said.startswith("queued again 1 times, resumed from steps [")

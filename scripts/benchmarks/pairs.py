@@ -75,8 +75,6 @@ class Report:
     """Agreement of results, memory, and peers that were skipped."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Figures other than times, for JSON."""
-    tables: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
-    """Rows by title; the first row has the names of the columns."""
 
 
 def compare_times(
@@ -177,15 +175,12 @@ def show(report: Report) -> None:
         if each.amount:
             speeds = [f"{each.amount / ours:,.0f}", f"{each.amount / other:,.0f}"]
             rows.append([f"  {each.unit} per second", *speeds, "", "", ""])
-    tables = {"": rows} if num_pairs else {}
-    for title, (head, *lines) in {**tables, **report.tables}.items():
-        table = Table(
-            title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-        )
-        for column in head:
-            table.add_column(column, justify="right" if column else "left", no_wrap=True)
-        for cells in lines:
-            table.add_row(*cells)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in rows[0]:
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for cells in rows[1:]:
+        table.add_row(*cells)
+    if num_pairs:
         console.print(table)
     for note in report.notes:
         console.print(f"- {note}", markup=False)
