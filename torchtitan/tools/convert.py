@@ -108,9 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     to.add_argument("checkpoint", type=Path, help="folder of a run or a step")
     to.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as stored")
     to.add_argument("--tokenizer", metavar="PATH", help="instead of model.tokenizer_path")
-    text = (
-        "merge the adapter into the weights, or write only the adapter; default: lora.export_format"
-    )
+    text = "merge the adapter into the weights, or write it by itself; as lora.export_format"
     to.add_argument("--lora", choices=("merged", "adapter"), help=text)
     back = directions.add_parser("from-hf", help="from a Hugging Face folder to a DCP folder")
     back.add_argument("folder", type=Path, help="with config.json and safetensors files")

@@ -57,7 +57,7 @@ def test_words(text: str, dims: str, dp: int) -> None:
 
 
 WRONG = ("zero3", "fsdp2 --a.b 3", "fsdp", "hsdp4", "tp2x2", "tp0", "fsdp2,hsdp2x2", "single,tp2")
-WRONG += ("--debug.seed=1", "ep4", "ddp2,tp2,ep4", "fsdp2 '")
+WRONG += ("--debug.seed=1", "fsdp2 '")
 
 
 @pytest.mark.parametrize("text", [*WRONG, "fsdp2 --parallelism.tensor_parallel_degree=2"])
@@ -320,6 +320,8 @@ def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> Non
     [
         (["single", "warp9"], "warp9"),
         (["single", "fsdp3"], "global_batch_size"),
+        (["single", "ddp2,tp2,ep4", "--model.name=qwen3_moe"], "expert_parallel_degree"),
+        (["single", "tp3"], "tensor_parallel_degree"),
         (["single", "fsdp2 --training.steps=3"], "training.steps"),
         (["single", "fsdp2 --checkpoint.enable=false"], "checkpoint.enable"),
         (["fsdp2", "--training.steps=3"], "--steps"),

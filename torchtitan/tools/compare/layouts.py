@@ -33,6 +33,7 @@ from torchtitan.tools.compare.launch import last_lines, run_ranks
 from torchtitan.tools.compare.rank import FLOAT64, GRADIENTS, NUM_STEPS
 from torchtitan.tools.compare.runs import say
 from torchtitan.tools.compare.words import Layout, option_key, parse_layout
+from torchtitan.tools.config import check_job
 from torchtitan.tools.tensors import StoredTensors
 from torchtitan.tools.verbs import format_table
 
@@ -129,8 +130,8 @@ def main(options: argparse.Namespace) -> int:
 def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
     """Return the layouts with the trainer's options for each.
 
-    The first is the reference, whose global batch all of them get. Raises ConfigError if a layout
-    makes no sense, or sets an option that all layouts must share.
+    The first is the reference, whose global batch all of them get. Raises UserError if the trainer
+    would refuse a layout, or it sets an option that all layouts must share.
     """
     layouts = [parse_layout(text) for text in texts]
     if len(layouts) == 1:
@@ -163,7 +164,7 @@ def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
             if fitting != local:
                 note(f"{layout.name}: {LOCAL_BATCH} is {fitting} instead of {local}")
             arguments += (f"--{LOCAL_BATCH}={fitting}",)
-        load_config(arguments)  # mistakes cost no training
+        check_job(load_config(arguments), world_size=layout.world_size)
         plans.append((layout, arguments))
     return plans
 

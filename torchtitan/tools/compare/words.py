@@ -76,9 +76,6 @@ def parse_layout(text: str) -> Layout:
             raise ConfigError(f"layout '{text}' {RULE}, got {word}")
         numbers_of |= zip(keys, numbers, strict=True)
     degrees = dict.fromkeys((key for keys in WORDS.values() for key in keys), 1) | numbers_of
-    num_ranks = prod(degrees[WORDS[axis][0]] for axis in ("fsdp", "cp", "tp"))
-    if num_ranks % degrees[EP]:
-        raise ConfigError(f"layout '{text}': ep must divide {num_ranks}, got {degrees[EP]}")
     settings = [option_key(option).removeprefix("parallelism.") for option in overrides]
     if not words or {*settings} & degrees.keys():
         raise ConfigError(f"layout '{text}' {RULE}, got {' '.join(overrides)}")
