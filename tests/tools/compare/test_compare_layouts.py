@@ -6,6 +6,10 @@ import contextlib
 import io
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -360,3 +364,31 @@ def test_a_layout_that_takes_too_long_has_failed(tmp_path: Path) -> None:
     assert said.code == 1
     assert [run["verdict"] for run in said.runs] == ["FAILED"]  # the others are not trained
     assert "within 1 s" in said.runs[0]["problem"]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process started, and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, children) for each in (child, *children_of(child))]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the ranks in /proc")
+def test_ranks_end_with_the_command(tmp_path: Path) -> None:
+    words = [str(TOML), "fsdp2", "fsdp2", TINY, "--steps=100000", f"--out={tmp_path / 'out'}"]
+    python = f"{sys.prefix}/bin/python"  # a process that starts warm has other parents
+    command = [python, "-m", "torchtitan", "compare", "layouts", *words]
+    process = subprocess.Popen([*command, f"--training.dataset_cache={tmp_path}"])
+    while not (tmp_path / "out" / "1" / "run" / "metrics.jsonl").is_file():
+        assert process.poll() is None
+        time.sleep(0.1)
+    started = children_of(process.pid)
+    assert len(started) >= 3
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    end = time.monotonic() + 10
+    while (left := [pid for pid in started if Path(f"/proc/{pid}").exists()]) and (
+        time.monotonic() < end
+    ):
+        time.sleep(0.1)
+    assert left == []

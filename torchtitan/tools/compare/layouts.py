@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -101,6 +102,8 @@ def main(options: argparse.Namespace) -> int:
 
     If the reference fails, no other layout is trained.
     """
+    # as Ctrl-C: the ranks are ended before this process
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     steps, file = options.steps, f"--job.config_file={options.toml}"
     common = (file, *options.settings, *SHARED, *(f"--{key}={steps}" for key in LENGTHS))
     plans = make_plans(options.layouts, common=common)
