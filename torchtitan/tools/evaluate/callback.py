@@ -56,9 +56,9 @@ class Perplexity:
         cut, size = replace(run.training, dataset_weights=()), run.training.local_batch_size
         seconds, dims = run.train_timeout_seconds, run.mesh.dims
         for name, files in self._files.items():
-            domain = open_domain(name, files, cut=cut, tokenizer=tokenizer, of=KEY)
+            samples = open_domain(name, files, cut=cut, tokenizer=tokenizer, of=KEY)
             loader = Loader(
-                PadToBatch(domain.samples, batch=size * dims.dp),
+                PadToBatch(samples, batch=size * dims.dp),
                 local_batch_size=size,
                 accumulation=1,
                 dp_rank=run.mesh.dp_rank,

@@ -124,11 +124,9 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
     if wrong := [*cut.violations()]:
         raise ConfigError(wrong)
     # all are opened before the first is measured
-    domains = [open_domain(n, f, cut=cut, tokenizer=tokenizer) for n, f in files.items()]
-    perplexity = {
-        domain.name: measure(model, domain, tokenizer=tokenizer, batch_size=args.batch_size)
-        for domain in domains
-    }
+    domains = {n: open_domain(n, f, cut=cut, tokenizer=tokenizer) for n, f in files.items()}
+    options = {"cut": cut, "tokenizer": tokenizer, "batch_size": args.batch_size}
+    perplexity = {n: measure(model, n, samples, **options) for n, samples in domains.items()}
     tasks: Mapping[str, Any] = {}
     if args.tasks:
         adapter = Adapter(

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,15 +39,6 @@ from torchtitan.validate import perplexity_of
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Domain:
-    """Held-out text, cut into sequences."""
-
-    name: str
-    samples: Dataset
-    cut: TrainingConfig
-
-
 def open_domain(
     name: str,
     files: tuple[str, ...],
@@ -55,24 +46,29 @@ def open_domain(
     cut: TrainingConfig,
     tokenizer: Tokenizer,
     of: str = "--perplexity",
-) -> Domain:
-    """Tokenize the text of a domain, unless it is in the cache.
+) -> Dataset:
+    """Tokenize the text of a domain, unless it is in the cache, and cut it into sequences.
 
-    `cut` is how the text is cut into sequences; `of` the setting that names the files, for
-    messages. Raises DataError if files are missing, empty, damaged or hold less than a sequence.
+    `cut` is how the text is cut; `of` the setting that names the files, for messages. Raises
+    DataError if files are missing, empty, damaged or hold less than a sequence.
     """
     source = replace(cut, dataset="files", dataset_path=files, num_epochs=1)
     try:
         # the seed only changes the order
-        samples = build_text(source, tokenizer=tokenizer, seed=0)
+        return build_text(source, tokenizer=tokenizer, seed=0)
     except DataError as error:
         raise error.within(f"{of} {name}") from error
-    return Domain(name, samples, source)
 
 
 @torch.no_grad()
 def measure(
-    model: LanguageModel, domain: Domain, *, tokenizer: Tokenizer, batch_size: int
+    model: LanguageModel,
+    name: str,
+    samples: Dataset,
+    *,
+    cut: TrainingConfig,
+    tokenizer: Tokenizer,
+    batch_size: int,
 ) -> dict[str, float]:
     """Measure a model on a domain. All ranks that share the model must call this.
 
@@ -82,7 +78,6 @@ def measure(
 
     Raises UserError if the loss is not finite, or no token of the text has a label.
     """
-    cut, samples = domain.cut, domain.samples
     mask, resets = cut.attn_mask_type, cut.reset_positions
     shard = SequenceShard(None, rank=0, attn_mask_type=mask, reset_positions=resets)
     execution, device = WholeModel(model), next(model.parameters()).device
@@ -97,16 +92,16 @@ def measure(
         dp_degree=1,
         settings=DataLoaderConfig(),
     )
-    for [drawn] in tracked(loader, domain.name, total=batches.num_batches):
+    for [drawn] in tracked(loader, name, total=batches.num_batches):
         batch = shard.take(drawn)
         num_labels += count_valid(batch.labels)
         loss_sum += execution.evaluate(batch.to(device))
     if not num_labels:
-        raise DataError(f"--perplexity {domain.name}: no document has a second token to predict")
+        raise DataError(f"--perplexity {name}: no document has a second token to predict")
     loss = loss_sum.item() / num_labels.item()
     if not math.isfinite(loss):
         raise UserError(
-            f"--perplexity {domain.name}: the loss must be finite, got {loss}; try "
+            f"--perplexity {name}: the loss must be finite, got {loss}; try "
             f"--dtype float32, or another checkpoint"
         )
     num_bytes = sum(_num_bytes(store, tokenizer) for store in samples.stores)
