@@ -67,9 +67,6 @@ def start(folder: Path) -> tuple[Path, subprocess.Popen[bytes]]:
     binary.write_text(CLIENT.format(python=sys.executable, address=address, me=str(binary)))
     binary.chmod(0o755)
     (folder / "bin" / "python3").symlink_to(binary)
-    command = folder / "bin" / "torchtitan"
-    command.write_text(f'#!/bin/sh\nexec {binary} -m torchtitan "$@"\n')
-    command.chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.warm_python", address],
         stdin=subprocess.PIPE,
