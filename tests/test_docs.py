@@ -91,7 +91,9 @@ def test_commands_run(page: Path, workplace: Path, home: Path, warm_python: Path
             check=False,
         )
         is_late = "kill -9" in command  # the run may have ended before
-        assert done.returncode == 0 or is_late, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == 0 or is_late, (
+            f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
 
 
 @pytest.mark.promise("readme")
