@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import torchtitan
 from torchtitan.tools.command import VERBS
 
 ROOT = Path(__file__).parent.parent
@@ -75,3 +78,14 @@ def test_help_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for words, text in zip(given, done.stdout.split("=== ")[1:], strict=True):
         assert f"torchtitan {words}" in text or f"torchtitan.{words}" in text
+
+
+def test_versions_are_the_same_in_all_files() -> None:
+    def read(name: str, pattern: str) -> list[str]:
+        return re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE)
+
+    assert read("CITATION.cff", r"^version: (.*)$") == [torchtitan.__version__]
+    ruff = read(".pre-commit-config.yaml", r"^ +rev: v(.*)$")
+    assert read("scripts/constraints.txt", r"^ruff==(.*)$") == ruff
+    for workflow in (ROOT / ".github").rglob("*.yml"):
+        assert yaml.safe_load(workflow.read_text())["name"]
