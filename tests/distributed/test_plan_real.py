@@ -119,7 +119,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-IN_CI = ("one device, recomputed", "fsdp 2", "fsdp 2 x tp 2, bfloat16", "pp 2, 1F1B")
+IN_CI = ("one device, recomputed", "fsdp 2", "fsdp 2 x tp 2, bfloat16", "pp 2, ZBV")
 VALIDATED = (
     "one device, bfloat16",
     "fsdp 2",
