@@ -62,7 +62,8 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([str(tmp_path)], [f"--job.dump_folder={tmp_path}", "--training.steps=3"]):
+    folder = f"--job.dump_folder={tmp_path}"
+    for words in ([str(tmp_path)], [folder], ["debug_model", folder, "--training.steps=3"]):
         assert main(words) == 2
         assert str(tmp_path / "config.toml") in capsys.readouterr().err
     with pytest.raises(DataError, match=str(tmp_path)):

@@ -1,6 +1,6 @@
 """Check a job and print its resolved settings.
 
-    torchtitan config --job.config_file F [--world_size N] [--section.key VALUE ...]
+    torchtitan config JOB [--world_size N] [--section.key VALUE ...]
 
 The check needs no process group and no GPU, so a job can be checked on a laptop. Rules of the
 settings are checked first, without torch, then rules of the model's sizes and of the number of

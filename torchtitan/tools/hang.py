@@ -1,7 +1,7 @@
 """Name the rank that the other ranks of a run waited for.
 
     torchtitan hang outputs/run
-    torchtitan hang --job.config_file F    # the folder of a job with these settings
+    torchtitan hang JOB [--section.key VALUE ...]    # the folder of this job
 
 Each rank records its collectives (`mesh/faults.py`), and all ranks of a group call the same ones in
 the same order. So a rank that has not made a call, or made it after the timeout, is awaited by the
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import re
 import sys
@@ -50,14 +49,13 @@ class Call(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Print the ranks that waited, and for whom, and return 0; return 2 without records."""
     parser = build_parser("hang", __doc__)
-    parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
-    has_settings = any(word.startswith("--") and "." in word for word in argv)
-    has_settings |= not argv and "CONFIG_FILE" in os.environ
-    run: Path | None = None if has_settings else parser.parse_args(argv).run
+    parser.add_argument("run", nargs="?", help="the job.dump_folder of the run, or its job")
+    parser.parse_known_args(argv)  # --help
     from torchtitan.job import CONFIG_FILE, load_config
     from torchtitan.resume_rules import Job
 
-    run = run or Path(load_config(argv).job.dump_folder)
+    is_folder = len(argv) == 1 and Path(argv[0]).is_dir()
+    run = Path(argv[0] if is_folder else load_config(argv).job.dump_folder)
     comm = Job.stored_in(run / CONFIG_FILE).config.comm
     calls = read_calls(run / comm.save_traces_folder, prefix=comm.save_traces_file_prefix)
     lines = describe(calls, late=comm.train_timeout_seconds / 2, logs=run / "logs")

@@ -1,6 +1,6 @@
 """Show the tokens and labels of a job's examples.
 
-    torchtitan preview --job.config_file F [--section.key VALUE ...]
+    torchtitan preview JOB [--section.key VALUE ...]
 
 Prints the first rows of each file, every token with its label, then how many rows are kept, cut and
 dropped, and the seq_len that cuts none. The training's own code makes tokens and labels. Mistakes

@@ -1,6 +1,6 @@
 """Check the machines of a job before it starts, with all its ranks.
 
-    python -m torchtitan.launch ... -m torchtitan check --job.config_file F [settings]
+    python -m torchtitan.launch ... -m torchtitan check JOB [settings]
 
 All ranks take part and look for different versions or code, full disks, and data that differ
 between machines. Rank 0 prints a table and each fault. Exit codes: 0 no fault; 2 a fault, or
