@@ -1,15 +1,12 @@
-"""Saving, loading and uploading checkpoints.
+"""Saving and loading checkpoints.
 
 One process saves and loads the same tensors in two ways:
 
     save      the library's checkpoint (checksums, fsync, rename)  against  torch.save with fsync
     load      the library's, all checksums verified first          against  torch.load
     blocked   the time an asynchronous save blocks the loop        against  a synchronous one
-    upload    with --s3: the library's upload of one file          against  boto3's upload_file
-    download  with --s3: the library's download                    against  boto3's download_file
 
 Loads find their files in the page cache. The library fills existing tensors, torch.load allocates.
---s3 is the command of an S3 server, `moto` for moto's; server and clients share this machine.
 """
 
 from __future__ import annotations
@@ -21,36 +18,31 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, cast
-from unittest.mock import patch
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scripts import s3_server
 from scripts.benchmarks.pairs import (
     ELAPSED,
     Comparison,
-    DisagreementError,
     Report,
     Spent,
     alternate,
     timed,
 )
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.checksums import FileRecord, hash_file, verify
+from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, build_group
 from torchtitan.checkpoint.reader import read_tensors
-from torchtitan.checkpoint.remote import Store
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Component, Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.data.loader import Loader
 
-TARGET, TARGET_S3 = "at most 1.10", "at most 1.20"
+TARGET = "at most 1.10"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -58,17 +50,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size_gib", type=float, default=1.0, metavar="N", help="of the state")
     parser.add_argument("--tensors", type=int, default=16, metavar="N", help="number of tensors")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to measure")
-    parser.add_argument("--s3", metavar="COMMAND", help="measure uploads to this server instead")
-    parser.add_argument("--key", default=s3_server.KEY, help="access key of the server")
-    parser.add_argument("--secret", default=s3_server.SECRET, help="secret of the access key")
 
 
 def measure(args: argparse.Namespace) -> Report:
     """Run all comparisons; files are deleted afterwards."""
     about = {"size_gib": args.size_gib, "torch": torch.__version__}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        if args.s3 is not None:
-            return Report(about=about, comparisons=_compare_uploads(Path(folder), args))
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -171,49 +158,3 @@ def _build_save(
         return spent
 
     return save
-
-
-def _compare_uploads(folder: Path, args: argparse.Namespace) -> list[Comparison]:
-    import boto3
-
-    command = s3_server.MOTO if args.s3 == "moto" else args.s3
-    with ExitStack() as cleanup:
-        (folder / "server").mkdir()
-        server = s3_server.S3Server(command, folder=folder / "server")
-        server.start()
-        cleanup.callback(server.kill)
-        environ = s3_server.environ_of(server.port, key=args.key, secret=args.secret)
-        cleanup.enter_context(patch.dict(os.environ, environ))
-        client = boto3.client("s3")
-        client.create_bucket(Bucket=s3_server.BUCKET)
-        return _transfer(folder, client, size=int(args.size_gib * 2**30), num_pairs=args.pairs)
-
-
-def _transfer(folder: Path, client: Any, *, size: int, num_pairs: int) -> list[Comparison]:
-    bucket = s3_server.BUCKET
-    store = Store(f"s3://{bucket}/run", key="--s3", timeout_seconds=60)
-    file, ours, theirs = folder / "file", folder / "ours", folder / "theirs"
-    file.write_bytes(torch.randint(256, (size,), dtype=torch.uint8).numpy().tobytes())
-    record = FileRecord(size, hash_file(file))
-
-    def put() -> Spent:
-        store.remove(["ours"])
-        return timed(lambda: store.put(file, "ours"))
-
-    def upload() -> Spent:
-        return timed(lambda: client.upload_file(str(file), bucket, "run/theirs"))
-
-    def fetch() -> Spent:
-        ours.unlink(missing_ok=True)
-        return timed(lambda: store.get("ours", ours, record=record))
-
-    def download() -> Spent:
-        return timed(lambda: client.download_file(bucket, "run/theirs", str(theirs)))
-
-    how: dict[str, Any] = {"amount": size / 2**20, "unit": "MiB", "num_pairs": num_pairs}
-    how["clocks"] = [ELAPSED]
-    found = alternate("upload / boto3", TARGET_S3, put, upload, **how)
-    found += alternate("download / boto3", TARGET_S3, fetch, download, **how)
-    if {hash_file(ours), hash_file(theirs)} != {record.digest}:
-        raise DisagreementError("the downloaded file differs from the uploaded one")
-    return found
