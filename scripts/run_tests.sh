@@ -10,10 +10,14 @@ use_python dev
 
 python -m ruff format --check .
 python -m ruff check .
-python -m mypy
+python -m mypy & types=$!  # beside the tests
+trap 'kill "$types" 2>/dev/null || true' EXIT
 case "${1-}" in
   "") set -- -m "not long" --gate ;;
   --all) shift ;;
 esac
 # three on two cores: tests with ranks mostly wait for each other; whoever is done takes of the rest
-python -m pytest -n 3 --dist worksteal "$@"
+code=0
+python -m pytest -n 3 --dist worksteal "$@" || code=$?
+wait "$types" || code=1
+exit "$code"
