@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -28,8 +27,6 @@ from torchtitan.models.init import fill_normal, make_key
 from torchtitan.models.interface import Documents
 from torchtitan.models.moe import combine, invert, multiply_grouped, reorder
 from torchtitan.optim.loss import IGNORE_INDEX, build_loss
-from torchtitan.parallel.context import attention as context
-from torchtitan.parallel.context.layout import Block, SequenceLayout, find_blocks
 from torchtitan.parallel.expert import why_not_grouped
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
@@ -68,8 +65,6 @@ def checks() -> dict[str, Check]:
         "window": partial(_attention, documents=None, window=40),
         "documents": partial(_attention, documents=documents, window=None),
         "documents and window": partial(_attention, documents=documents, window=40),
-        "ring": partial(_ring, documents=None),
-        "ring and documents": partial(_ring, documents=documents),
         "experts": partial(_experts, rows=(32, 64, 16, 48)),
         "experts, some without rows": partial(_experts, rows=(0, 96, 0, 64)),
         "experts, one with all rows": partial(_experts, rows=(0, 0, 160, 0)),
@@ -155,65 +150,6 @@ def _attention(
     ours = partial(causal_attention, documents=documents, window=window)
     exact = partial(_exact_attention, documents=documents, window=window)
     yield _both(ours, exact, *_qkv(dtype))
-
-
-@dataclass(frozen=True)
-class _Pretended:
-    """Both ranks of a ring of two, in one process."""
-
-    rank: int
-    layout: SequenceLayout
-    held: list[Tensor]
-    """Keys and values of each rank."""
-    grads: dict[int, Tensor] = field(default_factory=dict)
-
-    def blocks(self, source: int, *, num_tokens: int, documents: Documents | None) -> list[Block]:
-        return find_blocks(self.layout, self.rank, source, 2 * num_tokens, documents)
-
-
-@dataclass(frozen=True)
-class _NoTransport:
-    """Takes the keys of the other rank from this process, and sums its gradients here."""
-
-    ranks: _Pretended
-
-    def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
-        yield self.ranks.rank, kv_2BKSD
-        yield 1 - self.ranks.rank, self.ranks.held[1 - self.ranks.rank]
-
-    def add(self, source: int, grad_2BKSD: Tensor) -> None:
-        self.ranks.grads[source] = self.ranks.grads.get(source, 0) + grad_2BKSD
-
-    def total(self) -> Tensor:
-        return self.ranks.grads[self.ranks.rank]
-
-
-def _ring(dtype: torch.dtype, *, documents: Documents | None) -> Iterator[tuple[Results, Results]]:
-    inputs, grad = _qkv(dtype)
-    layout = SequenceLayout(degree=2, balancer="headtail")
-    exact = _run(
-        partial(_exact_attention, documents=documents, window=None),
-        [x.double() for x in inputs],
-        grad.double(),
-    )
-    places = [layout.positions(rank, seq_len=grad.shape[2]) for rank in range(2)]
-    mine = [[x[:, :, places[rank]].to(DEVICE) for x in (*inputs, grad)] for rank in range(2)]
-    held = [torch.stack((k, v)) for _, k, v, _ in mine]
-    grads: dict[int, Tensor] = {}
-    outs, dqs = [], []
-    for rank, (q, k, v, grad_BHSD) in enumerate(mine):
-        ranks = _Pretended(rank, layout, held, grads)
-
-        def ring(q: Tensor, k: Tensor, v: Tensor, ranks: _Pretended = ranks) -> Tensor:
-            out: Tensor = context._Attention.apply(q, k, v, ranks, _NoTransport, documents, False)
-            return out
-
-        out, dq, _, _ = _run(ring, (q, k, v), grad_BHSD)
-        outs.append(out)
-        dqs.append(dq)
-    order = torch.cat(places).argsort().to(DEVICE)
-    dk, dv = torch.cat([grads[0], grads[1]], dim=3)[:, :, :, order]
-    yield [torch.cat(outs, 2)[:, :, order], torch.cat(dqs, 2)[:, :, order], dk, dv], exact
 
 
 def _experts(dtype: torch.dtype, *, rows: Sequence[int]) -> Iterator[tuple[Results, Results]]:

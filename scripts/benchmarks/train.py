@@ -1,11 +1,9 @@
-"""A training step beside a loop without a trainer and transformers.
+"""A training step beside a bare loop of the same model, and of that of transformers.
 
-    trainer           built from settings as a job is: it reads data, logs every 10 steps, and
-                      handles signals and failures
-    bare loop         the same model and optimizer in plain PyTorch, with all batches in memory
-    transformers      its model with equal sizes and weights in that bare loop
-    Trainer           the same by transformers' Trainer (needs accelerate; one rank)
-    no recomputation  with --recompute, the same job that keeps all activations
+    trainer       built from settings as a job is: it reads data, logs every 10 steps, and
+                  handles signals and failures
+    bare loop     the same model and optimizer in plain PyTorch, with all batches in memory
+    transformers  its model with equal sizes and weights in that bare loop
 
 All loops are in one process (with --ranks 2 in the same two, under FSDP2) and take turns of --steps
 steps; with --apart each has a process of its own, for models too large for one GPU. Their losses
@@ -32,23 +30,18 @@ from scripts.benchmarks.pairs import CLOCKS, Comparison, Report, compare_times
 from scripts.benchmarks.ranks import run_ranks
 from scripts.benchmarks.turns import (
     BARE,
-    KEPT,
     OURS,
-    RECOMPUTE,
     THEIRS,
     TOLERANCES,
-    TRAINER,
     check_losses,
     describe_job,
     run_loops,
 )
-from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS, find_model
 from torchtitan.models.settings import ModelConfig
 
-TARGETS = {BARE: "at most 1.02", THEIRS: "at most 1.00", TRAINER: "at most 1.00", KEPT: ""}
-NEEDS = {THEIRS: ("transformers",), TRAINER: ("transformers", "accelerate")}
+TARGETS = {BARE: "at most 1.02", THEIRS: "at most 1.00"}
 FOR_MEMORY = {"steps": 1, "pairs": 2}
 ABOUT = ("model", "flavor", "dtype", "batch", "seq_len", "steps", "ranks", "compile", "recompute")
 
@@ -61,9 +54,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile all blocks")
     parser.add_argument(
         "--recompute",
-        choices=list(RECOMPUTE),
+        choices=("none", "full"),
         default="none",
-        help="full: all blocks, 2: every second block, op: by operator, budget: by the compiler",
+        help="full: all blocks",
     )
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples per rank")
     parser.add_argument("--seq_len", type=int, default=128, metavar="N", help="tokens per sample")
@@ -75,8 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=list(TARGETS),
         metavar="NAME",
-        help=f"loops to compare with, of {', '.join(TARGETS)}; by default the first three, or the "
-        "last with partial recomputation",
+        default=list(TARGETS),
+        help=f"loops to compare with, of {', '.join(TARGETS)}",
     )
 
 
@@ -90,7 +83,10 @@ def measure(args: argparse.Namespace) -> Report:
     _, architecture = find_model(ModelConfig(name=args.model, flavor=args.flavor))
     settings["tokenizer"] = "bpe_2048" if architecture.vocab_size >= 2048 else "byte"
     load_config(describe_job(settings, folder=Path("unused")))  # before any rank starts
-    others, skipped = find_others(args)
+    others, skipped = list(args.others), []
+    if THEIRS in others and importlib.util.find_spec("transformers") is None:
+        others.remove(THEIRS)
+        skipped = [f"{THEIRS} is skipped: not installed (pip install -e '.[bench]')"]
     found = _run_all(settings, names=[OURS, *others])
     gaps = {
         name: check_losses(name, found["losses"][name], rows=found["rows"], dtype=args.dtype)
@@ -153,27 +149,3 @@ def _utilization(found: Mapping[str, Any], *, num_tokens: int) -> dict[str, floa
         name: 100 * least / statistics.median(each["elapsed"] for each in times)
         for name, times in found["spent"].items()
     }
-
-
-def find_others(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the loops to compare with, and a note for each that is skipped.
-
-    Raises:
-        ConfigError: No loop remains, or one does not support the recomputation.
-    """
-    is_partial = args.recompute not in ("none", "full")
-    names = args.others or ([KEPT] if is_partial else [BARE, THEIRS, TRAINER])
-    if is_partial and names != [KEPT]:
-        raise ConfigError(f"--recompute {args.recompute} needs --others {KEPT!r}, got {names}")
-    skipped = {}
-    for name in names:
-        missing = [m for m in NEEDS.get(name, ()) if importlib.util.find_spec(m) is None]
-        if missing:
-            skipped[name] = f"{' and '.join(missing)} not installed (pip install -e '.[bench]')"
-        elif name in (TRAINER, KEPT) and args.ranks > 1:
-            skipped[name] = "it needs --ranks 1"
-    others = [name for name in names if name not in skipped]
-    notes = [f"{name} is skipped: {why}" for name, why in skipped.items()]
-    if not others:
-        raise ConfigError(f"--others has no loop that can run: {'; '.join(notes)}")
-    return others, notes

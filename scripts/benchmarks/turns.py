@@ -19,9 +19,6 @@ from scripts.benchmarks.loops import (
     MAX_NORM,
     WEIGHT_DECAY,
     BareLoop,
-    JobLoop,
-    Loop,
-    TrainerLoop,
     build_theirs,
     shard,
 )
@@ -43,22 +40,12 @@ from torchtitan.parallel.context.shard import build_shard
 from torchtitan.parallel.execution import Batch
 from torchtitan.trainer import Run, Trainer
 
-OURS, BARE, THEIRS, TRAINER = "ours", "bare loop", "transformers", "Trainer"
-KEPT = "no recomputation"
+OURS, BARE, THEIRS = "ours", "bare loop", "transformers"
 TOLERANCES = {"float32": 5e-5, "bfloat16": 2e-2}
-RECOMPUTE = {
-    "none": ("none", "1"),
-    "full": ("full", "1"),
-    "2": ("selective", "2"),
-    "op": ("selective", "op"),
-    "budget": ("memory_budget", "1"),
-}
-"""`activation_checkpoint.mode` and `selective_ac_option`."""
 
 
 def describe_job(settings: dict[str, Any], *, folder: Path) -> list[str]:
     """Return the job's command line, with a constant learning rate."""
-    mode, option = RECOMPUTE[settings["recompute"]]
     options = {
         "job.dump_folder": folder / "job",
         "model.name": settings["model"],
@@ -78,8 +65,7 @@ def describe_job(settings: dict[str, Any], *, folder: Path) -> list[str]:
         "training.max_norm": MAX_NORM,
         "training.dataset": "synthetic",
         "training.mixed_precision_param": settings["dtype"],
-        "activation_checkpoint.mode": mode,
-        "activation_checkpoint.selective_ac_option": option,
+        "activation_checkpoint.mode": settings["recompute"],
     }
     if settings["compile"]:
         options["compile.enable"] = "true"
@@ -104,18 +90,9 @@ def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path
 
 
 def build_other(
-    name: str,
-    settings: dict[str, Any],
-    *,
-    launch: RankInfo,
-    device: torch.device,
-    batches: list[Batch],
-    folder: Path,
-) -> Loop:
+    name: str, settings: dict[str, Any], *, device: torch.device, batches: list[Batch]
+) -> BareLoop:
     """Build a loop other than the trainer's, with the same initial weights."""
-    if name == KEPT:
-        kept = build_job(settings | {"recompute": "none"}, launch=launch, folder=folder / "kept")
-        return JobLoop(kept, batches=batches)
     spec, architecture = find_model(ModelConfig(name=settings["model"], flavor=settings["flavor"]))
     with torch.device("meta"):
         model: Decoder = spec.build(architecture)
@@ -135,8 +112,6 @@ def build_other(
     if settings["ranks"] > 1:
         shard(other, blocks, dtype=getattr(torch, settings["dtype"]))
     autocast = settings["dtype"] == "bfloat16" and settings["ranks"] == 1
-    if name == TRAINER:
-        return TrainerLoop(other, batches=batches, autocast=autocast, folder=folder)
 
     def logits_of(model: Any, tokens_BS: Tensor) -> Any:
         return model(tokens_BS) if name == BARE else model(input_ids=tokens_BS).logits
@@ -168,12 +143,13 @@ def run_loops(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[
     names, num_steps = settings["loops"], settings["steps"]
     device = local_device(launch.local_rank)
     batches = load_batches(settings, device=device, folder=folder)
-    _import_peers(names)
+    if THEIRS in names:  # before memory is measured, as for the library
+        import transformers
+
+        transformers.AutoModelForCausalLM  # noqa: B018  loads on first access
     start = memory_peak_gib(device)
     loops = {
-        name: build_other(
-            name, settings, launch=launch, device=device, batches=batches, folder=folder
-        )
+        name: build_other(name, settings, device=device, batches=batches)
         for name in names
         if name != OURS
     }
@@ -218,16 +194,6 @@ def _train(run: Run, *, num_steps: int, spent: list[Spent], between: Callable[[]
         started = read_clocks()
 
     Trainer(run).train(on_step=on_step)
-
-
-def _import_peers(names: Sequence[str]) -> None:
-    """Import before memory is measured, as for the library."""
-    if TRAINER in names:
-        import accelerate  # noqa: F401
-    if THEIRS in names or TRAINER in names:
-        import transformers
-
-        transformers.AutoModelForCausalLM  # noqa: B018  loads on first access
 
 
 def _about(settings: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
