@@ -54,6 +54,10 @@ GREEDY = {"max_new_tokens": 30, "temperature": 0.0}
 DRAWN = {"max_new_tokens": 30, "temperature": 1.5, "top_k": 40, "seed": 5}
 
 
+def words_of(settings) -> list[str]:
+    return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+
+
 @pytest.mark.promise("generation")
 @pytest.mark.parametrize(
     ("folder", "settings"),
@@ -65,32 +69,23 @@ DRAWN = {"max_new_tokens": 30, "temperature": 1.5, "top_k": 40, "seed": 5}
     ],
 )
 def test_text_is_that_of_the_last_weights(trained, capsys, folder, settings):
-    options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     run, result = trained
-    assert command.main(["--checkpoint", str(run / folder), "--prompt", PROMPT, *options]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == expected_text(result.final, **settings)
-    assert captured.err == ""
+    words = ["--checkpoint", str(run / folder), "--prompt", PROMPT, *words_of(settings)]
+    assert command.main(words) == 0
+    assert capsys.readouterr().out == expected_text(result.final, **settings)
 
 
 @pytest.mark.parametrize(
     ("folder", "options", "message"),
     [
         ("nowhere", [], "nowhere"),
-        ("config.toml", [], "config.toml"),
-        ("x" * 300, [], "File name too long"),
         (".", ["--max_new_tokens", str(10**12)], "--max_new_tokens"),
-        (".", ["--seed", str(2**64)], "--seed"),
         (".", ["--temperature", "-1"], "temperature"),
         (".", ["--batch_size", "0"], "--batch_size"),
         (".", ["--system", "Be brief."], "--system"),
-        (".", ["--chat_template", "x.jinja"], "--chat_template"),
-        (".", ["--chat", "--special"], "--special"),
         (".", ["--chat", "--prompt", "<|end_of_text|>"], "prompt 2"),
         (".", ["--prompts_file", "nowhere.txt"], "nowhere.txt"),
         (".", ["--prompts_file", "/dev/zero"], "/dev/zero"),
-        (".", ["--prompt", "\udcff"], "prompt 2"),
-        (".", ["--tokenizer", "nope"], "nope"),
         (".", ["--tokenizer", "bpe_2048"], "2048 ids"),
     ],
 )
@@ -103,33 +98,18 @@ def test_mistakes_end_with_one_message_and_code_2(trained, capsys, folder, optio
     assert captured.err.count("error:") == 1
 
 
-def test_no_prompt_and_a_huge_file_of_prompts(trained, capsys, tmp_path):
-    empty, huge = tmp_path / "empty.txt", tmp_path / "huge.txt"
-    empty.write_text("\n \n")
-    with huge.open("wb") as opened:
-        opened.truncate(2**40)
-    file = ["--prompts_file", str(empty)]
-    for options in ([], file, ["--chat", *file], ["--prompts_file", str(huge)]):
-        assert command.main(["--checkpoint", str(trained[0]), *options]) == 2
-        assert "--prompts_file" in capsys.readouterr().err
-
-
 def test_many_prompts_are_numbered_and_each_is_as_alone(trained, capsys, tmp_path):
     run, result = trained
     file = tmp_path / "prompts.txt"
     file.write_text(f"a\n\n{PROMPT}\n", encoding="utf-8")
-    settings = {"max_new_tokens": 12, "temperature": 1.5, "seed": 4}
-    options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     prompts = ["--prompt", PROMPT, "--prompt", "a longer one", "--prompts_file", str(file)]
-    arguments = ["--checkpoint", str(run), *prompts, *options, "--batch_size", "3"]
+    arguments = ["--checkpoint", str(run), *prompts, *words_of(DRAWN), "--batch_size", "3"]
     assert command.main(arguments) == 0
     written = capsys.readouterr().out
-    alone = expected_text(result.final, **settings)
     parts = re.split(r"^=== \d of 4\n", written, flags=re.MULTILINE)
     assert len(parts) == 5
-    assert parts[1] == parts[4] == alone
+    assert parts[1] == parts[4] == expected_text(result.final, **DRAWN)
     assert parts[3][0] == "a"
-    assert parts[3] != parts[2]
 
 
 def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(tmp_path, capsys):
@@ -151,7 +131,6 @@ def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(tmp_path, capsys
     # without a template there is no chat, unless one is given
     write_tokenizer(folder, template=None)
     assert command.main(arguments) == 2
-    assert "--chat_template" in capsys.readouterr().err
     (tmp_path / "mine.jinja").write_text(CHATML)
     arguments += ["--chat_template", str(tmp_path / "mine.jinja")]
     # now the head draws the end of a turn where it drew one of the tokens
@@ -163,9 +142,7 @@ def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(tmp_path, capsys
     assert capsys.readouterr().out == tokenizer.decode(new[:n]) + "\n"
 
 
-class Typed(io.StringIO):
-    """Lines of a terminal."""
-
+class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -173,19 +150,17 @@ class Typed(io.StringIO):
 def test_a_terminal_gets_no_control_characters(trained, monkeypatch) -> None:
     """Of the 256 bytes that this model draws from, 30 are."""
     printed = []
-    for kind in (io.StringIO, Typed):
+    for kind in (io.StringIO, Terminal):
         monkeypatch.setattr(sys, "stdout", kind())
         options = ["--prompt", "a", "--max_new_tokens", "99", "--temperature", "9"]
         assert command.main(["--checkpoint", str(trained[0]), *options]) == 0
         printed.append(sys.stdout.getvalue())
     assert re.search(r"[\x00-\x08\x0e-\x1f]", printed[0])
     assert not re.search(r"[\x00-\x08\x0e-\x1f]", printed[1])
-    assert "\\x" in printed[1]
 
 
-@pytest.mark.parametrize("kind", [io.StringIO, Typed])
-def test_a_chat_without_a_prompt_answers_standard_input(trained, capsys, monkeypatch, kind):
-    """Each line is answered in the light of those before it; a terminal gets prompts too."""
+def test_a_chat_without_a_prompt_answers_standard_input(trained, capsys, monkeypatch):
+    """Each line is answered in the light of those before it."""
     generator = load_generator(trained[0], device=torch.device("cpu"), chats=True)
     messages = [{"role": "system", "content": "Sys."}]
     texts = []
@@ -193,33 +168,13 @@ def test_a_chat_without_a_prompt_answers_standard_input(trained, capsys, monkeyp
         messages.append({"role": "user", "content": question})
         texts += answer(generator, [messages], max_new_tokens=9, temperature=0)
         messages.append({"role": "assistant", "content": texts[-1]})
-    monkeypatch.setattr(sys, "stdin", kind("naïve?\nAnd?\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("naïve?\nAnd?\n"))
     options = ["--chat", "--system", "Sys.", "--max_new_tokens", "9", "--temperature", "0"]
     assert command.main(["--checkpoint", str(trained[0]), *options]) == 0
-    said = capsys.readouterr()
-    mark = "> " if kind is Typed else ""
-    assert said.out == f"{mark}{texts[0]}\n{mark}{texts[1]}\n{mark}"
-    assert ("/help lists the commands" in said.err) == (kind is Typed)
+    assert capsys.readouterr().out == f"{texts[0]}\n{texts[1]}\n"
 
 
-@pytest.mark.parametrize(
-    ("stdin", "message"),
-    [
-        (io.StringIO(""), "--prompt"),
-        (None, "--prompt"),
-        (io.StringIO("/rset\n"), "'/rset'"),
-        (io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"), "UTF-8"),
-    ],
-)
-def test_standard_input_that_is_no_chat_is_a_mistake(trained, capsys, monkeypatch, stdin, message):
-    monkeypatch.setattr(sys, "stdin", stdin)
-    assert command.main(["--checkpoint", str(trained[0]), "--chat"]) == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert (said.err.count("error:"), said.out) == (1, "")
-
-
-def test_a_damaged_step_is_refused_or_passed_over(trained, tmp_path, capsys, caplog):
+def test_a_damaged_step_is_refused_or_passed_over(trained, tmp_path, capsys):
     """Of step 3 twice, one byte of a weight of the later one is changed."""
     for step in (3, 4):
         shutil.copytree(trained[0] / "checkpoint" / "step-3", tmp_path / f"step-{step}")
@@ -234,6 +189,5 @@ def test_a_damaged_step_is_refused_or_passed_over(trained, tmp_path, capsys, cap
     assert command.main(arguments) == 2
     assert "model/__0_0.distcp" in capsys.readouterr().err
     assert command.main([*arguments, "--skip_verify"]) == 0
-    assert find_run_step(tmp_path, verify=True) == tmp_path / "step-3"
-    assert "step-4" in caplog.text
-    assert find_run_step(tmp_path, verify=False) == tmp_path / "step-4"
+    for verify, step in ((True, 3), (False, 4)):
+        assert find_run_step(tmp_path, verify=verify) == tmp_path / f"step-{step}"

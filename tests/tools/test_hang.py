@@ -52,13 +52,10 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "rank 0 waits for rank 1 in all_reduce" in said
-    assert "It started with rank 1" in said
     assert "rank 1 waits" not in said
     (tmp_path / "run" / "comm_traces" / "gloo_1").unlink()
     assert main([str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
-    assert f"It started with rank 1 (on {socket.gethostname()}, process " in said
-    assert "no record" in said
+    assert f"It started with rank 1 (on {socket.gethostname()}, " in capsys.readouterr().out
 
 
 def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +63,6 @@ def test_a_run_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for words in ([str(tmp_path)], [folder], ["debug_model", folder, "--training.steps=3"]):
         assert main(words) == 2
         assert str(tmp_path / "config.toml") in capsys.readouterr().err
-    with pytest.raises(DataError, match=str(tmp_path)):
-        read_calls(tmp_path, prefix="rank_")
 
 
 def call(group: Group, number: int, *, at: float = 100.0) -> Call:
@@ -86,15 +81,12 @@ def test_a_chain_leads_to_where_it_began(tmp_path: Path) -> None:
     waits = {rank: awaited for rank, (_, awaited) in find_waits(calls, late=50).items()}
     assert waits == {0: [2, 3], 1: [2, 3], 2: [3]}
     log = [f"INFO x: rank 3 on {host}, process 7\n" for host in ("node8", "node9")]
-    (tmp_path / "rank_3.log").write_text("".join([*log, "the end\n"]))
+    (tmp_path / "rank_3.log").write_text("".join(log))
     text = "\n".join(describe(calls, late=50, logs=tmp_path))
-    assert text.count("It started with") == 1
-    assert "rank 3 (on node9, process 7)" in text  # its newest start
-    assert text.endswith("the end")
+    assert "It started with rank 3 (on node9, process 7)" in text  # its newest start
     # it comes at last, when the others have given up
     calls[3] = [call(WORLD, 2), call(RIGHT, 5, at=151.0)]
-    assert 3 not in find_waits(calls, late=50)
-    assert find_waits(calls, late=50)[2][1] == [3]
+    assert {*find_waits(calls, late=50)} == {0, 1, 2}
     assert 2 not in find_waits(calls, late=52)
 
 
@@ -115,9 +107,7 @@ def nccl(
 
 
 def write_record(file: Path, entries: object, **groups: str) -> None:
-    config = {
-        name: {"name": name, "desc": f"mesh_{name}", "ranks": r} for name, r in groups.items()
-    }
+    config = {k: {"name": k, "desc": f"mesh_{k}", "ranks": ranks} for k, ranks in groups.items()}
     file.write_bytes(pickle.dumps({"pg_config": config, "entries": entries}))
 
 
@@ -128,8 +118,7 @@ def test_nccl_s_own_file_is_read_and_runs_nothing(tmp_path: Path) -> None:
     write_record(file, [nccl(7, operator="_reduce_scatter_base")], **ranks)
     [read] = read_calls(tmp_path, prefix="rank_")[0]
     assert (read.group, read.number, read.at) == (("nccl", "mesh_fsdp", (0, 1)), 7, 7.0)
-    assert read.text.startswith("reduce_scatter_base of 8x4, number 7 of mesh_fsdp")
-    assert read.text.endswith("from optim/clip.py:3 (f)")
+    assert all(part in read.text for part in ("reduce_scatter_base", "8x4", "optim/clip.py:3"))
     # NCCL's own record is the newest
     write_record(tmp_path / "nccl_0", [nccl(6)], **ranks)
     assert [call.number for call in read_calls(tmp_path, prefix="rank_")[0]] == [7]
@@ -179,6 +168,4 @@ def test_records_of_nccl_and_gloo_are_read_together(tmp_path: Path) -> None:
     calls = read_calls(tmp_path, prefix="rank_")
     waits = find_waits(calls, late=50)
     assert {rank: awaited for rank, (_, awaited) in waits.items()} == {0: [2]}
-    text = "\n".join(describe(calls, late=50, logs=tmp_path))
-    assert "rank 0 waits for rank 2 in allgather_base of 8x4, number 2" in text
-    assert "It started with rank 2" in text
+    assert "It started with rank 2" in "\n".join(describe(calls, late=50, logs=tmp_path))

@@ -41,8 +41,6 @@ TOML = Path(__file__).parents[3] / "train_configs" / "compare_layouts.toml"
     ("text", "dims", "dp"),
     [
         ("single", "one device", 1),
-        ("1", "one device", 1),
-        ("fsdp4", "dp_shard 4", 4),
         ("hsdp2x3", "dp_replicate 2 x dp_shard 3", 6),
         ("pp2, fsdp2 tp4", "pp 2 x dp_shard 2 x tp 4", 2),
         ("ep4,fsdp2,tp2", "dp_shard 2 x tp 2 x ep 4", 2),
@@ -60,11 +58,10 @@ def test_words(text: str, dims: str, dp: int) -> None:
     assert layout.dp == dp
 
 
-WRONG = ("zero3", "fsdp2 --a.b 3", "fsdp", "hsdp4", "tp2x2", "tp0", "fsdp2,hsdp2x2", "single,tp2")
-WRONG += ("--debug.seed=1", "fsdp2 '")
-
-
-@pytest.mark.parametrize("text", [*WRONG, "fsdp2 --parallelism.tensor_parallel_degree=2"])
+@pytest.mark.parametrize(
+    "text",
+    ["zero3", "fsdp", "hsdp4", "tp2x2", "tp0", "fsdp2,hsdp2x2", "single,tp2", "fsdp2 --a.b 3"],
+)
 def test_a_layout_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_layout(text)
@@ -75,19 +72,13 @@ def rows(losses: Sequence[float | None], **figures: float) -> list[dict[str, Any
     return [{"step": i, "loss": loss, **both} for i, loss in enumerate(losses, start=1)]
 
 
-BOTH = {"loss": 1e-5, "grad_norm": 1e-4}
-
-
 @pytest.mark.parametrize(
     ("losses", "beyond"),
     [
         ([4.0, 3.0], {}),
         ([4.0, 3.00002], {}),
         ([4.0, 3.1], {"loss": 2}),
-        ([4.1, 3.0], {"loss": 1}),
-        ([4.0, -1.0], {"loss": 2}),
         ([4.0, math.nan], {"loss": 2}),
-        ([4.0, math.inf], {"loss": 2}),
         ([4.0, None], {"loss": 2}),
         ([4.0], {"loss": 2, "grad_norm": 2}),
     ],
@@ -95,23 +86,16 @@ BOTH = {"loss": 1e-5, "grad_norm": 1e-4}
 def test_the_first_step_beyond_the_tolerance(
     losses: list[float | None], beyond: dict[str, int]
 ) -> None:
-    compared = gaps.compare_rows(rows([4.0, 3.0]), rows(losses), tolerances=BOTH)
+    tolerances = {"loss": 1e-5, "grad_norm": 1e-4}
+    compared = gaps.compare_rows(rows([4.0, 3.0]), rows(losses), tolerances=tolerances)
     assert {key: gap.beyond[0][0] for key, gap in compared.items() if gap.beyond} == beyond
 
 
-def test_differences_of_figures() -> None:
-    [gap] = gaps.compare_rows(
-        rows([4, 3, 2, 1]), rows([4, 3, 2.002, 1.5]), tolerances={"loss": 1e-5}
-    ).values()
-    assert gap.beyond == ((3, pytest.approx(0.002 / 2.002)), (4, pytest.approx(0.5 / 1.5)))
-    # the first to diverge comes first
-    other = [{**row, "grad_norm": 1.0} for row in rows([4.0, 3.1])]
-    assert [*gaps.compare_rows(rows([4.0, 3.0]), other, tolerances=BOTH)] == ["grad_norm", "loss"]
-    # no label in both
-    assert not gaps.compare_rows(rows([None]), rows([None]), tolerances=BOTH)["loss"].beyond
+def test_a_figure_of_the_data_must_be_equal() -> None:
     exact = dict.fromkeys(gaps.TOLERANCES, 1.0)
     a, b = rows([1.0], **exact), rows([1.0], **{**exact, "valid_token_fraction": 1.0 + 2**-52})
     assert gaps.compare_rows(a, b)["valid_token_fraction"].beyond
+    assert not gaps.compare_rows(a, a)["valid_token_fraction"].beyond
 
 
 def test_tensors_are_compared_with_movement_or_norm() -> None:
@@ -141,20 +125,18 @@ def test_tensors_that_cannot_be_compared_differ(other: dict[str, Tensor]) -> Non
 
 def test_two_adams_are_as_far_apart_as_the_analysis_says() -> None:
     """In the first step Adam takes the sign: one of two errors t apart flips t / pi of them."""
-    for t in (1e-4, 1e-3):
-        ends = []
-        for error in (0.0, t):
-            w = torch.zeros(300_000, dtype=torch.float64)
-            adam = torch.optim.Adam([w.requires_grad_()], lr=1.0, eps=1e-12)
-            generator = torch.Generator().manual_seed(1)
-            g = torch.randn(w.shape, dtype=w.dtype, generator=generator)
-            w.grad = g + error * torch.randn(w.shape, dtype=w.dtype, generator=generator)
-            adam.step()
-            ends.append({"w": w.detach()})
-        gap = gaps.compare_weights({"w": torch.zeros_like(ends[0]["w"])}, *ends).largest
-        assert gap == pytest.approx(2 * (t / math.pi) ** 0.5, rel=0.3)
-        assert gap < 1.8 * t**0.5
-    assert (ends[0]["w"] - ends[1]["w"]).abs().max() > 1
+    t, ends = 1e-3, []
+    for error in (0.0, t):
+        w = torch.zeros(300_000, dtype=torch.float64)
+        adam = torch.optim.Adam([w.requires_grad_()], lr=1.0, eps=1e-12)
+        generator = torch.Generator().manual_seed(1)
+        g = torch.randn(w.shape, dtype=w.dtype, generator=generator)
+        w.grad = g + error * torch.randn(w.shape, dtype=w.dtype, generator=generator)
+        adam.step()
+        ends.append({"w": w.detach()})
+    gap = gaps.compare_weights({"w": torch.zeros_like(ends[0]["w"])}, *ends).largest
+    assert gap == pytest.approx(2 * (t / math.pi) ** 0.5, rel=0.3)
+    assert gap < 1.8 * t**0.5
 
 
 PLANTS = ("none", "missing sum", "scaled tensor", "frozen that trains")
@@ -227,7 +209,7 @@ def job_run(job: list[str]) -> Path:
 @pytest.mark.promise("compare")
 def test_initial_weights_are_compared_by_their_bits() -> None:
     a = {"v": torch.ones(2), "w": torch.zeros(2)}
-    assert [*gaps.compare_tensors(a, {name: tensor.clone() for name, tensor in a.items()})] == []
+    assert [*gaps.compare_tensors(a, a)] == []
     for other, name in (({**a, "w": -a["w"]}, "w"), ({"w": a["w"]}, "v")):
         assert [gap[0] for gap in gaps.compare_tensors(a, other)] == [name]
         assert [gap[0] for gap in gaps.compare_tensors(other, a)] == [name]
@@ -266,16 +248,11 @@ def test_two_layouts_that_train_the_same(tmp_path: Path) -> None:
     assert said.code == 0, said.out + said.err
     assert [run["verdict"] for run in said.runs] == ["reference", "same"]
     assert [len(run["rows"]) for run in said.runs] == [2, 2]
-    assert said.out.startswith("reference: loss ")
     figures = said.runs[1]["figures"]
-    assert sorted(figures) == ["grad_norm", "gradients", "loss", "weights"]
     assert max(figures["weights"], figures["gradients"]) < 1e-5
-    run = tmp_path / "out" / "2" / "run"
-    assert sorted(path.name for path in run.glob("checkpoint/step-*")) == ["step-0", "step-2"]
-    config = (run / "config.toml").read_text()
-    assert "data_parallel_shard_degree = 2" in config
-    assert "global_batch_size = 16" in config
-    assert "max_norm = 0.5" in config
+    config = load_config([f"--job.config_file={tmp_path}/out/2/run/config.toml"])
+    assert config.parallelism.data_parallel_shard_degree == 2
+    assert (config.training.global_batch_size, config.training.max_norm) == (16, 0.5)
 
 
 DECAY, SEED = "single --optimizer.weight_decay=0.5", "single --debug.seed=1"
@@ -283,55 +260,31 @@ TINY = "--model.flavor=tiny"
 CRASH = "single --optimizer.lr=1e30"
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    folder = tmp_path_factory.mktemp("planted")
-    return compare(folder, "1", CRASH, DECAY, SEED, TINY, "--steps=2")
-
-
-def verdict(said: Said, layout: str) -> dict[str, Any]:
-    [found] = [run for run in said.runs if run["layout"] == layout]
-    return found
-
-
 @pytest.mark.promise("compare")
 @pytest.mark.long
-def test_a_planted_divergence_is_found_with_its_first_step(planted: Said) -> None:
-    assert planted.code == 1
-    found = verdict(planted, DECAY)
-    assert found["verdict"] == "DIVERGES at step 2"
-    found_at = [(step, text.partition(":")[0]) for step, text in found["differences"]]
-    assert (2, "step 2, loss") in found_at
-    assert not any("valid_token_fraction" in text for _, text in found_at)
+def test_planted_mistakes_are_found_and_the_other_layouts_run(tmp_path: Path) -> None:
+    """A divergence with its first step, other initial weights, and a run that fails."""
+    said = compare(tmp_path, "1", CRASH, DECAY, SEED, TINY, "--steps=2")
+    assert said.code == 1
+    runs = {run["layout"]: run for run in said.runs}
+    verdicts = ["FAILED", "DIVERGES at step 2", "DIVERGES at the initial weights"]
+    assert [runs[layout]["verdict"] for layout in (CRASH, DECAY, SEED)] == verdicts
+    assert "optimizer.lr" in runs[CRASH]["problem"]
+    found = [text.partition(":")[0] for _, text in runs[DECAY]["differences"]]
+    assert "step 2, loss" in found
+    assert not any("valid_token_fraction" in text for text in found)
     for key in ("gradients", "weights"):
-        assert f"{DECAY}: {key} of step 2" in planted.out
-    other = verdict(planted, SEED)
-    assert other["verdict"] == "DIVERGES at the initial weights"
-    assert "512 of 512 elements" in other["differences"][0][1]
-
-
-@pytest.mark.slow
-def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> None:
-    crash = verdict(planted, CRASH)
-    assert crash["verdict"] == "FAILED"
-    assert "exit code 3" in crash["problem"]
-    assert "optimizer.lr" in crash["problem"]
-    assert crash["problem"] in planted.out
+        assert f"{DECAY}: {key} of step 2" in said.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["single", "warp9"], "warp9"),
         (["single", "fsdp3"], "global_batch_size"),
         (["single", "ddp2,tp2,ep4", "--model.name=qwen3_moe"], "expert_parallel_degree"),
-        (["single", "tp3"], "tensor_parallel_degree"),
         (["single", "fsdp2 --training.steps=3"], "training.steps"),
         (["single", "fsdp2 --checkpoint.enable=false"], "checkpoint.enable"),
-        (["fsdp2", "--training.steps=3"], "--steps"),
         (["fsdp2", "--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree=2"),
-        (["single", "fsdp2 --training.dataloader.num_workers=-1"], "num_workers"),
-        (["fsdp2", "--stepz=3"], "--stepz=3"),
         (["fsdp2", "--steps=0"], "--steps"),
         (["fsdp2", "--training.seq_lem=3"], "--training.seq_len"),
         (["fsdp2", f"--out={Path(__file__).parent}"], "--out"),  # never mixed with older runs
@@ -344,19 +297,13 @@ def test_mistakes_cost_no_training(arguments: list[str], named: str, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_plans_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_of_layouts() -> None:
     """The reference gives the global batch; local batches shrink where ranks share it."""
     common = [f"--job.config_file={TOML}", "--training.global_batch_size=-1"]
     plans = make_plans(["ddp2", "single", "fsdp8"], common=common)
     sizes = [load_config(arguments).training for _, arguments in plans]
     assert [training.global_batch_size for training in sizes] == [16, 16, 16]
     assert [training.local_batch_size for training in sizes] == [8, 8, 2]
-    noted = capsys.readouterr().err
-    assert [line.partition(": ")[0] for line in noted.splitlines()][-1] == "fsdp8"
-    assert "bfloat16" not in noted
-    common.append("--training.mixed_precision_param=bfloat16")
-    make_plans(["fsdp2"], common=common)
-    assert "bfloat16" in capsys.readouterr().err
 
 
 def test_a_layout_that_takes_too_long_has_failed(tmp_path: Path) -> None:
@@ -387,8 +334,6 @@ def test_ranks_end_with_the_command(tmp_path: Path) -> None:
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGTERM
     end = time.monotonic() + 10
-    while (left := [pid for pid in started if Path(f"/proc/{pid}").exists()]) and (
-        time.monotonic() < end
-    ):
+    while left := [pid for pid in started if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, left
         time.sleep(0.1)
-    assert left == []

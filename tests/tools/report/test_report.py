@@ -7,7 +7,6 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from torchtitan.metrics.events import EventLog
 from torchtitan.tools.report.command import main
 from torchtitan.tools.report.read import events, name_runs, read_figures, read_run, thinned
 
-ATTACK = "</script><img src=x onerror=alert(1)>"
+ATTACK = "</script><img src=x onerror=alert(1)>\x1b[31m"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -47,7 +46,7 @@ def write_run(folder: Path, *, steps: int = 40, spike_at: int = 17) -> Path:
 
 
 class Page(HTMLParser):
-    """Notes tags, attributes and texts of a page, and that each element is closed."""
+    """Tags, attributes and texts of a page, in which each element is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -71,35 +70,31 @@ class Page(HTMLParser):
 
 @pytest.mark.promise("tools")
 def test_the_page_is_whole_and_safe(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name) for name in ("one", "<img src=x onerror=alert(1)>")]
+    runs = [write_run(tmp_path / name) for name in ("one\x1b[2J", "<img src=x onerror=alert(1)>")]
     out = tmp_path / "report.html"
     assert main([*map(str, runs), "--out", str(out)]) == 0
-    page = Page(out.read_text())
+    text = out.read_text()
+    page = Page(text)
     assert "img" not in page.tags
     assert not {"src", "href", "onerror"} & {*page.attributes}
-    assert f"ended: {ATTACK}" in page.texts
+    assert "ended: " + ATTACK.replace("\x1b", "\\x1b") in page.texts
+    assert "\x1b" not in text
     assert "optimizer.lr: 0.1 \u2192 0.2" in page.texts
     # nothing is fetched: the only address is the one of the library's own page, in a comment
-    addresses = [
-        part for part in out.read_text().split("https://")[1:] if "w3.org" not in part[:20]
-    ]
+    addresses = [part for part in text.split("https://")[1:] if "w3.org" not in part[:20]]
     assert all(part.startswith("github.com/leeoniya/uPlot") for part in addresses)
 
 
 def test_thinning_keeps_ends_and_spikes() -> None:
     draw = random.Random(5)
-    points = [(step, draw.random()) for step in range(100_000)]
-    points[54_321] = (54_321, 50.0)
-    points[54_322] = (54_322, -50.0)
-    columns = np.array([step for step, _ in points]), np.array([value for _, value in points])
+    points = {step: draw.random() for step in range(100_000)}
+    points |= {54_321: 50.0, 54_322: -50.0}
+    columns = np.array([*points]), np.array([*points.values()])
     steps, values = thinned(*columns, num_buckets=2000)
     assert len(steps) <= 4002
     assert steps == sorted(steps)
-    assert (steps[0], steps[-1]) == (0, 99_999)
-    assert {(54_321, 50.0), (54_322, -50.0)} < set(zip(steps, values, strict=True))
-    assert set(zip(steps, values, strict=True)) < set(points)
-    nine = [column[:9] for column in columns]
-    assert thinned(*nine, num_buckets=2000) == (list(range(9)), [v for _, v in points[:9]])
+    assert {0, 54_321, 54_322, 99_999} < {*steps}
+    assert values == [points[step] for step in steps]
 
 
 class StoredRow(dict[str, Any]):
@@ -147,7 +142,6 @@ def test_events_and_names(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"), name="run")
     kinds = [(0, "start"), (17, "spike"), (20, "end"), (20, "start"), (20, "change")]
     assert [(row["step"], row["kind"]) for row in events(run)] == kinds
-    assert str(events(run)[3]["line"]).startswith("started again: dp_shard 2, 2 ranks")
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"]
     assert [*name_runs(paths)] == ["a/run", "b/run"]
 
@@ -168,8 +162,7 @@ METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
         (EVENTS, SPIKE | {"value": "9"}, "value"),
         (EVENTS, None, EVENTS),
         # shown all the same
-        (METRICS, {"step": 41, "loss": None, "num_tokens": None}, ""),
-        (METRICS, {"step": 41, "loss": float("nan")}, ""),
+        (METRICS, {"step": 41, "loss": float("nan"), "num_tokens": None}, ""),
         (METRICS, {"step": 41, "loss": 10**400}, ""),
         (EVENTS, SPIKE | {"value": float("inf")}, ""),
         (EVENTS, START | {"event": "new"}, ""),
@@ -199,54 +192,15 @@ def test_files_of_strangers(
         assert len(losses["curves"][0]["values"]) == 40
 
 
-def test_a_run_without_steps_is_a_mistake(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
-
-
-def test_a_full_disk_leaves_the_older_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, out = write_run(tmp_path / "run"), tmp_path / "report.html"
-    out.write_text("older")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
-    try:
-        assert main([str(run), "--out", str(out)]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "--out" in capsys.readouterr().err
-    assert out.read_text() == "older"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
-
-
-def test_control_characters_are_escaped(tmp_path: Path) -> None:
-    run, out = write_run(tmp_path / "run\x1b[2J"), tmp_path / "report.html"
-    row = {"event": "failure", "time": "2026\x1b", "step": 40, "reason": "\x1b[31m"}
-    with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    assert main([str(run), "--out", str(out)]) == 0
-    assert "ended: \\x1b[31m" in out.read_text()
-    assert "\x1b" not in out.read_text()
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, Debian's package chromium")
 def test_a_browser_draws_it_without_a_complaint(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name) for name in ("one", "two")]
     out = tmp_path / "report.html"
-    assert main([*map(str, runs), "--out", str(out)]) == 0
-    assert CHROMIUM is not None
+    runs = [str(write_run(tmp_path / name)) for name in ("one", "two")]
+    assert main([*runs, "--out", str(out)]) == 0
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    options += [f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    options += [f"--user-data-dir={tmp_path}/profile", "--dump-dom", out.as_uri()]
     done = subprocess.run(
-        [CHROMIUM, *options, out.as_uri()],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [str(CHROMIUM), *options], check=True, capture_output=True, text=True, timeout=120
     )
     assert "CONSOLE" not in done.stderr
-    assert 'data-charts="5"' in done.stdout
     assert done.stdout.count("<canvas") == 5
