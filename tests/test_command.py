@@ -44,6 +44,15 @@ def test_a_mistake_is_one_message_with_code_2(arguments: list[str], said: str) -
     assert "Traceback" not in done.stderr
 
 
+def test_a_number_of_ranks_is_one_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks in ("0", "-1", "two", "²"):
+        monkeypatch.setenv("NGPU", ranks)
+        done = run("train", "debug_model")
+        assert done.returncode == 2
+        assert "NGPU" in done.stderr
+        assert ranks in done.stderr
+
+
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_a_verb_may_have_no_output(closed: str, tmp_path: Path) -> None:
     command = f"{sys.executable} -m torchtitan"
