@@ -15,7 +15,6 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.jobs import UNSAVED
 from tests.optim.spiky import SPIKES
-from tests.tools.explain.campaign import SMALL
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.metrics.events import read_events
 from torchtitan.metrics.rows import read_rows
@@ -26,7 +25,12 @@ from torchtitan.tools.compare import command as compare
 from torchtitan.trainer import Run
 
 JOB = [
-    *SMALL,
+    "--model.flavor=tiny",
+    "--model.tokenizer_path=byte",
+    "--training.seq_len=32",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=8",
+    "--lr_scheduler.warmup_steps=2",
     "--training.dataset=tests.optim.spiky:Spiky",
     "--training.mixed_precision_param=float32",
     "--model.vocab_size=264",

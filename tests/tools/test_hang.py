@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.jobs import write_job
 from torchtitan.base.errors import DataError
+from torchtitan.tools.compare.launch import run_ranks
 from torchtitan.tools.hang import Call, describe, find_waits, main, read_calls
 
 ROOT = Path(__file__).parents[2]
@@ -34,21 +33,11 @@ class Stuck:
 @pytest.mark.long
 def test_a_rank_that_hangs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
-    job = [
-        *write_job(tmp_path),
-        *("--comm.train_timeout_seconds=3", "--checkpoint.enable=false"),
-        *('--training.callbacks=["stuck:Stuck"]', "--training.steps=4"),
-    ]
-    launch = ["-m", "torchtitan.launch", "--standalone", "--nproc_per_node=2"]
-    run = subprocess.run(
-        [sys.executable, *launch, "-m", "torchtitan.train", *job],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 4
+    job = [*write_job(tmp_path), "--comm.train_timeout_seconds=3", "--training.steps=4"]
+    job += ["--checkpoint.enable=false", '--training.callbacks=["stuck:Stuck"]']
+    paths = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    problem = run_ranks(job, world_size=2, log=tmp_path / "log", environ=paths)
+    assert "exit code 4" in problem
     assert main([str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "rank 0 waits for rank 1 in all_reduce" in said

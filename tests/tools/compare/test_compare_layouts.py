@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,7 @@ def rows(losses: Sequence[float | None], **figures: float) -> list[dict[str, Any
         ([4.0], {"loss": 2, "grad_norm": 2}),
     ],
 )
-def test_the_first_step_beyond_the_tolerance(
-    losses: list[float | None], beyond: dict[str, int]
-) -> None:
+def test_the_first_step_beyond_the_tolerance(losses, beyond):
     tolerances = {"loss": 1e-5, "grad_norm": 1e-4}
     compared = gaps.compare_rows(rows([4.0, 3.0]), rows(losses), tolerances=tolerances)
     assert {key: gap.beyond[0][0] for key, gap in compared.items() if gap.beyond} == beyond
@@ -139,7 +137,6 @@ def test_two_adams_are_as_far_apart_as_the_analysis_says() -> None:
     assert gap < 1.8 * t**0.5
 
 
-PLANTS = ("none", "missing sum", "scaled tensor", "frozen that trains")
 NORM = "layers.1.ffn_norm.weight"
 
 
@@ -182,16 +179,14 @@ def right(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.promise("compare")
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_gradient_is_found(
-    plant: str, right: Path, ranks: RankPool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("plant", ["none", "missing sum", "scaled tensor", "frozen that trains"])
+def test_a_planted_gradient_is_found(plant, right, ranks, tmp_path):
     """In another layout; a mistake in one tensor is seen in neither loss nor norm."""
     job = [*jobs.write_job(tmp_path, cache=right.parent / "cache"), "--training.steps=1"]
     ranks.run(recorded, [*job, "--training.local_batch_size=2"], plant, world=2)
-    stored = [StoredTensors(p / "g" / "step-1", GRADIENTS) for p in (right, job_run(job))]
-    gap = gaps.compare_gradients(*stored)
-    compared = gaps.compare_rows(*(jobs.read_rows(p) for p in (right, job_run(job))))
+    both = (right, tmp_path / "run")
+    gap = gaps.compare_gradients(*(StoredTensors(p / "g" / "step-1", GRADIENTS) for p in both))
+    compared = gaps.compare_rows(*map(jobs.read_rows, both))
     assert (gap.largest > gaps.GRADIENTS_TOLERANCE) == (plant != "none"), gap
     if plant in ("scaled tensor", "missing sum"):
         assert gap.name == NORM
@@ -200,10 +195,6 @@ def test_a_planted_gradient_is_found(
         assert gap.largest == pytest.approx(1e-3, rel=0.01)
     if plant == "frozen that trains":
         assert (gap.name, gap.largest) == ("norm.weight", math.inf)
-
-
-def job_run(job: list[str]) -> Path:
-    return Path(load_config(job).job.dump_folder)
 
 
 @pytest.mark.promise("compare")
@@ -215,40 +206,33 @@ def test_initial_weights_are_compared_by_their_bits() -> None:
         assert [gap[0] for gap in gaps.compare_tensors(other, a)] == [name]
 
 
-@dataclass(frozen=True)
-class Said:
-    code: int
-    out: str
-    err: str
-    runs: list[dict[str, Any]]
-
-
-def compare(folder: Path, *arguments: str) -> Said:
-    out, err, figures = io.StringIO(), io.StringIO(), folder / "figures.json"
+def compare(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Return the exit code, what is printed, and the stored figures by layout."""
+    out, figures = io.StringIO(), folder / "figures.json"
     words = [str(TOML), f"--json={figures}", f"--out={folder / 'out'}", *arguments]
     cache = f"--training.dataset_cache={folder / 'cache'}"
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = command.main(["layouts", *words, cache])
     stored = json.loads(figures.read_text()) if figures.is_file() else {"runs": []}
-    return Said(code, out.getvalue(), err.getvalue(), stored["runs"])
+    return code, out.getvalue(), {run["layout"]: run for run in stored["runs"]}
 
 
 @pytest.mark.long
 def test_experts_in_float64(tmp_path: Path) -> None:
     experts = ("--model.name=qwen3_moe", TINY, "--model.vocab_size=264", "--float64", "--steps=2")
-    said = compare(tmp_path, "fsdp2,ep2", *experts)
-    assert said.code == 0, said.out + said.err
-    assert 0 < said.runs[1]["figures"]["gradients"] < 1e-12
+    code, said, runs = compare(tmp_path, "fsdp2,ep2", *experts)
+    assert code == 0, said
+    assert 0 < runs["fsdp2,ep2"]["figures"]["gradients"] < 1e-12
 
 
 @pytest.mark.promise("compare")
 @pytest.mark.long
 def test_two_layouts_that_train_the_same(tmp_path: Path) -> None:
-    said = compare(tmp_path, "fsdp2", TINY, "--steps=2", "--training.max_norm=0.5")
-    assert said.code == 0, said.out + said.err
-    assert [run["verdict"] for run in said.runs] == ["reference", "same"]
-    assert [len(run["rows"]) for run in said.runs] == [2, 2]
-    figures = said.runs[1]["figures"]
+    code, said, runs = compare(tmp_path, "fsdp2", TINY, "--steps=2", "--training.max_norm=0.5")
+    assert code == 0, said
+    assert [run["verdict"] for run in runs.values()] == ["reference", "same"]
+    assert [len(run["rows"]) for run in runs.values()] == [2, 2]
+    figures = runs["fsdp2"]["figures"]
     assert max(figures["weights"], figures["gradients"]) < 1e-5
     config = load_config([f"--job.config_file={tmp_path}/out/2/run/config.toml"])
     assert config.parallelism.data_parallel_shard_degree == 2
@@ -264,9 +248,8 @@ CRASH = "single --optimizer.lr=1e30"
 @pytest.mark.long
 def test_planted_mistakes_are_found_and_the_other_layouts_run(tmp_path: Path) -> None:
     """A divergence with its first step, other initial weights, and a run that fails."""
-    said = compare(tmp_path, "1", CRASH, DECAY, SEED, TINY, "--steps=2")
-    assert said.code == 1
-    runs = {run["layout"]: run for run in said.runs}
+    code, said, runs = compare(tmp_path, "1", CRASH, DECAY, SEED, TINY, "--steps=2")
+    assert code == 1
     verdicts = ["FAILED", "DIVERGES at step 2", "DIVERGES at the initial weights"]
     assert [runs[layout]["verdict"] for layout in (CRASH, DECAY, SEED)] == verdicts
     assert "optimizer.lr" in runs[CRASH]["problem"]
@@ -274,7 +257,7 @@ def test_planted_mistakes_are_found_and_the_other_layouts_run(tmp_path: Path) ->
     assert "step 2, loss" in found
     assert not any("valid_token_fraction" in text for text in found)
     for key in ("gradients", "weights"):
-        assert f"{DECAY}: {key} of step 2" in said.out
+        assert f"{DECAY}: {key} of step 2" in said
 
 
 @pytest.mark.parametrize(
@@ -291,9 +274,9 @@ def test_planted_mistakes_are_found_and_the_other_layouts_run(tmp_path: Path) ->
     ],
 )
 def test_mistakes_cost_no_training(arguments: list[str], named: str, tmp_path: Path) -> None:
-    said = compare(tmp_path, *arguments)
-    assert said.code == 2
-    assert named in said.err
+    code, said, _ = compare(tmp_path, *arguments)
+    assert code == 2
+    assert named in said
     assert not (tmp_path / "out").exists()
 
 
@@ -307,10 +290,9 @@ def test_plans_of_layouts() -> None:
 
 
 def test_a_layout_that_takes_too_long_has_failed(tmp_path: Path) -> None:
-    said = compare(tmp_path, "fsdp2", "--steps=100000", "--timeout=1")
-    assert said.code == 1
-    assert [run["verdict"] for run in said.runs] == ["FAILED"]  # the others are not trained
-    assert "within 1 s" in said.runs[0]["problem"]
+    code, _, runs = compare(tmp_path, "fsdp2", "--steps=100000", "--timeout=1")
+    assert code == 1
+    assert [run["verdict"] for run in runs.values()] == ["FAILED"]  # the others are not trained
 
 
 def children_of(pid: int) -> list[int]:
