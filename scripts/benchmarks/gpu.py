@@ -6,7 +6,8 @@
     resume     the same between a run and a repetition, and a resumed run: both must be 0
     jobs       jobs of Llama 3.2 1B, started as any job is: with each policy of recomputation, in
                float8, with experts, with 32k tokens, and with the profiler
-    1B, 3B     a step of Llama 3.2 beside a bare loop and transformers: 8192 tokens in bfloat16, compiled; 3B with all blocks recomputed (the command `train --apart`)
+    1B, 3B     a step of Llama 3.2 beside a bare loop and transformers: 8192 tokens in bfloat16,
+               compiled; 3B with all blocks recomputed (the command `train --apart`)
 
 Each runs in a process of its own, one after the other. One that fails is reported with its error,
 and the rest continue. --out is written after each of them; called again with that file, the command
