@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import write_tokenizer
 from tests.tools.evaluate.helpers import (
     evaluate,
@@ -34,8 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty.txt").write_text("")
     write_tasks(folder / "tasks")
     write_tokenizer(folder / "bare")
-    lost = (folder / "tasks" / "roll.yaml").read_text().replace("rows.json", "no_such_rows.json")
-    (folder / "tasks" / "lost.yaml").write_text(lost.replace('"roll"', '"lost"'))
     return folder
 
 
@@ -55,16 +52,11 @@ EVERYTHING = (
 def test_the_report_holds_figures_and_settings(folder, capsys):
     file = folder / "report.json"
     assert command.main([*words(folder, *EVERYTHING), "--output", str(file)]) == 0
-    said = capsys.readouterr().out
+    assert f"checkpoint: {folder}" in capsys.readouterr().out
     report = json.loads(file.read_text())
-    assert said.startswith(f"checkpoint: {report['checkpoint']}\n")
-    assert list(report["perplexity"]) == ["a", "b"]
     # a name that is given again adds files
-    assert report["perplexity"]["a"]["num_documents"] == 41
-    assert f"{report['perplexity']['b']['loss']:.4f}" in said
-    figures = report["tasks"]["choose"]["figures"]
-    assert sorted(figures) == ["acc", "acc_norm"]
-    assert f"{figures['acc']['value']:.4f}" in said
+    assert [figures["num_documents"] for figures in report["perplexity"].values()] == [41, 1]
+    assert {*report["tasks"]["choose"]["figures"]} == {"acc", "acc_norm"}
     settings = report["settings"]
     assert (settings["seq_len"], settings["dtype"], settings["limit"]) == (40, "float32", 8)
 
@@ -80,21 +72,18 @@ def on_ranks(words: list[str], cache: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_two_ranks_that_share_a_model_find_what_one_finds(
-    folder: Path, ranks: RankPool, tmp_path: Path
-) -> None:
+def test_two_ranks_that_share_a_model_find_what_one_finds(folder, ranks, tmp_path):
     given = words(folder, *EVERYTHING)
     alone = evaluate(*given)
     found = ranks.run(on_ranks, given, tmp_path, world=2)
-    for report in found:
-        assert report["settings"]["num_ranks"] == 2
-        for name, figures in alone["perplexity"].items():
-            assert report["perplexity"][name] == pytest.approx(figures, rel=1e-5)
-        for name, task in alone["tasks"].items():
-            other = report["tasks"][name]
-            assert numbers_of(other) == pytest.approx(numbers_of(task), rel=1e-5), name
     # bit for bit the same, or ranks would part
     assert found[0] == found[1]
+    assert found[0]["settings"]["num_ranks"] == 2
+    for name, figures in alone["perplexity"].items():
+        assert found[0]["perplexity"][name] == pytest.approx(figures, rel=1e-5)
+    for name, task in alone["tasks"].items():
+        other = found[0]["tasks"][name]
+        assert numbers_of(other) == pytest.approx(numbers_of(task), rel=1e-5), name
 
 
 PERPLEXITY = "--perplexity a={}/a.jsonl --dataset_cache {}/cache"
@@ -105,35 +94,18 @@ TASKS = "--tasks choose --include_path {}/tasks"
     ("given", "named"),
     [
         ((), "--perplexity"),
-        (("--perplexity {}/a.jsonl",), "a.jsonl"),
-        (("--perplexity =a.jsonl",), "--perplexity"),
         (("--perplexity web={}/none.txt",), "--perplexity web"),
         (("--perplexity web={}/empty.txt",), "empty.txt"),
         ((PERPLEXITY, "--seq_len 65"), "--seq_len"),
-        ((PERPLEXITY, "--dataset_text_key words"), "dataset_text_key"),
-        ((PERPLEXITY, "--dataset_text_template {words"), "dataset_text_template"),
         ((PERPLEXITY, "--tokenizer bpe_2048"), "2048 ids"),
-        ((PERPLEXITY, "--checkpoint {}/none"), "none"),
-        ((PERPLEXITY, "--batch_size 0"), "--batch_size"),
         ((PERPLEXITY, "--output {}/none/r.json"), "--output"),
         ((PERPLEXITY, "--limit 3"), "--limit"),
-        ((TASKS, "--dataset_text_key x"), "--dataset_text_key"),
-        ((TASKS, "--num_fewshot -1"), "--num_fewshot"),
         ((TASKS, "--include_path {}/none"), "--include_path"),
-        ((TASKS, "--chat_template {}/x"), "--chat_template"),
         ((TASKS, "--tokenizer {}/bare --apply_chat_template"), "--chat_template"),
-        (("--tasks lost --include_path {}/tasks",), "no_such_rows.json"),
     ],
 )
 def test_mistakes_end_with_one_message_and_code_2(folder, capsys, given, named):
     assert command.main(words(folder, *given)) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("error:") == 1
+    assert (captured.out, captured.err.count("error:")) == ("", 1)
     assert named in captured.err
-
-
-def test_without_the_package_the_tasks_say_how_to_install_it(folder, capsys, monkeypatch):
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert command.main(words(folder, TASKS)) == 2
-    assert ".[eval]" in capsys.readouterr().err

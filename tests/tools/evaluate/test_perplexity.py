@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.distributed import jobs
-from tests.distributed.rank_pool import RankPool
-from tests.jobs import TINY8, UNSAVED, pipeline
+from tests.jobs import TINY8, pipeline
 from tests.tools.evaluate.helpers import evaluate, write_model, write_texts
 from torchtitan.data.tokenizer import build_tokenizer
 
@@ -52,9 +51,7 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.promise("evaluation")
 @pytest.mark.parametrize("attention", ["causal", "block_causal"])
-def test_the_loss_is_that_of_the_trainers_validation(
-    attention: str, ranks: RankPool, tmp_path: Path
-) -> None:
+def test_the_loss_is_that_of_the_trainers_validation(attention, ranks, tmp_path):
     write_texts(tmp_path / "a.jsonl")
     job = [*jobs.write_job(tmp_path), "--training.steps=2", "--optimizer.lr=0.1"]
     job += ["--validation.enable", "--validation.dataset=files"]
@@ -90,23 +87,17 @@ WATCHED = {
 }
 
 
-def watch(domains: str, tokenizer: str = "byte") -> str:
-    table = f'path = "{CALLBACK}", domains = {domains}, tokenizer_path = "{tokenizer}"'
-    return f"--training.callbacks={{{table}}}"
-
-
 @pytest.mark.long
 @pytest.mark.promise("evaluation")
 @pytest.mark.parametrize("layout", WATCHED)
-def test_a_callback_finds_in_any_layout_what_the_command_finds(
-    layout: str, ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_callback_finds_in_any_layout_what_the_command_finds(layout, ranks, tmp_path):
     write_texts(tmp_path / "a.jsonl")
     (tmp_path / "b.txt").write_text("nothing more, " * 30)
     domains = [f"{name}={tmp_path / file}" for name, file in (("a", "a.jsonl"), ("b", "b.txt"))]
     job = [*jobs.write_job(tmp_path, TINY8), *WATCHED[layout], "--training.steps=2"]
     job += ["--validation.enable", "--validation.dataset=synthetic"]
-    job += [watch(json.dumps(domains)), "--training.local_batch_size=4"]
+    callback = f'path = "{CALLBACK}", domains = {json.dumps(domains)}, tokenizer_path = "byte"'
+    job += [f"--training.callbacks={{{callback}}}", "--training.local_batch_size=4"]
     job += ["--optimizer.lr=0.1"]
     trained = ranks.run(jobs.train, job, world=2)[0]
     words = ["--checkpoint", tmp_path / "run", "--perplexity", *domains]
@@ -114,22 +105,3 @@ def test_a_callback_finds_in_any_layout_what_the_command_finds(
     for name, figures in found.items():
         assert trained.rows[-1][f"loss_{name}"] == pytest.approx(figures["loss"], rel=1e-6)
         assert trained.rows[-1][f"perplexity_{name}"] == pytest.approx(figures["perplexity"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ([watch('["a.txt"]')], "NAME=FILES"),
-        ([watch('["a=none.txt"]')], "callbacks a"),
-        ([watch('["a=a.txt"]', "bpe_2048")], "model.tokenizer_path"),
-        ([watch('["a=a.txt"]'), "--validation.enable=false"], "enable"),
-    ],
-)
-def test_mistakes_of_the_callback_end_the_run(
-    words: list[str], named: str, ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path), "--training.steps=1", UNSAVED]
-    job += ["--validation.enable=true", "--validation.dataset=synthetic", *words]
-    [message] = ranks.run(jobs.failure, job, world=1)
-    assert named in message
