@@ -14,7 +14,9 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.api import load_generator
-from torchtitan.checkpoint.checksums import verify
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.checksums import MANIFEST, verify
+from torchtitan.tools.average import write_average
 from torchtitan.tools.convert import main
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.slow]
@@ -94,6 +96,17 @@ def test_training_and_transformers_load_it(runs, ranks: RankPool, tmp_path: Path
     assert main(["to-hf", str(out), str(tmp_path / "hf")]) == 0
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], wanted["output.weight"])
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(5, torch.float32), (4, torch.int64)])
+def test_tensors_without_an_average(runs, tmp_path: Path, rows: int, kind: torch.dtype) -> None:
+    steps = [tmp_path / "step-1", tmp_path / "step-2"]
+    for step, size in zip(steps, (4, rows), strict=True):
+        writer = dcp.FileSystemWriter(step / "model")
+        dcp.save({"w": torch.ones((size, 8), dtype=kind)}, storage_writer=writer, no_dist=True)
+        shutil.copy(runs["float32"] / "checkpoint" / "step-1" / MANIFEST, step)
+    with pytest.raises(CheckpointError, match="'w'"):
+        write_average(steps, tmp_path / "out", decay=None)
 
 
 @pytest.mark.parametrize(

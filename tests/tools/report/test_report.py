@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -188,6 +189,21 @@ def test_files_of_strangers(file, row, named, tmp_path, capsys):
         page = json.loads(data, parse_constant=lambda constant: pytest.fail(constant))
         losses = next(panel for panel in page["panels"] if panel["title"] == "loss")
         assert len(losses["curves"][0]["values"]) == 40
+
+
+def test_no_steps_or_a_full_disk_leave_the_older_page(tmp_path, capsys):
+    run, out = write_run(tmp_path / "run"), tmp_path / "report.html"
+    out.write_text("older")
+    assert main([str(tmp_path), "--out", str(out)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+    code = main([str(run), "--out", str(out)])
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert "--out" in capsys.readouterr().err
+    assert out.read_text() == "older"
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "run"}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, Debian's package chromium")
