@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan.parallel.pipeline.schedules import SCHEDULES, Action, compute_table
-from torchtitan.tools.plan.schedule import Costs, Span, Timeline, simulate
+from torchtitan.parallel.pipeline.schedules import SCHEDULES, compute_table
+from torchtitan.tools.plan.schedule import draw, peak_activations, simulate
 
 SIZES = [(2, 4), (3, 6), (4, 8), (4, 16), (8, 16)]
-
-
-def simulated(name: str, *, pp: int, num_microbatches: int, costs: Costs | None = None) -> Timeline:
-    per_rank = 2 if SCHEDULES[name].multi_stage else 1
-    table = compute_table(name, pp=pp, stages_per_rank=per_rank, num_microbatches=num_microbatches)
-    return simulate(table, costs=costs or Costs())
 
 
 # Idle over computing with F = I = W, p ranks, m microbatches, two stages a rank, and the peak of
@@ -36,59 +30,57 @@ FORMULAS = {
 @pytest.mark.parametrize(("pp", "num"), SIZES)
 def test_closed_formulas(name: str, pp: int, num: int) -> None:
     bubble, peak = FORMULAS[name]
-    timeline = simulated(name, pp=pp, num_microbatches=num)
+    stages = 2 if SCHEDULES[name].multi_stage else 1
+    table = compute_table(name, pp=pp, stages_per_rank=stages, num_microbatches=num)
+    timeline = simulate(table)
     # durations are whole numbers, so only the division rounds
-    assert timeline.total_bubble == pytest.approx(bubble(pp, num), rel=1e-12)
-    for rank in range(pp):
-        assert timeline.bubble(rank) == pytest.approx(bubble(pp, num), rel=1e-12)
-    assert max(timeline.peak_in_shares(rank) for rank in range(pp)) == peak(pp, num)
+    assert timeline.bubble == pytest.approx(bubble(pp, num), rel=1e-12)
+    busy = {sum(span.end - span.start for span in row) for row in timeline.rows}
+    assert busy == {3 * stages * num}  # so each rank has the same bubble
+    peaks = peak_activations(table)
+    assert max(peaks) == stages * peak(pp, num)
     if name == "1F1B":
-        assert [timeline.peak(rank) for rank in range(pp)] == list(range(pp, 0, -1))
+        assert peaks == list(range(pp, 0, -1))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_interleaving_divides_the_bubble(stages: int) -> None:
+    for name in ("Interleaved1F1B", "LoopedBFS"):
+        table = compute_table(name, pp=4, stages_per_rank=stages, num_microbatches=8)
+        assert simulate(table).bubble == pytest.approx(3 / (stages * 8), rel=1e-12)
+        assert peak_activations(table)[0] == (8 * stages if name == "LoopedBFS" else 4 * stages + 3)
 
 
 def test_two_ranks_by_hand() -> None:
-    #  rank 0  F0 F1 . . . . B0 B0 . B1 B1      with a transfer of 1
-    #  rank 1  . . F0 B0 B0 F1 B1 B1 . . .
-    timeline = simulated("1F1B", pp=2, num_microbatches=2, costs=Costs(transfer=1.0))
+    #  rank 0  F0 F0 F1 F1 .  .  .  B0 B0 B0 .  .  B1 B1 B1
+    #  rank 1  .  .  F0 F0 B0 B0 B0 F1 F1 B1 B1 B1 .  .  .
+    table = compute_table("1F1B", pp=2, stages_per_rank=1, num_microbatches=2)
+    costs = {"forward": 2, "backward": 3, "backward_input": 1, "backward_weight": 1}
+    timeline = simulate(table, costs=costs)
     spans = {str(span.action): (span.start, span.end) for row in timeline.rows for span in row}
     assert spans == {
-        "0F0": (0, 1),
-        "0F1": (1, 2),
-        "1F0": (2, 3),
-        "1B0": (3, 5),
-        "1F1": (5, 6),
-        "1B1": (6, 8),
-        "0B0": (6, 8),
-        "0B1": (9, 11),
+        "0F0": (0, 2),
+        "0F1": (2, 4),
+        "1F0": (2, 4),
+        "1B0": (4, 7),
+        "0B0": (7, 10),
+        "1F1": (7, 9),
+        "1B1": (9, 12),
+        "0B1": (12, 15),
     }
-    assert timeline.makespan == 11
-    assert timeline.busy(0) == 6
-    assert timeline.bubble(0) == pytest.approx(5 / 6)
+    assert timeline.bubble == pytest.approx(2 * 15 / 20 - 1)
 
 
-def test_costs_count_by_kind() -> None:
-    costs = Costs(forward=2, backward=7, backward_input=4, backward_weight=3)
-    one = simulated("GPipe", pp=1, num_microbatches=3, costs=costs)
-    assert one.makespan == 3 * (2 + 7)
-    assert one.total_bubble == 0
-    split = simulated("InterleavedZeroBubble", pp=2, num_microbatches=4, costs=costs)
-    assert split.busy(0) == 2 * 4 * (2 + 4 + 3)
-
-
-def test_weights_half_holds_its_activations() -> None:
-    kinds = ("forward", "backward_input", "forward", "backward_weight")
-    row = [
-        Span(Action(0, kind, index // 2), float(index), index + 1.0)
-        for index, kind in enumerate(kinds)
+def test_drawing() -> None:
+    timeline = simulate(compute_table("1F1B", pp=2, stages_per_rank=1, num_microbatches=2))
+    assert draw(timeline, width=100).splitlines() == [
+        "rank 0  F0 F1 ......B0--- ...B1--- ",
+        "rank 1  ...F0 B0--- F1 B1--- ......",
     ]
-    assert Timeline(rows=[row]).peak(0) == 2
-
-
-@pytest.mark.parametrize("stages_per_rank", [1, 2, 3, 4])
-def test_interleaving_divides_the_bubble(stages_per_rank: int) -> None:
-    for name in ("Interleaved1F1B", "LoopedBFS"):
-        table = compute_table(name, pp=4, stages_per_rank=stages_per_rank, num_microbatches=8)
-        timeline = simulate(table, costs=Costs())
-        assert timeline.total_bubble == pytest.approx(3 / (stages_per_rank * 8), rel=1e-12)
-        peak = 8 if name == "LoopedBFS" else 4 + 3 / stages_per_rank
-        assert timeline.peak_in_shares(0) == pytest.approx(peak)
+    # wide lines are broken: three slots of three characters behind the name of the rank
+    assert draw(timeline, width=17).split("\n\n")[0].splitlines() == [
+        "rank 0  F0 F1 ...",
+        "rank 1  ...F0 B0-",
+    ]
+    table = compute_table("ZBVZeroBubble", pp=1, stages_per_rank=2, num_microbatches=1)
+    assert draw(simulate(table), width=80) == "rank 0  F0 f0 i0 w0 I0 W0 "

@@ -16,7 +16,7 @@ from torchtitan.parallel.pipeline.schedules import compute_table
 from torchtitan.tools.plan.account import replay
 from torchtitan.tools.plan.devices import DEVICES, Share
 from torchtitan.tools.plan.rehearse import rehearse
-from torchtitan.tools.plan.schedule import Costs, simulate
+from torchtitan.tools.plan.schedule import simulate
 from torchtitan.tools.plan.step import EXPOSED, time_step
 from torchtitan.tools.plan.tape import Entry, Piece, Record
 from torchtitan.tools.plan.traffic import count_traffic
@@ -116,9 +116,9 @@ def test_the_bubble_is_the_schedules(tmp_path: Path) -> None:
     ]
     result = time_step(job, records)
     table = compute_table("1F1B", pp=2, stages_per_rank=1, num_microbatches=16)
-    timeline = simulate(table, costs=Costs())
+    timeline = simulate(table)
     share = result.resources["bubble"][1] / (result.best - result.resources["bubble"][1])
-    assert share == pytest.approx(timeline.total_bubble, rel=0.05)  # the update has none
+    assert share == pytest.approx(timeline.bubble, rel=0.05)  # the update has none
 
 
 STAGES = pytest.param(
@@ -145,7 +145,7 @@ def test_fewer_microbatches_have_the_peak_and_the_counts_of_all(
     peaks = [replay(record).active for record in (few, every)]
     # the batches themselves are all there from the beginning: tokens and labels, int64
     assert 0 <= peaks[1] - peaks[0] <= job.layout.accumulation * 2 * 4 * S * 8
-    rows = count_traffic(job, few, by_module=False), count_traffic(whole, every, by_module=False)
+    rows = count_traffic(job, few), count_traffic(whole, every)
     for counted, expected in zip(*rows, strict=True):
         assert (counted.axis, counted.collective) == (expected.axis, expected.collective)
         assert (counted.calls, counted.size) == pytest.approx((expected.calls, expected.size))

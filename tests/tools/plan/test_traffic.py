@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ def counted(
     folder: Path, *settings: str, world: int, rank: int = 0
 ) -> Mapping[tuple[str, str], Row]:
     job = planned(folder, *settings, world=world)
-    rows = count_traffic(job, recorded(*settings, world=world, rank=rank), by_module=False)
+    rows = count_traffic(job, recorded(*settings, world=world, rank=rank))
     return {(row.axis, row.collective): row for row in rows}
 
 
@@ -166,10 +166,3 @@ def test_every_rank_sends_what_another_receives() -> None:
         total[what] = 2 * axis.moved(what, 400)[1]
     # all-gather: a machine needs the other's 200 bytes; all-to-all: each of 2 ranks sends 2 x 100
     assert total == {"all-gather": 200.0, "all-to-all": 400.0}
-
-
-def test_modules_are_named(tmp_path: Path) -> None:
-    job = planned(tmp_path, TP2, world=2)
-    rows: Sequence[Row] = count_traffic(job, recorded(TP2, world=2), by_module=True)
-    of_attention = [row for row in rows if row.module.startswith("attention")]
-    assert sum(row.calls for row in of_attention if row.collective == "reduce-scatter") == L

@@ -10,9 +10,8 @@ Blocks are not compiled, and "auto" precision is bfloat16, as on each device of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 from torchtitan.base.errors import ConfigError
@@ -22,7 +21,6 @@ from torchtitan.layout import find_layout
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline.layout import PipelineLayout
 from torchtitan.parallel.pipeline.schedules import (
-    Kind,
     Table,
     check_schedule,
     compute_table,
@@ -30,19 +28,11 @@ from torchtitan.parallel.pipeline.schedules import (
 )
 from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.plan.devices import Device
+from torchtitan.tools.plan.schedule import peak_activations
 from torchtitan.tools.plan.tape import Entry, Phase
 
 OVERLAPPED = frozenset({"fsdp", "efsdp", "dp_replicate"})
 """Axes whose collectives overlap with computation. Computation waits for those of other axes."""
-FEW = 4
-"""Pipelines of at most this number of ranks are planned with all of them."""
-HELD: Mapping[Kind, int] = {
-    "forward": 1,
-    "backward": -1,
-    "backward_input": 0,
-    "backward_weight": -1,
-}
-"""Change of the number of activations that a rank holds, each of one stage and microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +113,6 @@ def plan_job(
 ) -> Planned:
     """Read a job as the trainer does, and find its layout; raise ConfigError if the settings do not
     fit together or the number of ranks."""
-    if world_size < 1 or gpus_per_node < 1:
-        raise ConfigError(
-            f"--world_size and --gpus_per_node must be at least 1, got {world_size} and "
-            f"{gpus_per_node}"
-        )
     return plan_config(
         resolve_model(load_config(argv)),
         world_size=world_size,
@@ -152,14 +137,14 @@ def plan_config(config: Config, *, world_size: int, device: Device, gpus_per_nod
             "plan with AdamW, which needs more memory",
         )
     layout = find_layout(config, world_size=world_size)
-    pipeline, pp = layout.pipeline, layout.dims.pp
+    pipeline = layout.pipeline
     return Planned(
         config=config,
         layout=layout,
         device=device,
         gpus_per_node=gpus_per_node,
         shortened=_shorten(config, layout),
-        pipeline_ranks=range(pp) if pipeline is None or pp <= FEW else fullest_ranks(pipeline),
+        pipeline_ranks=[0] if pipeline is None else _fullest_ranks(pipeline),
     )
 
 
@@ -203,7 +188,7 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> Table | None:
     name = config.parallelism.pipeline_parallel_schedule
     pp, num = len(pipeline.table), count_microbatches(pipeline.table)
     stages_per_rank = len(pipeline.modules) // pp
-    peaks, is_full = _peaks(pipeline.table), False
+    peaks, is_full = peak_activations(pipeline.table), False
     for fewer in range(max(1, max(peaks) // stages_per_rank), num):  # fewer cannot fill it
         sizes = {"pp": pp, "stages_per_rank": stages_per_rank, "num_microbatches": fewer}
         try:
@@ -213,25 +198,12 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> Table | None:
         table = compute_table(name, **sizes)
         if is_full:  # the last microbatch finds what the first ones have left
             return table
-        is_full = _peaks(table) == peaks
+        is_full = peak_activations(table) == peaks
     return None
 
 
-def _peaks(table: Table) -> list[int]:
-    """Return the most activations that each rank holds at once, as `Timeline.peak` does."""
-    return [max(accumulate(HELD[action.kind] for action in row)) for row in table]
-
-
-def fullest_ranks(pipeline: PipelineLayout) -> list[int]:
-    """Return the ranks that may need most memory: the first, the last, and of the ranks between
-    them the one with most activations at its peak and the one with most modules."""
+def _fullest_ranks(pipeline: PipelineLayout) -> list[int]:
+    """Return the first and the last rank, and the one whose modules hold most activations."""
     sizes = [len(modules) for modules in pipeline.modules]
-    held = [max(accumulate(HELD[a.kind] * sizes[a.stage] for a in row)) for row in pipeline.table]
-    own = [sum(sizes[stage] for stage in pipeline.stages_of(n)) for n in range(len(held))]
-    last = len(held) - 1
-    inner = range(1, last) or range(1)
-    fullest = (
-        max(inner, key=lambda n: (held[n], own[n])),
-        max(inner, key=lambda n: (own[n], held[n])),
-    )
-    return sorted({0, *fullest, last})
+    held = peak_activations(pipeline.table, sizes=sizes)
+    return sorted({0, held.index(max(held)), len(held) - 1})

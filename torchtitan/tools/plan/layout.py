@@ -61,8 +61,7 @@ def search_layouts(
 ) -> Iterator[str]:
     """Yield a table of the best layouts, the fastest first.
 
-    A signal ends the search, and the table has the layouts rehearsed so far. Raises ConfigError if
-    no layout fits.
+    Raises ConfigError if no layout fits.
 
     Args:
         planned: The job, in any layout.
@@ -76,7 +75,7 @@ def search_layouts(
         f"{device.name} ({device.memory / GIB:.1f} GiB), {planned.gpus_per_node} on a machine; "
         f"{samples} samples of {training.seq_len} tokens in a step\n"
     )
-    rows, stop = list[Row](), None
+    rows: list[Row] = []
     with open_pool(REHEARSED) as pool:
         costs = pool.map(partial(measure, planned), RECOMPUTES, chunksize=1)
         sys.stderr.write("ranking all layouts by formulas\n")
@@ -84,17 +83,12 @@ def search_layouts(
             planned, samples=samples, measured=dict(zip(RECOMPUTES, costs, strict=True))
         )
         yield f"{plural(len(ranked), 'layout')} fit by the formulas\n"
-        try:
-            for start in range(0, min(MOST, len(ranked)), REHEARSED):
-                candidates = ranked[start : start + REHEARSED]
-                for row in pool.imap_unordered(partial(_rehearse, planned), candidates):
-                    rows += [row] if row is not None else []
-                if rows:
-                    break
-        except KeyboardInterrupt as error:
-            if not rows:
-                raise
-            stop = error
+        for start in range(0, min(MOST, len(ranked)), REHEARSED):
+            candidates = ranked[start : start + REHEARSED]
+            tried = pool.map(partial(_rehearse, planned), candidates, chunksize=1)
+            rows = [row for row in tried if row is not None]
+            if rows:
+                break
     if not rows:
         raise ConfigError(
             f"no layout of {planned.world_size} x {device.name} with {samples} samples per step "
@@ -113,8 +107,6 @@ def search_layouts(
         write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(to_toml(config, only_changed=True), encoding="utf-8")
         yield f"\nwrote the fastest of them to {write}\n"
-    if stop is not None:
-        raise stop
 
 
 def _rehearse(planned: Planned, candidate: Candidate) -> Row | None:

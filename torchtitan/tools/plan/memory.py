@@ -35,7 +35,7 @@ def plan_memory(planned: Planned, _: argparse.Namespace) -> Iterator[str]:
         _verdict(planned, fullest),
         *([_checkpoint(planned, records)] if planned.config.checkpoint.enable else []),
         _peak(fullest_rank, fullest),
-        _limits(planned),
+        "Limits of a plan are in docs/plan.md.",
     ]
     yield "\n\n".join(parts) + "\n"
     if fullest.needed > planned.device.memory:
@@ -140,22 +140,4 @@ def _peak(rank: int, account: Account) -> str:
         counts[name] += 1
     for name, size in sizes.most_common(NUM_STORAGES):
         lines.append(f"  {_size(size):>12}  {counts[name]:>5} x  {name}")
-    return "\n".join(lines)
-
-
-def _limits(planned: Planned) -> str:
-    lines = [
-        f"An allowance of {ALLOWANCE / GIB:.0f} GiB covers the CUDA context, NCCL's buffers and "
-        "cuBLAS's workspaces.",
-        "The allocator runs with PYTORCH_ALLOC_CONF=expandable_segments:True.",
-    ]
-    num_planned, pp = len(planned.pipeline_ranks), planned.layout.dims.pp
-    if num_planned < pp:
-        lines.append(f"{num_planned} of {pp} pipeline ranks are planned, which should need most.")
-    if planned.config.compile.enable:
-        lines.append("Blocks are planned without the compiler, which usually needs less.")
-    if planned.layout.counts.num_experts:
-        lines.append("Each expert gets an equal number of tokens.")
-    if planned.config.training.attn_mask_type == "block_causal":
-        lines.append("Each sequence is one document.")
     return "\n".join(lines)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing.context import BaseContext
 from multiprocessing.pool import Pool
 
 from torchtitan.data.prepare import num_cores
@@ -24,16 +23,12 @@ MOST = 16
 """Largest number of processes. Each takes about 0.4 GiB."""
 
 
-def start_server() -> BaseContext:
-    """Start the server, which imports in parallel with this process, if it does not run yet."""
-    return worker_context(preload="torchtitan.tools.plan.ranks")
-
-
 @contextmanager
 def open_pool(num_jobs: int) -> Iterator[Pool]:
     """Start processes for a number of rehearsals, and end them with the context."""
     num = max(1, min(num_jobs, num_cores(), MOST))
-    with start_server().Pool(num, _start_worker) as pool:
+    context = worker_context(preload="torchtitan.tools.plan.ranks")
+    with context.Pool(num, _start_worker) as pool:
         yield pool
 
 

@@ -10,8 +10,6 @@ matters, it is selected explicitly: bfloat16 for "auto", fused kernels as set.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -33,13 +31,11 @@ from torchtitan.parallel.context.shard import SequenceShard, build_shard
 from torchtitan.parallel.execution import Batch
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.parallelize import allocate
-from torchtitan.tools.plan.tape import Piece, Pool, Record, Tape
+from torchtitan.tools.plan.tape import Pool, Record, Tape
 from torchtitan.tools.plan.world import axes_by_group, fake_world, load_evenly, stand_ins
 from torchtitan.validate import evaluate, validation_source
 
 CPU = torch.device("cpu")
-PATIENCE = 5
-"""Seconds between two reports of progress."""
 
 
 def fake_tensors() -> FakeTensors:
@@ -50,29 +46,13 @@ def fake_tensors() -> FakeTensors:
 def rehearse(config: Config, *, layout: Layout, rank: int, title: str = "") -> Record:
     """Record a step of `rank`, and its validation if the job has one.
 
-    The record starts with the weights and the optimizer's state. A `title` is shown on stderr, with
-    the layer that runs.
+    The record starts with the weights and the optimizer's state. A `title` is shown on stderr.
     """
-    report = _report_progress(title) if title else None
+    if title:
+        sys.stderr.write(f"rehearsing {title}\n")
     with fake_world(rank=rank, world_size=layout.dims.world_size):
         mesh = build_mesh(layout.dims, device_type="cpu")
-        return record_step(config, layout=layout, mesh=mesh, fakes=fake_tensors(), report=report)
-
-
-def _report_progress(title: str) -> Callable[[Piece], None]:
-    """Return a function that writes the position of a rehearsal, at most every `PATIENCE` s."""
-    sys.stderr.write(f"rehearsing {title}\n")
-    start = last = time.monotonic()
-
-    def report(piece: Piece) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if piece.block is not None and now - last > PATIENCE:
-            last = now
-            elapsed = f"{now - start:.0f} s"
-            sys.stderr.write(f"{title}: {piece.phase} of layer {piece.block}, {elapsed}\n")
-
-    return report
+        return record_step(config, layout=layout, mesh=mesh, fakes=fake_tensors())
 
 
 def record_step(
@@ -81,7 +61,6 @@ def record_step(
     layout: Layout,
     mesh: Mesh,
     fakes: FakeTensors | None,
-    report: Callable[[Piece], None] | None = None,
 ) -> Record:
     """Record a step of this rank of the job, and its validation. The process group must exist.
 
@@ -90,9 +69,8 @@ def record_step(
         layout: Its layout.
         mesh: Process groups.
         fakes: Creates fake tensors. None: a real step on this machine's CPU.
-        report: Called with each piece that starts.
     """
-    tape, fake = Tape(axes_by_group(mesh), report=report), fakes or nullcontext()
+    tape, fake = Tape(axes_by_group(mesh)), fakes or nullcontext()
 
     def fill(part: LanguageModel) -> None:
         with fake:

@@ -26,10 +26,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from torchtitan.parallel.pipeline.schedules import Kind
 from torchtitan.tools.plan.devices import Device, Share
 from torchtitan.tools.plan.job import OVERLAPPED, Planned
 from torchtitan.tools.plan.ranks import rehearse_ranks
-from torchtitan.tools.plan.schedule import Costs, simulate
+from torchtitan.tools.plan.schedule import simulate
 from torchtitan.tools.plan.tape import Entry, Record
 from torchtitan.tools.plan.traffic import Axis, axes_of, collective
 
@@ -134,7 +135,12 @@ def _whole_step(planned: Planned, ranks: Sequence[RankTimes], bound: int) -> tup
     if pipeline is not None:
         num = sum(action.kind == "forward" for action in pipeline.table[0]) * accumulation
         f, b = forward / num, backward / num
-        costs = Costs(forward=f, backward=b, backward_input=b / 2, backward_weight=b / 2)
+        costs: Mapping[Kind, float] = {
+            "forward": f,
+            "backward": b,
+            "backward_input": b / 2,
+            "backward_weight": b / 2,
+        }
         idle = accumulation * simulate(pipeline.table, costs=costs).makespan - computing
         computing += idle
     if bound == 1:
@@ -176,7 +182,6 @@ def _filled(shapes: str) -> float:
 def plan_step(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the bounds of a step as text."""
     step_time = time_step(planned, rehearse_ranks(planned, validates=False))
-    device = planned.device
     lines = [
         planned.headline(),
         "",
@@ -192,20 +197,6 @@ def plan_step(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
             if worst
         ),
         "",
-        *(
-            ["Copies to and from the host, and the update on the host, are not timed."]
-            if planned.config.training.enable_cpu_offload
-            else []
-        ),
-        f"Bounds, not a promise of a number: {device.name} at {_percent(device.products)} of "
-        f"{device.flops / 1e12:.0f} TFLOP/s in products, {_percent(device.attention)} in "
-        f"attention, {_percent(device.passes)} of {device.bandwidth / 1e12:.2f} TB/s, "
-        f"{_percent(device.links)} of {device.link / 1e9:.0f} GB/s within a machine and "
-        f"{device.network / 1e9:.0f} GB/s between machines; the shares are in "
-        "torchtitan/tools/plan/devices.py.",
+        "Bounds, not a promise of a number, from torchtitan/tools/plan/devices.py.",
     ]
     yield "\n".join(lines) + "\n"
-
-
-def _percent(share: Share) -> str:
-    return f"{share.worst:.0%} to {share.best:.0%}"

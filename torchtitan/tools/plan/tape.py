@@ -6,8 +6,7 @@ its death. The alternatives are formulas, which would repeat the trainer's rules
 profiler, which needs the planned machine.
 
 The tape is cut into *pieces*. Each lasts from the start of a block's forward or backward to the
-start of the next one. Pieces of equal blocks are equal, so a tape with a few blocks can be extended
-to any number (`copies.py`).
+start of the next one.
 
 `TorchDispatchMode` is public but lives in a private module, so only this file imports it.
 """
@@ -15,7 +14,7 @@ to any number (`copies.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -87,7 +86,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Record:
-    """The contents of a tape, to be replayed, counted or extended."""
+    """The contents of a tape, to be replayed or counted."""
 
     entries: list[Entry] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=lambda: [Piece(0, None, None)])
@@ -107,18 +106,11 @@ class Tape(DispatchMode):
     """Records the operators of this process while it is entered.
 
     `axes` has the axes of each process group, by the group's name, with the axes of FSDP last.
-    `report` is called with each piece that starts.
     """
 
-    def __init__(
-        self,
-        axes: Mapping[str, Sequence[str]],
-        *,
-        report: Callable[[Piece], None] | None = None,
-    ) -> None:
+    def __init__(self, axes: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
         self.record = Record()
-        self._report = report
         self.is_validating = False
         self.pool: Pool = "compute"
         self.purpose: Purpose = "temporaries"
@@ -143,8 +135,6 @@ class Tape(DispatchMode):
         piece = Piece(len(self.record.entries), phase, block)
         if self.record.pieces[-1][1:] != piece[1:]:
             self.record.pieces.append(piece)
-            if self._report is not None:
-                self._report(piece)
 
     def hold(self, tensor: Tensor, *, purpose: Purpose, pool: Pool = "compute") -> None:
         """Record an existing tensor. A tensor that was seen before keeps its birth."""

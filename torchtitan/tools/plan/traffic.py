@@ -24,6 +24,7 @@ from torchtitan.tools.plan.devices import Device, Share
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.ranks import rehearse_ranks
 from torchtitan.tools.plan.tape import Record
+from torchtitan.tools.verbs import format_table
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "receive"]
 
@@ -118,7 +119,6 @@ class Row(NamedTuple):
 
     axis: str
     collective: Collective
-    module: str
     calls: float
     size: float
     """Bytes of the unsharded tensors."""
@@ -127,45 +127,39 @@ class Row(NamedTuple):
     """Bytes that the rank sends within its machine and to other machines."""
 
 
-def count_traffic(planned: Planned, record: Record, *, by_module: bool) -> list[Row]:
+def count_traffic(planned: Planned, record: Record) -> list[Row]:
     """Count the messages of a rank in a step."""
     axes = axes_of(planned.layout.dims, gpus_per_node=planned.gpus_per_node)
-    sums: dict[tuple[str, Collective, str], list[float]] = defaultdict(lambda: [0.0] * 4)
+    sums: dict[tuple[str, Collective], list[float]] = defaultdict(lambda: [0.0] * 4)
     for piece, end in record.bounds():
         for entry in record.entries[piece.start : end]:
             if entry.event != "message":
                 continue
-            axis, operator, module = entry.where
+            axis, operator, _ = entry.where
             operation = collective(operator)
             times = planned.shortened.times(entry, piece.phase)
             moved = axes[axis].moved(operation, entry.size) if axis in axes else (0.0, 0.0)
-            row = sums[axis, operation, module if by_module else ""]
+            row = sums[axis, operation]
             for index, value in enumerate((1, entry.size, *moved)):
                 row[index] += times * value
-    return [
-        Row(axis, collective, module, *row)
-        for (axis, collective, module), row in sorted(sums.items())
-    ]
+    return [Row(*key, *row) for key, row in sorted(sums.items())]
 
 
-def plan_traffic(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
+def plan_traffic(planned: Planned, _: argparse.Namespace) -> Iterator[str]:
     """Yield the table of each pipeline rank's traffic."""
     parts = [planned.headline()]
     records = rehearse_ranks(planned, validates=False)
     for number, record in zip(planned.pipeline_ranks, records, strict=True):
-        rows = count_traffic(planned, record, by_module=arguments.by_module)
+        rows = count_traffic(planned, record)
         title = f"pipeline rank {number}, " if len(records) > 1 else ""
         parts.append(f"{title}GiB of a rank in a step\n{_table(rows)}")
     yield "\n\n".join(parts) + "\n"
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [
-        f"{'axis':<13}{'collective':<16}{'calls':>8}{'whole':>10}{'on node':>10}{'off node':>10}"
-    ]
-    lines += [
-        f"{row.axis:<13}{row.collective:<16}{row.calls:>8.0f}{row.size / GIB:>10.3f}"
-        f"{row.on_node / GIB:>10.3f}{row.off_node / GIB:>10.3f}  {row.module}".rstrip()
+    title = ("axis, collective", "calls", "whole", "on node", "off node")
+    cells = [
+        (f"{row.axis} {row.collective}", f"{row.calls:.0f}", *(f"{n / GIB:.3f}" for n in row[3:]))
         for row in rows
     ]
-    return "\n".join(lines)
+    return "\n".join(format_table([title, *cells]))
