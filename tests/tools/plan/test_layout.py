@@ -196,12 +196,12 @@ def test_the_command_writes_a_job_that_runs(
 
 @pytest.mark.long
 def test_a_job_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`memory` prints layouts that do, and `layout` refuses a device that no layout fits."""
+    """`memory` says so, and `layout` refuses a device that no layout fits."""
     planned(tmp_path)  # writes the file
     job = [f"--job.config_file={tmp_path / 'job.toml'}", "--world_size=4", *LARGE]
     assert main(["memory", *job, "--training.local_batch_size=64", "--memory_gib=7"]) == 0
     text = capsys.readouterr().out
-    assert "DOES NOT FIT: H100 has 7.0 GiB" in text
-    assert "dp_shard 4, " in text[text.index("the fastest that fit") :]
+    assert "DOES NOT FIT" in text
+    assert "H100 has 7.0 GiB" in text
     assert main(["layout", *job, "--memory_gib=1"]) == 2
     assert "4 x H100" in capsys.readouterr().err

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tools.plan.jobs import recorded
 from tests.tools.plan.test_traffic import BLOCK, EMBEDDING, FP32, HEAD, L
 from torchtitan.tools.plan.passes import count_bytes, is_pass
-from torchtitan.tools.plan.tape import DispatchMode, Record, Tape
+from torchtitan.tools.plan.tape import Record, Tape
 
 N = 256
 """Bytes of each tensor below."""
@@ -23,7 +24,7 @@ def tensor() -> Tensor:
     return torch.empty(N // 4, device="meta")
 
 
-class Counted(DispatchMode):
+class Counted(TorchDispatchMode):
     """Adds up what operators read and write while it is entered."""
 
     def __init__(self) -> None:

@@ -150,7 +150,6 @@ def test_where_ranks_lie() -> None:
     axes = axes_of(dims, gpus_per_node=8)
     on_node = {name: axes[name].on_node for name in ("tp", "fsdp", "pp")}
     assert on_node == {"tp": 4, "fsdp": 2, "pp": 1}
-    assert not axes["tp"].leaves_node
     # 4 ranks on 2 machines, 2 on each: half of the tensor crosses, over both adapters
     assert axes["fsdp"].moved("all-gather", 800) == (400.0, 200.0)
     assert axes["fsdp"].moved("all-reduce", 800) == (800.0, 400.0)

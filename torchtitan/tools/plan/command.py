@@ -13,7 +13,6 @@ from importlib import import_module
 
 from torchtitan.base.errors import printable
 from torchtitan.base.urls import local_path
-from torchtitan.data.workers import worker_context
 from torchtitan.tools.plan.devices import DEVICES, find_device
 from torchtitan.tools.verbs import Parser, at_least, build_parser, report_errors
 
@@ -41,8 +40,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     device = find_device(arguments.device, memory_gib=arguments.memory_gib)
     sys.stderr.write("reading the job\n")  # importing torch takes seconds
-    if command == "layout":  # the server of processes imports in parallel
-        worker_context(preload="torchtitan.tools.plan.ranks")
     if command == "memory":  # this key of torchtitan asks for the same
         settings = [*settings, "--memory_estimation.enable=false"]
     from torchtitan.tools.plan.job import plan_job

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
@@ -52,24 +51,9 @@ class Row:
 
 
 def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield a table of the best layouts, as `search_layouts` does."""
-    yield from search_layouts(planned, samples=arguments.global_batch, write=arguments.write)
-
-
-def search_layouts(
-    planned: Planned, *, samples: int | None = None, write: Path | None = None
-) -> Iterator[str]:
-    """Yield a table of the best layouts, the fastest first.
-
-    Raises ConfigError if no layout fits.
-
-    Args:
-        planned: The job, in any layout.
-        samples: Samples of a step over all ranks, by default the job's.
-        write: File for the job in the fastest layout, as TOML.
-    """
+    """Yield a table of the best layouts, the fastest first; raise ConfigError if none fits."""
     device, training = planned.device, planned.config.training
-    samples = samples or planned.layout.samples_per_step(training)
+    samples = arguments.global_batch or planned.layout.samples_per_step(training)
     yield (
         f"{planned.config.model.name} {planned.config.model.flavor} on {planned.world_size} x "
         f"{device.name} ({device.memory / GIB:.1f} GiB), {planned.gpus_per_node} on a machine; "
@@ -102,7 +86,7 @@ def search_layouts(
     )
     yield "".join(str(row) for row in rows[:SHOWN] if row.seconds <= SLOW * rows[0].seconds)
     yield "\nTimes are bounds; the limits of `plan memory` and `plan step` apply.\n"
-    if write is not None:
+    if (write := arguments.write) is not None:
         config = rows[0].candidate.apply(planned.config)
         write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(to_toml(config, only_changed=True), encoding="utf-8")

@@ -6,15 +6,11 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import torch
-
-from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint.manager import PINNED
 from torchtitan.tools.plan.account import PURPOSES, Account, replay
 from torchtitan.tools.plan.allocator import GIB, MIB
 from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.job import Planned
-from torchtitan.tools.plan.layout import search_layouts
 from torchtitan.tools.plan.ranks import rehearse_ranks
 from torchtitan.tools.plan.tape import Record
 
@@ -23,27 +19,24 @@ STEP_COUNT_BYTES = 4
 
 
 def plan_memory(planned: Planned, _: argparse.Namespace) -> Iterator[str]:
-    """Yield the account of each pipeline rank as text, then the best layouts if it does not fit."""
+    """Yield the account of each pipeline rank, and whether all fit, as text."""
     records = rehearse_ranks(planned)
     accounts = [replay(record) for record in records]
     fullest_rank, fullest = max(
         zip(planned.pipeline_ranks, accounts, strict=True), key=lambda pair: pair[1].needed
     )
+    device = planned.device
+    left = (device.memory - fullest.needed) / GIB
+    verdict = "fits" if left >= 0 else "DOES NOT FIT (`plan layout` lists layouts that fit)"
     parts = [
         planned.headline(),
         _table(planned, accounts, [staged(planned, record) for record in records]),
-        _verdict(planned, fullest),
-        *([_checkpoint(planned, records)] if planned.config.checkpoint.enable else []),
+        f"{verdict}: {device.name} has {device.memory / GIB:.1f} GiB, {abs(left):.1f} GiB are "
+        f"{'left' if left >= 0 else 'missing'} on the fullest rank",
         _peak(fullest_rank, fullest),
         "Limits of a plan are in docs/plan.md.",
     ]
     yield "\n\n".join(parts) + "\n"
-    if fullest.needed > planned.device.memory:
-        yield "\n"
-        try:
-            yield from search_layouts(planned)
-        except ConfigError as error:
-            yield f"{error}\n"
 
 
 def staged(planned: Planned, record: Record) -> int:
@@ -64,22 +57,6 @@ def staged(planned: Planned, record: Record) -> int:
         for entry in entries
         if entry.size > STEP_COUNT_BYTES
     )
-
-
-def checkpoint_bytes(planned: Planned, records: Sequence[Record]) -> int:
-    """Return the bytes of a full checkpoint: the weights, and the optimizer's state in proportion
-    to the weights of the planned ranks."""
-    entries = [entry for record in records for entry in record.of_phase("state")]
-    weights = sum(entry.size for entry in entries if entry.purpose == "weights")
-    itemsize = getattr(torch, planned.config.training.dtype).itemsize
-    total = planned.layout.counts.num_parameters * itemsize
-    return round(total * sum(entry.size for entry in entries) / weights)
-
-
-def _checkpoint(planned: Planned, records: Sequence[Record]) -> str:
-    size, num = checkpoint_bytes(planned, records), planned.config.checkpoint.keep_latest_k
-    kept = f"the {num} newest that are kept {_size(num * size)}" if num else "all are kept"
-    return f"a checkpoint takes {_size(size)}, {kept} (checkpoint.keep_latest_k)"
 
 
 def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int]) -> str:
@@ -110,15 +87,6 @@ def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int])
 
 def _size(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
-
-
-def _verdict(planned: Planned, fullest: Account) -> str:
-    device = planned.device
-    left = (device.memory - fullest.needed) / GIB
-    has = f"{device.name} has {device.memory / GIB:.1f} GiB"
-    if left >= 0:
-        return f"fits: {has}, {left:.1f} GiB are left on the fullest rank"
-    return f"DOES NOT FIT: {has}, {-left:.1f} GiB are missing on the fullest rank"
 
 
 def _peak(rank: int, account: Account) -> str:

@@ -40,7 +40,7 @@ def _start_worker() -> None:
 
 
 def rehearse_rank(
-    planned: Planned, rank: int, *, title: str = "", validates: bool = True
+    planned: Planned, rank: int, title: str = "", *, validates: bool = True
 ) -> Record:
     """Return the record of a step of one rank and, with `validates`, of the job's validation."""
     config, layout = planned.shortened.config, planned.shortened.layout
@@ -56,12 +56,8 @@ def rehearse_ranks(planned: Planned, *, validates: bool = True) -> list[Record]:
     """
     ranks = planned.first_ranks()
     titles = [f"pipeline rank {number}" for number in planned.pipeline_ranks]
-    work = partial(_rehearse, planned, validates)
+    work = partial(rehearse_rank, planned, validates=validates)
     if len(ranks) == 1:
-        return [work((ranks[0], f"{planned.layout.dims}"))]
+        return [work(ranks[0], f"{planned.layout.dims}")]
     with open_pool(len(ranks)) as pool:
-        return pool.map(work, zip(ranks, titles, strict=True), chunksize=1)
-
-
-def _rehearse(planned: Planned, validates: bool, rank: tuple[int, str]) -> Record:
-    return rehearse_rank(planned, rank[0], title=rank[1], validates=validates)
+        return pool.starmap(work, zip(ranks, titles, strict=True), chunksize=1)

@@ -38,11 +38,6 @@ from torchtitan.validate import evaluate, validation_source
 CPU = torch.device("cpu")
 
 
-def fake_tensors() -> FakeTensors:
-    """Return a mode whose tensors have shapes but no contents. They may meet real tensors."""
-    return FakeTensors(allow_non_fake_inputs=True)
-
-
 def rehearse(config: Config, *, layout: Layout, rank: int, title: str = "") -> Record:
     """Record a step of `rank`, and its validation if the job has one.
 
@@ -52,7 +47,8 @@ def rehearse(config: Config, *, layout: Layout, rank: int, title: str = "") -> R
         sys.stderr.write(f"rehearsing {title}\n")
     with fake_world(rank=rank, world_size=layout.dims.world_size):
         mesh = build_mesh(layout.dims, device_type="cpu")
-        return record_step(config, layout=layout, mesh=mesh, fakes=fake_tensors())
+        fakes = FakeTensors(allow_non_fake_inputs=True)
+        return record_step(config, layout=layout, mesh=mesh, fakes=fakes)
 
 
 def record_step(

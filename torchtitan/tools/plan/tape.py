@@ -7,8 +7,6 @@ profiler, which needs the planned machine.
 
 The tape is cut into *pieces*. Each lasts from the start of a block's forward or backward to the
 start of the next one.
-
-`TorchDispatchMode` is public but lives in a private module, so only this file imports it.
 """
 
 from __future__ import annotations
@@ -22,16 +20,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from torchtitan.tools.plan.passes import (
-    WRAPPERS,
-    count_bytes,
-    find_leaves,
-    find_tensors,
-    is_pass,
-)
+from torchtitan.tools.plan.passes import WRAPPERS, count_bytes, find_tensors, is_pass
 
 Purpose = Literal[
     "weights",
@@ -102,7 +95,7 @@ class Record:
         return [entry for start, end in pieces for entry in self.entries[start:end]]
 
 
-class Tape(DispatchMode):
+class Tape(TorchDispatchMode):
     """Records the operators of this process while it is entered.
 
     `axes` has the axes of each process group, by the group's name, with the axes of FSDP last.
@@ -233,8 +226,8 @@ class Tape(DispatchMode):
             self._append(Entry("pass", size, (name, self._modules[-1])))
 
     def _note_message(self, name: str, args: Any, out: Any) -> None:
-        boxes = [x for x in find_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
-        names = [x for x in find_leaves(args) if isinstance(x, str) and x in self._axes]
+        boxes = [x for x in tree_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
+        names = [x for x in tree_leaves(args) if isinstance(x, str) and x in self._axes]
         group = dist.ProcessGroup.unbox(boxes[0]).group_name if boxes else names[-1]
         # the larger side is unsharded
         sides = [sum(t.nbytes for t in find_tensors(x)) for x in (*args, out)]
@@ -304,6 +297,3 @@ class Tape(DispatchMode):
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
-
-
-__all__ = ["DispatchMode"]

@@ -52,15 +52,9 @@ def collective(operator: str) -> Collective:
 class Axis:
     """The ranks of one axis of the mesh."""
 
-    name: str
     degree: int
     on_node: int
     """Number of them on one machine."""
-
-    @property
-    def leaves_node(self) -> bool:
-        """Whether the ranks are on several machines."""
-        return self.on_node < self.degree
 
     def moved(self, operation: Collective, size: int) -> tuple[float, float]:
         """Return the bytes that a rank sends within its machine, and to other machines.
@@ -70,7 +64,7 @@ class Axis:
         if operation == "receive":  # the sender counts it
             return 0.0, 0.0
         if operation == "send":
-            return (0.0, float(size)) if self.leaves_node else (float(size), 0.0)
+            return (0.0, float(size)) if self.on_node < self.degree else (float(size), 0.0)
         total = (2.0 if operation == "all-reduce" else 1.0) * size
         if operation == "all-to-all":
             near, far = self.on_node - 1, self.degree - self.on_node
@@ -105,11 +99,7 @@ def axes_of(dims: ParallelDims, *, gpus_per_node: int) -> Mapping[str, Axis]:
         "world": (1, dims.world_size),
     }
     return {
-        name: Axis(
-            name=name,
-            degree=degree,
-            on_node=max(1, min(degree, gpus_per_node // stride)),
-        )
+        name: Axis(degree=degree, on_node=max(1, min(degree, gpus_per_node // stride)))
         for name, (stride, degree) in strides.items()
     }
 
