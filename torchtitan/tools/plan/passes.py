@@ -25,9 +25,14 @@ FOR_A_SCALER = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 """Operators that write gradients only with a gradient scaler's factor."""
 
 
+def find_leaves(tree: Any) -> Sequence[Any]:
+    """Return the leaves of an operator's arguments or results."""
+    return tree_leaves(tree)
+
+
 def find_tensors(tree: Any) -> Sequence[Tensor]:
     """Return the tensors with memory in an operator's arguments or results."""
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, WRAPPERS)]
+    return [x for x in find_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, WRAPPERS)]
 
 
 def is_pass(func: Any) -> bool:

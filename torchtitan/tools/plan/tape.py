@@ -21,10 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from torchtitan.tools.plan.passes import WRAPPERS, count_bytes, find_tensors, is_pass
+from torchtitan.tools.plan.passes import (
+    WRAPPERS,
+    count_bytes,
+    find_leaves,
+    find_tensors,
+    is_pass,
+)
 
 Purpose = Literal[
     "weights",
@@ -226,8 +231,8 @@ class Tape(TorchDispatchMode):
             self._append(Entry("pass", size, (name, self._modules[-1])))
 
     def _note_message(self, name: str, args: Any, out: Any) -> None:
-        boxes = [x for x in tree_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
-        names = [x for x in tree_leaves(args) if isinstance(x, str) and x in self._axes]
+        boxes = [x for x in find_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
+        names = [x for x in find_leaves(args) if isinstance(x, str) and x in self._axes]
         group = dist.ProcessGroup.unbox(boxes[0]).group_name if boxes else names[-1]
         # the larger side is unsharded
         sides = [sum(t.nbytes for t in find_tensors(x)) for x in (*args, out)]
