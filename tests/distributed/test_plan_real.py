@@ -239,8 +239,11 @@ def test_fake_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("plan-real")
-@pytest.mark.long
-@pytest.mark.parametrize("name", VALIDATED)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in VALIDATED],
+)
 def test_fake_validation_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
     world, arguments = LAYOUTS[name]
     larger = ("--validation.enable=true", "--validation.local_batch_size=8")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -196,24 +195,6 @@ def test_losses_and_their_gradients(
     config: MoEConfig, used: tuple[str, ...], ranks: RankPool
 ) -> None:
     assert ranks.run(differing, config, used, world=1) == [set()]
-
-
-def counts_of_shared_sequence() -> list[list[int]]:
-    """Two tokens on each rank, and one choice of each."""
-    own = dist.get_rank()
-    balance = follow({"a": next(iter(layers(BIASED).values()))}, sequence_loss_weight=1.0)
-    balance._groups = [dist.group.WORLD]
-    ids = torch.tensor([[[own], [3]]])
-    counts: list[list[int]] = balance._counts_of_sequences(
-        ids, torch.ones_like(ids[..., 0]), num=4
-    ).tolist()
-    return counts
-
-
-@pytest.mark.promise("balance")
-@pytest.mark.long
-def test_ranks_that_share_a_sequence_count_it_together(ranks: RankPool) -> None:
-    assert ranks.run(counts_of_shared_sequence, world=2) == [[[1, 1, 0, 2]]] * 2
 
 
 # --- figures

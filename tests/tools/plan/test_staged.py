@@ -14,7 +14,6 @@ from tests.tools.plan.test_account import (
     LAYERS,
     PARAMETERS,
 )
-from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.memory import staged
 
 SAVES = "--checkpoint.enable=true"
@@ -43,23 +42,3 @@ POWERS = 3 * (
 def test_bytes_of_the_copy(settings: tuple[str, ...], expected: int, tmp_path: Path) -> None:
     record = recorded(*(one for one in settings if one == OFFLOADED))
     assert staged(planned(tmp_path, *settings), record) == expected
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two ranks each copies its half; what is offloaded lies on the host too."""
-    planned(tmp_path)  # writes the file
-    job = ["memory", "--world_size=2", f"--job.config_file={tmp_path / 'job.toml'}"]
-
-    def on_host(*settings: str) -> list[float]:
-        assert main([*job, *settings]) == 0
-        rows = capsys.readouterr().out.splitlines()
-        return [float(row.split()[-2]) for row in rows if row.startswith("on the host")]
-
-    copy = EXACT / 2 / 2**20
-    assert on_host("--memory_estimation.enable") == []  # torchtitan's key for what it does
-    assert main(["traffic", *job[1:], "--memory_estimation.enable"]) == 2
-    assert on_host(SAVES, f"{MODE}async") == [pytest.approx(copy, abs=0.005)]
-    offloaded, both = on_host(SAVES, f"{MODE}async", OFFLOADED)
-    assert both - offloaded == pytest.approx(copy, abs=0.01)
-    assert offloaded > copy

@@ -1,4 +1,4 @@
-"""A validation in the account: below a step of as many tokens, above it with more."""
+"""A validation in the account: with more tokens than a step it has the peak."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import pipeline
-from tests.tools.plan.jobs import planned, recorded
+from tests.tools.plan.jobs import planned
 from tests.tools.plan.test_account import (
     DIM,
     HIDDEN,
@@ -31,24 +30,6 @@ SMALL = 10240
 
 def peak(account: Account) -> int:
     return sum(account.by_purpose.values())
-
-
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    [
-        (4, ("--parallelism.tensor_parallel_degree=2",)),
-        (2, ("--model.num_layers=4", "--training.local_batch_size=4", *pipeline("ZBVZeroBubble"))),
-    ],
-)
-def test_a_validation_of_the_same_tokens_needs_less(world: int, settings: tuple[str, ...]) -> None:
-    alone, account = (
-        replay(recorded(*settings, *validates, world=world)) for validates in ((), (VALIDATES,))
-    )
-    assert (account.active, account.peak, account.by_purpose) == (
-        alone.active,
-        alone.peak,
-        alone.by_purpose,
-    )
 
 
 @pytest.mark.parametrize(
@@ -79,22 +60,6 @@ def test_more_tokens_make_the_peak(
     state = (4 + 8) * PARAMETERS + 4 * TENSORS
     assert 0 <= peak(account) - state - max(head, block) < SMALL
     assert account.piece[1:] == ("validation", None if is_head else 0)
-
-
-@pytest.mark.long
-def test_each_microbatch_is_validated(tmp_path: Path) -> None:
-    """A step is rehearsed with as few as fill the pipeline; a validation keeps what a stage sends
-    of each, beside its ids, labels and positions."""
-    num, accounts = 48, []
-    for batch in (num, 2 * num):
-        arguments = ("--model.num_layers=4", *pipeline("1F1B"), RECOMPUTED, VALIDATES)
-        job = planned(tmp_path, *arguments, f"--training.local_batch_size={batch}", world=2)
-        assert job.shortened.config.training.local_batch_size < num
-        accounts.append(replay(rehearse_rank(job, 0)))
-        assert accounts[-1].piece[1:][0] == "validation"
-    growth = (peak(accounts[1]) - peak(accounts[0])) / num
-    stream = 2 * DIM * SEQUENCE
-    assert stream < growth <= stream + 4 * 8 * SEQUENCE
 
 
 def answer(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:
