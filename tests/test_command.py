@@ -80,7 +80,7 @@ for words in sys.argv[1:]:
 
 
 def test_help_needs_no_torch() -> None:
-    given = [*VERBS, "convert to-hf", "convert from-hf"]
+    given = [*VERBS, "convert to-hf", "convert from-hf", "plan layout"]
     done = subprocess.run(
         [sys.executable, "-c", HELP, *given], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -72,25 +72,22 @@ def main(argv: Sequence[str]) -> int:
     if args.holdout_fraction is not None and not 0 < args.holdout_fraction < 1:
         parser.error(f"--holdout_fraction must be between 0 and 1, got {args.holdout_fraction}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        corpus = find_corpus(args.files, text_key=args.text_key, template=args.text_template)
-        is_large = sum(file.stat().st_size for file in corpus.files) >= LARGE_BYTES
-        tokenizer, target = build_tokenizer(args.tokenizer, key="--tokenizer"), Path(prefix)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        lock = target.with_name(f".{target.name}.lock")
-        with locked(lock), ExitStack() as stack:
-            stack.callback(lock.unlink)
-            for file in target.parent.glob(f"{glob.escape(target.name)}.*{TEMPORARY}*"):
-                file.unlink()  # of a process that was killed
-            done = prepare_files(
-                corpus,
-                prefix=prefix,
-                tokenizer=tokenizer,
-                holdout_fraction=args.holdout_fraction,
-                num_processes=args.workers or (num_cores() if is_large else 1),
-            )
-    except KeyboardInterrupt:
-        parser.exit(130, "stopped\n")
+    corpus = find_corpus(args.files, text_key=args.text_key, template=args.text_template)
+    is_large = sum(file.stat().st_size for file in corpus.files) >= LARGE_BYTES
+    tokenizer, target = build_tokenizer(args.tokenizer, key="--tokenizer"), Path(prefix)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.lock")
+    with locked(lock), ExitStack() as stack:
+        stack.callback(lock.unlink)
+        for file in target.parent.glob(f"{glob.escape(target.name)}.*{TEMPORARY}*"):
+            file.unlink()  # of a process that was killed
+        done = prepare_files(
+            corpus,
+            prefix=prefix,
+            tokenizer=tokenizer,
+            holdout_fraction=args.holdout_fraction,
+            num_processes=args.workers or (num_cores() if is_large else 1),
+        )
     counts = [plural(done[f"num_{noun}s"], noun) for noun in ("document", "token")]
     held_out = f", {done['num_held_out']} held out" if args.holdout_fraction is not None else ""
     ratio = done["text_bytes"] / done["num_tokens"]

@@ -75,7 +75,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def report_errors(main: Main) -> Main:
-    """Make `main` print a UserError or OSError and return 2 (or the error's exit code).
+    """Make `main` print a UserError or OSError and return 2 (or the error's exit code), and return
+    130 at Ctrl-C.
 
     If all ranks of a job have the same error, only rank 0 prints it.
     """
@@ -91,5 +92,8 @@ def report_errors(main: Main) -> Main:
                 let_rank_0_report()
             sys.stderr.write(f"error: {error}\n")
             return error.exit_code if isinstance(error, UserError) else UserError.exit_code
+        except KeyboardInterrupt:
+            sys.stderr.write("\nstopped\n")
+            return 130
 
     return run

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,16 +95,3 @@ def test_commands(
     dims = "pp 2 x dp_shard 2" if pp == 2 else "dp_shard 4"
     assert f"llama3 tiny8 on 4 x H100: {dims}; 8 x 64 tokens per rank" in out
     assert [part for part in parts if part not in out] == []
-
-
-@pytest.mark.parametrize("verb", [[], ["layout"]])
-def test_help_needs_no_torch(verb: list[str]) -> None:
-    code = (
-        "import sys\nfrom torchtitan.tools.plan.command import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n"
-        "    sys.exit(end.code or 'torch' in sys.modules)"
-    )
-    words = [sys.executable, "-c", code, *verb, "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "--job.config_file" in done.stdout

@@ -17,7 +17,6 @@ from tests.tools.plan.test_account import (
     VOCAB,
 )
 from torchtitan.tools.plan.account import Account, replay
-from torchtitan.tools.plan.command import main
 from torchtitan.tools.plan.ranks import rehearse_rank
 
 pytestmark = pytest.mark.slow
@@ -60,17 +59,3 @@ def test_more_tokens_make_the_peak(
     state = (4 + 8) * PARAMETERS + 4 * TENSORS
     assert 0 <= peak(account) - state - max(head, block) < SMALL
     assert account.piece[1:] == ("validation", None if is_head else 0)
-
-
-def answer(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:
-    assert main([command, "--world_size", "2", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planned(tmp_path)  # writes the file
-    job = (f"--job.config_file={tmp_path / 'job.toml'}", RECOMPUTED, "--model.num_layers=1")
-    large = (VALIDATES, f"{BATCH}64")
-    assert "in the validation, with aten::" in answer(capsys, "memory", *job, *large)
-    for command in ("step", "traffic"):
-        assert answer(capsys, command, *job, *large) == answer(capsys, command, *job)

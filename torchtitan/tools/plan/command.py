@@ -1,15 +1,18 @@
 """Plan a job without GPUs: its memory, traffic, layout and step time.
 
-    torchtitan plan memory --job.config_file F --world_size 512
+    torchtitan plan memory JOB --world_size 512
 
 The other options are settings of the job, as for the trainer. No other ranks are needed.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
+from threading import Event, Thread
 
 from torchtitan.base.errors import printable
 from torchtitan.base.urls import local_path
@@ -20,10 +23,7 @@ DEVICE = (
     f"{', '.join(DEVICES)} (default H100), a driver's name of one of them, or a file of "
     "`scripts/benchmark.py gpu --calibrate`"
 )
-SETTINGS = (
-    "Every other option is a setting of the job, as for the trainer: --job.config_file FILE, "
-    "--training.seq_len 4096."
-)
+SETTINGS = "Every other option is a setting of the job, such as --training.seq_len 4096."
 
 
 @report_errors
@@ -39,21 +39,30 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(plan_schedule(arguments))
         return 0
     device = find_device(arguments.device, memory_gib=arguments.memory_gib)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes as well
     sys.stderr.write("reading the job\n")  # importing torch takes seconds
-    if command == "memory":  # this key of torchtitan asks for the same
-        settings = [*settings, "--memory_estimation.enable=false"]
-    from torchtitan.tools.plan.job import plan_job
+    is_done, began = Event(), time.monotonic()
 
-    planned = plan_job(
-        settings,
-        world_size=arguments.world_size,
-        device=device,
-        gpus_per_node=arguments.gpus_per_node,
-    )
-    module = import_module(f"torchtitan.tools.plan.{command}")
-    for part in getattr(module, f"plan_{command}")(planned, arguments):
-        sys.stdout.write(printable(part))
-        sys.stdout.flush()
+    def report_time() -> None:
+        while not is_done.wait(5):
+            sys.stderr.write(f"{time.monotonic() - began:.0f} s\n")
+
+    Thread(target=report_time, daemon=True).start()
+    try:
+        from torchtitan.tools.plan.job import plan_job
+
+        planned = plan_job(
+            settings,
+            world_size=arguments.world_size,
+            device=device,
+            gpus_per_node=arguments.gpus_per_node,
+        )
+        module = import_module(f"torchtitan.tools.plan.{command}")
+        for part in getattr(module, f"plan_{command}")(planned, arguments):
+            sys.stdout.write(printable(part))
+            sys.stdout.flush()
+    finally:
+        is_done.set()
     return 0
 
 
