@@ -53,6 +53,7 @@ def test_a_number_of_ranks_is_one_or_more(monkeypatch: pytest.MonkeyPatch) -> No
         assert ranks in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_a_verb_may_have_no_output(closed: str, tmp_path: Path) -> None:
     command = f"{sys.executable} -m torchtitan"
