@@ -92,6 +92,8 @@ def test_commands(
     job = ["--world_size=4", f"--job.config_file={tmp_path / 'job.toml'}"]
     assert main([verb, *job, f"--parallelism.pipeline_parallel_degree={pp}"]) == 0
     out = capsys.readouterr().out
+    asked = main([verb, *job, "--memory_estimation.enable"])  # torchtitan's key for what it does
+    assert asked == (0 if verb == "memory" else 2)
     dims = "pp 2 x dp_shard 2" if pp == 2 else "dp_shard 4"
     assert f"llama3 tiny8 on 4 x H100: {dims}; 8 x 64 tokens per rank" in out
     assert [part for part in parts if part not in out] == []

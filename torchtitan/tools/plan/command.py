@@ -19,10 +19,7 @@ from torchtitan.base.urls import local_path
 from torchtitan.tools.plan.devices import DEVICES, find_device
 from torchtitan.tools.verbs import Parser, at_least, build_parser, report_errors
 
-DEVICE = (
-    f"{', '.join(DEVICES)} (default H100), a driver's name of one of them, or a file of "
-    "`scripts/benchmark.py gpu --calibrate`"
-)
+DEVICE = f"{', '.join(DEVICES)} (default H100), a driver's name, a file of benchmark.py gpu --calibrate"
 SETTINGS = "Every other option is a setting of the job, such as --training.seq_len 4096."
 
 
@@ -41,11 +38,13 @@ def main(argv: Sequence[str]) -> int:
     device = find_device(arguments.device, memory_gib=arguments.memory_gib)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes as well
     sys.stderr.write("reading the job\n")  # importing torch takes seconds
-    is_done, began = Event(), time.monotonic()
+    if command == "memory":  # this key of torchtitan asks for the same
+        settings = [*settings, "--memory_estimation.enable=false"]
+    is_done, start = Event(), time.monotonic()
 
     def report_time() -> None:
         while not is_done.wait(5):
-            sys.stderr.write(f"{time.monotonic() - began:.0f} s\n")
+            sys.stderr.write(f"{time.monotonic() - start:.0f} s\n")
 
     Thread(target=report_time, daemon=True).start()
     try:
