@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
@@ -44,6 +43,7 @@ from torch.distributed import TCPStore
 from scripts import s3_server
 from scripts.ports import hold_port
 from scripts.s3_server import BUCKET, S3Server
+from tests.distributed.jobs import read_rows, samples
 from tests.jobs import TINY
 from torchtitan import trainer
 from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
@@ -458,18 +458,9 @@ def lose_node(run: ElasticRun, *, victim: int) -> str:
     return f"node {victim} lost: ranks {run.starts()}, {len(ours)} samples, losses to {worst:.1e}"
 
 
-def samples(results: Path) -> list[tuple[int, int, str]]:
-    """Return (number, step, hash) of every sample that any rank read, sorted."""
-    files = (results / "samples").glob("rank_*.jsonl")
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return sorted((row["index"], row["step"], row["hash"]) for row in rows)
-
-
 def losses(results: Path) -> dict[int, float]:
     """Return the loss of each step."""
-    lines = (results / "metrics.jsonl").read_text().splitlines()
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    return {row["step"]: row["loss"] for row in rows}
+    return {row["step"]: row["loss"] for row in read_rows(results)}
 
 
 def run_rounds(kind: str, *, rounds: int, rng: random.Random, folder: Path) -> None:

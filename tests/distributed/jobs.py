@@ -172,6 +172,16 @@ def read_rows(folder: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def samples(folder: Path) -> list[tuple[int, int, str]]:
+    """Return (number, step, hash) of every sample that any rank drew, in order."""
+    lines = [
+        json.loads(line)
+        for path in (folder / "samples").glob("rank_*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    return sorted((row["index"], row["step"], row["hash"]) for row in lines)
+
+
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Hash names and elements, bit for bit."""
     digest = hashlib.sha256()

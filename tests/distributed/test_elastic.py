@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from examples.sample_log import hash_tokens
 from tests.distributed import jobs
+from tests.distributed.jobs import samples
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import CONTINUE
 from tests.finetune.chats import write_lines
@@ -17,16 +17,6 @@ pytestmark = pytest.mark.slow
 
 BATCH = ("--training.local_batch_size=2", "--training.global_batch_size=12")
 LOGGED = "--training.callbacks=examples.sample_log:SampleLog"
-
-
-def samples(folder: Path) -> list[tuple[int, int, str]]:
-    """Return (number, step, hash) of every sample that any rank drew, in order."""
-    lines = [
-        json.loads(line)
-        for path in (folder / "samples").glob("rank_*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    return sorted((row["index"], row["step"], row["hash"]) for row in lines)
 
 
 def hashes_of_the_order(job: list[str], count: int) -> list[str]:

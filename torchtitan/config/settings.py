@@ -452,7 +452,7 @@ def read_files(file: Setting, *, tree: Any = None, seen: tuple[FilePath, ...] = 
     if file.is_in_file:
         path = FilePath(os.path.normpath(FilePath(file.origin).parent / path))
     elif not path.exists():
-        path = next((recipe for name, recipe in recipes().items() if name == file.value), path)
+        path = recipes().get(file.value, path)
     if path.resolve() in seen:
         raise ConfigError(f"{file.where()}: files must not inherit in a circle")
     try:

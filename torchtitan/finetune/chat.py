@@ -295,7 +295,7 @@ class ChatTemplate:
 
 @contextmanager
 def _limit_time() -> Iterator[None]:
-    is_main = threading.current_thread() is threading.main_thread()  # which alone gets signals
+    is_main = threading.current_thread() is threading.main_thread()  # only it gets signals
     if not is_main or signal.getitimer(signal.ITIMER_REAL)[0] > 0:  # a wait for data has its limit
         yield
         return

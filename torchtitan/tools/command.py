@@ -28,10 +28,7 @@ VERBS = {
     "evaluate": ("torchtitan.tools.evaluate.command", "measure perplexity, and tasks"),
     "prepare": ("torchtitan.tools.prepare", "tokenize files once, to train from on any machine"),
     "tokenizer": ("torchtitan.tools.tokenizer", "train a byte-pair tokenizer"),
-    "convert": (
-        "torchtitan.tools.convert",
-        "convert weights to and from Hugging Face; average them",
-    ),
+    "convert": ("torchtitan.tools.convert", "convert weights to and from Hugging Face; average"),
     "compare": ("torchtitan.tools.compare.command", "compare runs, or layouts of a job"),
     "explain": ("torchtitan.tools.explain.command", "name the documents of a step, or its steps"),
     "report": ("torchtitan.tools.report.command", "write a page about runs"),

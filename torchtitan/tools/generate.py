@@ -34,7 +34,13 @@ from torchtitan.base.custom import trusting_stored
 from torchtitan.base.errors import ConfigError, DataError, Mistakes, printable
 from torchtitan.base.files import read_text
 from torchtitan.data.text import check_characters
-from torchtitan.tools.verbs import add_model_options, at_least, build_parser, report_errors
+from torchtitan.tools.verbs import (
+    add_model_options,
+    at_least,
+    build_parser,
+    load_args,
+    report_errors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -111,12 +117,8 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> list[str]:
         args.checkpoint,
         device=device,
         mesh=mesh,
-        verify=not args.skip_verify,
-        tokenizer=args.tokenizer,
         chats=args.chat,
-        chat_template=args.chat_template,
-        dtype=args.dtype,
-        trust_code=args.trust_code,
+        **load_args(args),
     )
     sampling = Sampling(
         max_new_tokens=args.max_new_tokens,

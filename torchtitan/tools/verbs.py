@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchtitan.base.custom import add_trust_code
 from torchtitan.base.errors import ConfigError, UserError
@@ -72,6 +72,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="of the computation; default: as the weights")
     add("--skip_verify", action="store_true", help="do not verify checksums")
     add_trust_code(parser)
+
+
+def load_args(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `add_model_options` as arguments of `api.load_generator`."""
+    options = {key: getattr(args, key) for key in ("tokenizer", "chat_template", "dtype")}
+    return {**options, "verify": not args.skip_verify, "trust_code": args.trust_code}
 
 
 def report_errors(main: Main) -> Main:

@@ -28,6 +28,7 @@ from torchtitan.hf.names import CONFIG, tokenizer_file
 from torchtitan.resume_rules import find_run_step, read_settings
 from torchtitan.tools.evaluate.perplexity import measure, open_domain
 from torchtitan.tools.generate import join_tensor_parallel
+from torchtitan.tools.verbs import load_args
 
 CUT = ("seq_len", "dataset_text_key", "dataset_text_template", "dataset_cache")
 """Options that override how text is cut."""
@@ -105,12 +106,8 @@ def evaluate(args: argparse.Namespace, files: Mapping[str, tuple[str, ...]]) -> 
         args.checkpoint,
         device=device,
         mesh=mesh,
-        verify=not args.skip_verify,
-        tokenizer=args.tokenizer,
         chats=args.apply_chat_template,
-        chat_template=args.chat_template,
-        dtype=args.dtype,
-        trust_code=args.trust_code,
+        **load_args(args),
     )
     model, tokenizer = subject.generator.model, subject.generator.tokenizer
     max_length = args.seq_len or subject.positions

@@ -10,7 +10,7 @@ replaced. The samples of a step are constant: fewer data-parallel ranks accumula
 
 The constants of the formulas come from rehearsals of one sequence on two devices (`measure`): saved
 bytes and seconds of the blocks and of the head, divided by the ranks that share them. The
-activations that a rank holds are those of its schedule's table.
+activations that a rank holds follow from its schedule's table.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Measured:
     saved: float
     """Bytes that the forward of all blocks saves for backward."""
     working: float
-    """Bytes of temporary tensors at the peak, such as those of a recomputed block."""
+    """Bytes of temporary tensors at the peak, such as the tensors of a recomputed block."""
     in_blocks: float
     """Seconds of all blocks, mean of best and worst, without communication."""
     in_ends: float
@@ -251,8 +251,8 @@ def rank_candidates(
 
     Only the fastest one of each choice of pp, cp, tp and ep is kept. Fewer axes are preferred.
 
-    `planned` is the job in any layout, `samples` those of a step over all ranks, `measured` the
-    cost with each way of recomputation.
+    `planned` is the job in any layout, `samples` the number of samples of a step over all
+    ranks, `measured` the cost with each way of recomputation.
     """
     best: dict[tuple[int, ...], Candidate] = {}
     for candidate in enumerate_layouts(planned, samples=samples):

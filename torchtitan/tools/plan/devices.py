@@ -4,11 +4,11 @@ A plan gives bounds. Each resource has a share of its peak that good kernels and
 on large sizes, and a share for the worst case.
 
 Sources: NVIDIA's data sheets of A100, H100, H200, B200 and L40S, AMD's of MI300X (memory,
-bandwidth, links in one direction); matrix peaks are those of `base/peaks.py`.
+bandwidth, links in one direction); matrix peaks are in `base/peaks.py`.
 Memory is the size that the driver reports, slightly below the data sheet. Networks have the usual
 adapter of 200 or 400 Gbit/s per GPU.
 Shares: those of matrix products are fitted on nine measured jobs, three on A100, four on H100
-(three of them in benchmarks/) and two on an H100 at 500 W. An H100 alone, with cuBLAS
+(three of them in benchmarks/) and two on an H100 at 500 W. A single H100, with cuBLAS
 at sizes from 4096, reaches 69 to 82 %, and less beside collectives. "H100-500W" is the H100 of
 torchtitan's published figures: 96 GiB, 2.4 TB/s, 500 W of 700. H200 and B200 are taken to be like
 H100; L40S and MI300X were not compared with jobs. Flash attention 2 reaches 42 to 58 % (51 to 60 %

@@ -32,7 +32,8 @@ from torchtitan.tools.plan.schedule import peak_activations
 from torchtitan.tools.plan.tape import Entry, Phase
 
 OVERLAPPED = frozenset({"fsdp", "efsdp", "dp_replicate"})
-"""Axes whose collectives overlap with computation. Computation waits for those of other axes."""
+"""Axes whose collectives overlap with computation. Computation waits for collectives of other
+axes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,7 @@ def plan_schedule(arguments: argparse.Namespace) -> str:
 
 
 def draw(timeline: Timeline, *, width: int) -> str:
-    """Draw a timeline of whole durations, broken into lines of `width` characters.
+    """Draw a timeline of integer durations, broken into lines of `width` characters.
 
     Time runs to the right, a row is a rank, and dots are the bubble.
     """

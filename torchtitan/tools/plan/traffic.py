@@ -6,7 +6,7 @@ ranks, all at once, and within machines over the fast links.
 
 A ring moves, per rank, for an unsharded tensor of S bytes over n ranks: all-gather and
 reduce-scatter S (n-1)/n, all-reduce twice that, all-to-all the same share of a rank's tensor. Sizes
-are those of unsharded tensors, as in a collective's argument or result. Closed formulas of the
+are of unsharded tensors, as in a collective's argument or result. Closed formulas of the
 counts are in docs/plan.md.
 """
 
@@ -59,7 +59,7 @@ class Axis:
     def moved(self, operation: Collective, size: int) -> tuple[float, float]:
         """Return the bytes that a rank sends within its machine, and to other machines.
 
-        `size` is that of the unsharded tensor in bytes, or of the sent one.
+        `size` has the bytes of the unsharded tensor, or of the tensor that is sent.
         """
         if operation == "receive":  # the sender counts it
             return 0.0, 0.0
