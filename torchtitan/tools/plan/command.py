@@ -19,7 +19,7 @@ from torchtitan.base.urls import local_path
 from torchtitan.tools.plan.devices import DEVICES, find_device
 from torchtitan.tools.verbs import Parser, at_least, build_parser, report_errors
 
-DEVICE = f"{', '.join(DEVICES)} (default H100), a driver's name, a file of benchmark.py gpu --calibrate"
+DEVICE = f"{', '.join(DEVICES)} (default H100), a driver's name, or a file of gpu --calibrate"
 SETTINGS = "Every other option is a setting of the job, such as --training.seq_len 4096."
 
 
