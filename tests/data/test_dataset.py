@@ -88,6 +88,16 @@ def test_weights(tmp_path: Path) -> None:
     assert chr(sample(dataset, dataset.num_samples - 1)[0]) == "a"
 
 
+@pytest.mark.promise("mixtures")
+def test_sources_of_one_size_have_orders_of_their_own(tmp_path: Path) -> None:
+    paths = write_texts(tmp_path / "texts", {"a.txt": "a" * 999, "b.txt": "b" * 999})
+    dataset = dataset_of(tmp_path, dataset_path=paths, dataset_weights=(1.0, 1.0))
+    places = [dataset.place_of(k) for k in range(2 * (999 // SEQ_LEN))]
+    first, second = ([i for source, _, i in places if source == s] for s in range(2))
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
 @pytest.mark.promise("mixtures", "other-data")
 def test_fingerprint_tells_what_changed(tmp_path: Path) -> None:
     def fingerprint(**settings: object) -> dict[str, str]:
