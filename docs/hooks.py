@@ -118,7 +118,7 @@ def settings_page() -> str:
         "Every setting of a job, in TOML or as `--section.key value` "
         "([rules](../config.md)). Generated from the code.",
     ]
-    table = "| setting | type | default | meaning |\n|---|---|---|---|"
+    table = "| setting | type and default | meaning |\n|---|---|---|"
     for section, cls in sections(Config).items():
         lines += ["", f"## [{'.'.join(section)}]", "", str(cls.__doc__), "", table]
         for path, key in keys(Config).items():
@@ -138,9 +138,8 @@ def setting_rows(anchor: str, key: Key, *, name: str) -> list[str]:
             else f" Needs `{need}`."
         )
     cells = [
-        f'<a id="{anchor}"></a>`{name}`',
-        type_text(key),
-        "required" if key.default is MISSING else default,
+        f'<a id="{anchor}"></a><code>{name.replace("_", "_<wbr>")}</code>',
+        f"{type_text(key)}<br>{'required' if key.default is MISSING else default}",
         text,
     ]
     rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"]
