@@ -112,6 +112,11 @@ def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     assert replace(again, rows=rows) == result
 
 
+def test_the_first_and_the_last_step_are_logged(tmp_path: Path) -> None:
+    result = train(job(tmp_path, **{"training.steps": 4, "metrics.log_freq": 3}))
+    assert [row["step"] for row in result.rows] == [1, 3, 4]
+
+
 def interrupt_at(step: int, *, folder: Path) -> threading.Thread:
     """Press Ctrl-C once the log says that a step is done."""
 
