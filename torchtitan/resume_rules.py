@@ -33,6 +33,7 @@ from torchtitan.config.settings import (
 )
 from torchtitan.job import CONFIG_FILE, Config
 from torchtitan.models.settings import HF
+from torchtitan.optim.schedule import build_schedule
 
 logger = logging.getLogger(__name__)
 _ROUNDING = "changes only the order of additions, and so the rounding"
@@ -155,6 +156,8 @@ def compare_with_checkpoint(manifest: StoredJSON, now: Job) -> Comparison:
     """Compare a job with the job of a checkpoint. Fingerprints of data are compared elsewhere."""
     then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
     differences = trajectory_differences(then, now, data_is_checked=True)
+    if differences:
+        differences += _next_rates(then, now, step=manifest["step"] + 1)
     before, after = then.config.training, now.config.training
     limits = [
         (inf if steps == -1 else steps, inf if num_epochs is None else num_epochs)
@@ -171,6 +174,20 @@ def compare_with_checkpoint(manifest: StoredJSON, now: Job) -> Comparison:
         and has_more
         and not trajectory_differences(replace(then, config=longer), now, data_is_checked=True),
     )
+
+
+def _next_rates(then: Job, now: Job, *, step: int) -> list[str]:
+    """Return a line about the learning rate of a step, if it is known and differs."""
+    rates = [
+        build_schedule(c.lr_scheduler, peak_lr=c.optimizer.lr, training_steps=c.training.steps)(
+            step
+        )
+        for c in (then.config, now.config)
+        if c.lr_scheduler.total_steps or c.training.num_epochs is None
+    ]
+    if len(rates) < 2 or rates[0] == rates[1]:
+        return []
+    return [f"learning rate of step {step}: stored {rates[0]:.2e}, now {rates[1]:.2e}"]
 
 
 def compare_with_results(now: Job) -> tuple[str, ...]:

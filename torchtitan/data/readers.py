@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,10 +127,14 @@ def find_mistakes(
 
 
 def join_errors(errors: Sequence[DataError]) -> DataError:
-    """Return one error with the first `MAX_MISTAKES`, under the setting of the first one."""
-    problems = [error.problem for error in errors[:MAX_MISTAKES]]
-    rules = [p.rule if isinstance(p, Violation) else p for p in problems]
-    text, first = "\n".join(dict.fromkeys(rules)), problems[0]
+    """Return one error with the first of each kind, under the setting of the first one."""
+    problems = [error.problem for error in errors]
+    kinds: dict[str, list[str]] = {}
+    for rule in dict.fromkeys(p.rule if isinstance(p, Violation) else p for p in problems):
+        kinds.setdefault(re.sub(r"\bline \d+", "line", rule), []).append(rule)
+    lines = [f"{one} (and {len(more)} more)" if more else one for one, *more in kinds.values()]
+    more_kinds = ["..."] if len(lines) > MAX_MISTAKES else []
+    text, first = "\n".join(lines[:MAX_MISTAKES] + more_kinds), problems[0]
     return DataError(replace(first, rule=text) if isinstance(first, Violation) else text)
 
 
@@ -155,7 +160,7 @@ class TextTemplate:
         """Return the text of a row."""
         value, where = row
         if not isinstance(value, dict):
-            raise DataError(f"{where} must be a JSON object, got {value!r:.60}")
+            raise DataError(f"{where} must be a JSON object, got {value!r:.100}")
         for key in self.keys:
             text = value.get(key)
             if not isinstance(text, str):
@@ -181,7 +186,9 @@ def read_json_lines(data: io.BufferedReader, file: Path, columns: Collection[str
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                value = f"damaged: {error}"
+                is_json = isinstance(error, json.JSONDecodeError)
+                reason = f"{error.msg} at column {error.colno}" if is_json else str(error)
+                value = f"no JSON: {reason}"
             yield number, value
 
 

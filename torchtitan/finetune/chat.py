@@ -275,9 +275,14 @@ class ChatTemplate:
             text.encode()  # raises for half of a surrogate pair
         except Exception as error:  # operations of a template can raise anything
             part = f" on the first {plural(num_messages, 'message')}"
+            has_calls = any("tool_calls" in message for message in messages[:num_messages])
+            hint = (
+                "; it may not write tool_calls: choose another chat_template" if has_calls else ""
+            )
             raise DataError(
                 f"{where}: the chat template {self.origin} fails"
                 f"{part if num_messages < len(messages) else ''}: {error or type(error).__name__}"
+                f"{hint}"
             ) from error
         return text
 

@@ -280,15 +280,14 @@ def _log(
     )
     if holdout.fraction is not None and not holdout.held_out:
         logger.info(f"validation.holdout_fraction holds out {planned['other_side']} of them")
-    if planned["too_long"] or encoded["without_answer"]:
-        logger.warning(
-            f"{encoded['source']}: longer than seq_len: {plural(planned['too_long'], 'example')} "
-            f"(long_examples: {training.long_examples}), of which {planned['answer_cut_off']} "
-            f"without an answer in the first {seq_len} tokens; "
-            f"{plural(encoded['without_answer'], 'example')} without any"
-        )
-    for note, number in encoded["notes"].items():
-        logger.warning(f"{encoded['source']}: {plural(number, 'example')}: {note}")
+    problems = {
+        f"longer than seq_len (long_examples: {training.long_examples})": planned["too_long"],
+        f"no answer in the first {seq_len} tokens": planned["answer_cut_off"],
+        "no answer": encoded["without_answer"],
+    }
+    for note, number in {**problems, **encoded["notes"]}.items():
+        if number:
+            logger.warning(f"{encoded['source']}: {plural(number, 'example')}: {note}")
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:

@@ -89,6 +89,8 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> Iterator[str]:
         all_fates, all_lengths = all_fates + fates, all_lengths + lengths
     if len(parts) > 1:
         yield from summary(source.name, all_fates, all_lengths, training)
+    for note, number in encoder.notes.items():
+        yield f"{plural(number, 'example')}: {note}"
     if mistakes:
         raise join_errors(mistakes)
 

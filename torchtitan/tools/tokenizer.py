@@ -10,6 +10,7 @@ of Llama 3.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -81,5 +82,9 @@ def main(argv: Sequence[str]) -> int:
         temporary = folder / f"{name}.tmp"
         temporary.write_text(content, encoding="utf-8")
         temporary.replace(folder / name)
-    sys.stdout.write(f"{folder}: {tokenizer.get_vocab_size()} ids, the last two BOS and EOS\n")
+    size = tokenizer.get_vocab_size()
+    sys.stdout.write(
+        f"{folder}: {size} ids, the last two BOS and EOS\n"
+        f"train with --model.tokenizer_path {shlex.quote(str(folder))} --model.vocab_size {size}\n"
+    )
     return 0
