@@ -35,6 +35,7 @@ enable = true
 interval = 100
 """
 STEPS = 3
+FIXTURES = Path(__file__).parent / "fixtures"
 FSDP: tuple[str, ...] = ()
 DDP = (
     "--parallelism.data_parallel_replicate_degree=2",
@@ -118,6 +119,8 @@ class Model:
     arguments: tuple[str, ...] = ()
     reads_texts: bool = False
     """Else its samples are synthetic, with masked labels."""
+    folder: str = ""
+    """Of a config.json in tests/fixtures, which has the sizes."""
 
     def options(self, texts: Path) -> tuple[str, ...]:
         """Two steps: the second one starts from the first one's weights and moments."""
@@ -125,7 +128,11 @@ class Model:
         if self.reads_texts:
             files = ("--training.dataset=files", f"--training.dataset_path={texts}")
             data = (*files, "--training.seq_len=64")
-        return (*SIZES, *data, TWO_STEPS, *self.arguments)
+        sizes: tuple[str, ...] = SIZES
+        if self.folder:
+            flavor = f"--model.flavor={FIXTURES / self.folder}"
+            sizes = ("--model.name=transformers", flavor, "--model.num_layers=none")
+        return (*sizes, *data, TWO_STEPS, *self.arguments)
 
 
 @dataclass(frozen=True)
@@ -213,6 +220,15 @@ FAMILIES = {
     "Muon, groups": Model((*MUON, GROUPS)),
     "own family": Model(("--model.name=examples.parallel_block:SPEC", "--model.flavor=tiny")),
     "own things": Model((*OWN_THINGS, WHOLE_LOGITS)),
+    # windows of 8 tokens in three layers of four, and norms of heads
+    "Exaone": Model(folder="exaone4"),
+    "Exaone, documents": Model(DOCUMENTS, reads_texts=True, folder="exaone4"),
+    "Exaone, adapters": Model(
+        (*ADAPTER, '--lora.modules=["layers.*.self_attn.*_proj"]'), folder="exaone4"
+    ),
+    # biases, LayerNorm and a tied head
+    "Starcoder": Model(folder="starcoder2"),
+    "Starcoder, documents": Model(DOCUMENTS, reads_texts=True, folder="starcoder2"),
 }
 MODELS = FEATURES | FAMILIES
 OPTIONS: dict[str, tuple[str, ...]] = {

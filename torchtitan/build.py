@@ -50,6 +50,7 @@ from torchtitan.metrics.meter import build_meter
 from torchtitan.metrics.sinks import build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
+from torchtitan.models.settings import TRANSFORMERS
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
@@ -254,7 +255,7 @@ def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str
 
     Collective.
     """
-    if config.checkpoint.initial_load_in_hf:
+    if config.checkpoint.initial_load_in_hf or config.model.name == TRANSFORMERS:
         from torchtitan.resume_rules import resolve_model
 
         config = resolve_model(config)

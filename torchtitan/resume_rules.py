@@ -32,7 +32,8 @@ from torchtitan.config.settings import (
     values_of,
 )
 from torchtitan.job import CONFIG_FILE, Config
-from torchtitan.models.settings import HF
+from torchtitan.models.families import find_model, to_settings
+from torchtitan.models.settings import HF, TRANSFORMERS
 from torchtitan.optim.schedule import build_schedule
 
 logger = logging.getLogger(__name__)
@@ -234,9 +235,14 @@ def resolve_model(config: Config) -> Config:
     Raises UserError if the folder does not exist, or its model is not built here.
     """
     path = config.checkpoint.initial_load_path
+    from torchtitan.hf.model import find_export, names_all_sizes, read_model, with_model_of
+
+    if config.model.name == TRANSFORMERS and config.model.flavor != HF:
+        return replace(
+            config, model=with_model_of(to_settings(*find_model(config.model)), config.model)
+        )
     if not config.checkpoint.initial_load_in_hf or path is None:
         return config
-    from torchtitan.hf.model import find_export, names_all_sizes, read_model, with_model_of
     from torchtitan.hf.names import CONFIG
 
     folder, run = find_export(pathlib.Path(path)), config.job.dump_folder

@@ -134,6 +134,17 @@ OF_FAMILIES: list[tuple[str, str, str]] = [
     ("tp 2", "own things", ""),
     ("pp 2 ZBV", "own things", ""),
     ("cp 2 ring", "own things", ""),
+    ("fsdp 2", "Exaone", "recomputed, accumulating"),
+    ("hsdp 2x2", "Exaone, documents", "kept, chunks"),
+    ("fsdp 2 x tp 2", "Exaone", "half recomputed"),
+    ("cp 2 ring", "Starcoder", "recomputed"),
+    ("cp 2 ulysses", "Exaone, documents", ""),
+    ("cp 2 ulysses", "Exaone", "offloaded"),
+    ("tp 2", "Exaone, adapters", ""),
+    ("fsdp 2", "Exaone, documents", "compiled"),
+    ("tp 2, stream copied", "Starcoder", "recomputed"),
+    ("ddp 2 x tp 2", "Starcoder", "compiled"),
+    ("cp 2 ring x tp 2, stream copied", "Starcoder, documents", ""),
 ]
 IMPOSSIBLE = {
     # torch would recompute each block eleven times

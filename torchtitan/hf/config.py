@@ -22,7 +22,7 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
 from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, RopeScaling
-from torchtitan.models.spec import REQUIRED, HFFormat, ModelSpec, Size
+from torchtitan.models.spec import REQUIRED, UNUSED, HFFormat, ModelSpec, Size
 
 logger = logging.getLogger(__name__)
 VISIBLE_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
@@ -76,7 +76,8 @@ def family_of(config: StoredJSON, *, models: Mapping[str, ModelSpec]) -> ModelSp
     families = ", ".join(spec.hf.architecture for spec in models.values() if spec.hf.names)
     raise CheckpointError(
         f"{config.path}: architectures must be one of {families}, got "
-        f"{config.get('architectures')!r:.200}"
+        f"{config.get('architectures')!r:.200}; to train another one set model.name = "
+        f'"transformers"'
     )
 
 
@@ -170,6 +171,8 @@ def find_inexpressible(architecture: DecoderConfig, format: HFFormat) -> str | N
     Returns:
         None if it stores all sizes that differ from the family's constants.
     """
+    if format.config:
+        return None
     stored = {"rope_theta", "rope_scaling", *(size.field for size in format.sizes.values())}
     wrong = []
     for item in fields(architecture):
@@ -189,6 +192,9 @@ def check_sizes(
 ) -> DecoderConfig:
     """Return the sizes in a config.json, which are the model's except the keys `may_differ`; raise
     CheckpointError if a size differs, or the file cannot state the model's."""
+    if spec.hf.config:
+        check_content(config, format=spec.hf)
+        return architecture
     check_family(config, format=spec.hf)
     if (problem := find_inexpressible(architecture, spec.hf)) is not None:
         raise CheckpointError(f"{config.path} cannot have the sizes of this job: {problem}")
@@ -209,6 +215,20 @@ def check_sizes(
     return in_file
 
 
+def check_content(config: StoredJSON, *, format: HFFormat) -> None:
+    """Raise CheckpointError if a config.json describes another model than `format.config`."""
+    ours, ignored = format.config, {*CARRIED, *UNUSED}
+    wrong = [
+        f"{key}: {config.get(key)!r:.80} in the file, {ours.get(key)!r:.80} in this job"
+        for key in sorted({*config, *ours} - ignored)
+        if config.get(key) != ours.get(key)
+    ]
+    if wrong:
+        raise CheckpointError(
+            "\n  ".join([f"{config.path} describes another model than this job's:", *wrong])
+        )
+
+
 def new_config(
     architecture: DecoderConfig,
     *,
@@ -217,12 +237,15 @@ def new_config(
     carried: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the config.json of a model; `carried` has its other keys, see `find_carried`."""
-    content = {
+    sizes = dict(format.config) or {
         "architectures": [format.architecture],
         "model_type": format.model_type,
         **{key: value for key, value in format.fixed.items() if value is not None},
         **sizes_of(architecture, format),
         **({format.more_layers: 0} if format.more_layers else {}),
+    }
+    content = {
+        **sizes,
         **carried,
         "use_cache": True,
         "torch_dtype": str(dtype).removeprefix("torch."),

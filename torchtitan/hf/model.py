@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.base.files import read_json
 from torchtitan.checkpoint.manager import EXPORT
 from torchtitan.hf.config import (
     architecture_of,
@@ -18,7 +19,7 @@ from torchtitan.hf.config import (
     read_config,
 )
 from torchtitan.hf.folder import is_hf_folder
-from torchtitan.hf.names import Names
+from torchtitan.hf.names import CONFIG, Names
 from torchtitan.models.families import MODELS, find_spec, to_settings
 from torchtitan.models.interface import LanguageModel
 from torchtitan.models.settings import ALL_SIZES, HF, ModelConfig, given_sizes
@@ -56,8 +57,9 @@ def read_model(path: Path, settings: ModelConfig) -> ModelConfig:
     config = read_config(path)
     if settings.name == HF:
         spec = family_of(config, models=MODELS)
+    elif (spec := find_spec(settings)).read is not None:
+        return to_settings(spec, spec.read(read_json(path / CONFIG)))  # nulls count
     else:
-        spec = find_spec(settings)
         check_family(config, format=spec.hf)
     return to_settings(spec, architecture_of(config, spec=spec))
 
@@ -65,10 +67,20 @@ def read_model(path: Path, settings: ModelConfig) -> ModelConfig:
 def with_model_of(stored_model: ModelConfig, settings: ModelConfig) -> ModelConfig:
     """Return the settings with family and sizes of `stored_model`, where these give none."""
     sizes_type = ALL_SIZES if settings.name == HF else find_spec(settings).sizes
-    sizes = {**given_sizes(stored_model, of=sizes_type), **given_sizes(settings, of=sizes_type)}
+    options = {**stored_model.options, **settings.options}
+    stored, own = (
+        given_sizes(replace(model, options={}), of=sizes_type) for model in (stored_model, settings)
+    )
     own_scaling = settings.rope_scaling.type != "flavor"
     scaling = settings.rope_scaling if own_scaling else stored_model.rope_scaling
-    return replace(settings, name=stored_model.name, rope_scaling=scaling, **sizes)
+    return replace(
+        settings,
+        name=stored_model.name,
+        flavor=HF,
+        rope_scaling=scaling,
+        options=options,
+        **{**stored, **own},
+    )
 
 
 def missing_folder(path: Path) -> ConfigError:

@@ -8,18 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from importlib import import_module
+from pathlib import Path
 
 from torchtitan.base.custom import is_import_path, load_object
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
+from torchtitan.base.files import read_json
 from torchtitan.models.settings import (
     ALL_SIZES,
     HF,
+    TRANSFORMERS,
     ModelConfig,
     ModelSection,
     given_sizes,
 )
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
 from torchtitan.models.spec import ModelSpec
+
+HF_CONFIG = "config.json"
 
 
 class Families(Mapping[str, ModelSpec]):
@@ -73,8 +78,10 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
         architecture = replace(flavor, **sizes)
         if architecture.dim != flavor.dim:  # a model of one's own, not stretched like the flavor
             architecture = replace(architecture, rope_scaling=None)
+    elif spec.read is not None and (Path(settings.flavor) / HF_CONFIG).is_file():
+        architecture = replace(spec.read(read_json(Path(settings.flavor) / HF_CONFIG)), **sizes)
     else:
-        flavors = (*spec.flavors, HF)
+        flavors = (*spec.flavors, HF, *(["a folder with config.json"] if spec.read else []))
         rule = (
             f"must be one of {', '.join(flavors)} for {spec.name}, got '{settings.flavor}'"
             f"{did_you_mean(settings.flavor, flavors)}"
@@ -96,6 +103,8 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
     ]
     if wrong:
         raise ConfigError([_as_setting(violation, settings) for violation in wrong])
+    if spec.describe is not None:
+        spec = replace(spec, **spec.describe(architecture))
     return spec, architecture
 
 
@@ -108,17 +117,20 @@ def _as_setting(violation: Violation, settings: ModelConfig) -> Violation:
 def describe_model(settings: ModelConfig, *, spec: ModelSpec) -> str:
     """Return the flavor, and the sizes that replace its own."""
     sizes = given_sizes(settings, of=spec.sizes)
-    text = ", ".join(f"{name} {value or 0}" for name, value in sizes.items())
+    text = ", ".join(f"{name} {value or 0}" for name, value in sizes.items() if name != "config")
     return f"{settings.flavor} ({text})" if text else settings.flavor
 
 
 def to_settings(spec: ModelSpec, architecture: DecoderConfig) -> ModelConfig:
     """Return settings that give every size, whether or not a flavor has them."""
+    sizes = architecture.given(of_family=False)
+    options = {key: sizes.pop(key) for key in list(sizes) if not hasattr(ModelSection, key)}
     return ModelSection(
         name=spec.name,
         flavor=HF,
         rope_scaling=architecture.rope_scaling or RopeScaling(type="none"),
-        **architecture.given(of_family=False),
+        options=options,
+        **sizes,
     )
 
 
@@ -126,6 +138,10 @@ def find_spec(settings: ModelConfig) -> ModelSpec:
     """Look up the family that the settings name; raise ConfigError if no family has that name."""
     if (name := settings.name) in MODELS:
         return MODELS[name]
+    if name == TRANSFORMERS:
+        spec = import_module("torchtitan.models.transformers").SPEC
+        assert isinstance(spec, ModelSpec)
+        return spec
     if name == HF:
         rule = (
             f'"hf" needs flavor = "hf" and checkpoint.initial_load_in_hf; write both, or one of '
@@ -142,7 +158,7 @@ def find_spec(settings: ModelConfig) -> ModelSpec:
             f"{spec!r:.80}",
         )
     rule = (
-        f"must be one of {', '.join(MODELS)}, or the import path of a ModelSpec as "
+        f"must be one of {', '.join(MODELS)}, {TRANSFORMERS}, or the import path of a ModelSpec as "
         f"my_package.my_model:SPEC, got '{name}'{did_you_mean(name, MODELS)}"
     )
     raise ConfigError.at("model.name", rule)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.config.settings import (
-    IMPORT_PATH,
     FiniteNonNegative,
     LocalPath,
     NonNegativeInt,
@@ -20,6 +20,7 @@ from torchtitan.config.settings import (
     PositiveInt,
     Range,
     Requires,
+    Rule,
     Text,
     convert,
     finite,
@@ -28,6 +29,9 @@ from torchtitan.models.sizes import DecoderConfig, MLAConfig, RopeScaling
 
 HF = "hf"
 """The flavor, and the name, of a job whose model comes from a Hugging Face folder."""
+TRANSFORMERS = "transformers"
+"""The name of a model that the library transformers builds (`models/transformers.py`)."""
+OWN_SIZES = Rule("= package.module:NAME", lambda name: name == TRANSFORMERS or is_import_path(name))
 ALL_SIZES = MLAConfig
 """Has the sizes of every built-in family."""
 
@@ -37,12 +41,12 @@ class ModelConfig:
     """The model to train, and its tokenizer."""
 
     name: Text = "llama3"
-    """Model family: a key of torchtitan.models.families.MODELS, or the import path of your own
-    ModelSpec, "package.module:SPEC"."""
+    """Model family: a key of torchtitan.models.families.MODELS; "transformers": any dense decoder
+    of that library; or the import path of your own ModelSpec, "package.module:SPEC"."""
     flavor: Text = "debugmodel"
     """Size within the family, e.g. debugmodel, small, 1B, 3B, 8B, 70B, 405B; or "hf": family, sizes
     and tokenizer come from the Hugging Face folder in checkpoint.initial_load_path. "hf" is the
-    default if initial_load_in_hf is true."""
+    default if initial_load_in_hf is true. For "transformers": a folder with a config.json."""
     tokenizer_path: LocalPath = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
@@ -59,8 +63,9 @@ class ModelConfig:
     """Base of the rotary wavelengths. Default: the flavor's."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Growth of the rotary wavelengths."""
-    options: Annotated[Options, Requires("name", IMPORT_PATH)] = field(default_factory=dict)
-    """Sizes of a custom family that are no keys here, in place of the flavor's."""
+    options: Annotated[Options, Requires("name", OWN_SIZES)] = field(default_factory=dict)
+    """Sizes of a custom family that are no keys here, in place of the flavor's. A run of
+    "transformers" stores its config.json here."""
 
 
 def given_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str, Any]:

@@ -55,6 +55,8 @@ TensorRole = Literal[
 - experts: not sharded by tensor parallelism, see `parallel/expert.py`.
 """
 
+UNUSED = ("auto_map", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+"""Keys of config.json that do not change what a model computes, or name code."""
 EACH = "#"
 """Stands for the index along a parameter's first dimension in a name of Hugging Face."""
 
@@ -102,6 +104,8 @@ class HFFormat:
     """Other spellings of a key that some versions of transformers write."""
     float32: frozenset[str] = frozenset()
     """Our names of the parameters that are always stored in float32."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The whole config.json of one model, in place of all tables above but `names`."""
     more_layers: str = ""
     """Key for the number of extra layers after the last one. They are neither read nor written:
     DeepSeek predicts further tokens with them."""
@@ -133,6 +137,10 @@ class ModelSpec:
     """Whether `forward` also runs a pipeline stage, which lacks some of the parts."""
     hf: HFFormat = NO_HF_FILES
     """How Hugging Face's files store the model."""
+    read: Callable[[Mapping[str, Any]], DecoderConfig] | None = None
+    """Returns the sizes of a config.json. None: the tables of `hf` say where they stand."""
+    describe: Callable[[DecoderConfig], Mapping[str, Any]] | None = None
+    """Returns the fields of this class that depend on the sizes. None: no field does."""
     torchtitan_rope: RopeOrder = "interleaved"
     """Row order of wq and wk in checkpoints of torchtitan 0.2, which use the same names."""
 
