@@ -186,9 +186,9 @@ def read_json_lines(data: io.BufferedReader, file: Path, columns: Collection[str
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                is_json = isinstance(error, json.JSONDecodeError)
-                reason = f"{error.msg} at column {error.colno}" if is_json else str(error)
-                value = f"no JSON: {reason}"
+                value = f"no JSON: {error}"
+                if isinstance(error, json.JSONDecodeError):  # whose line is 1
+                    value = f"no JSON: {error.msg} at column {error.colno}"
             yield number, value
 
 

@@ -88,17 +88,19 @@ def read_sizes(content: Mapping[str, Any]) -> TransformersConfig:
 def sizes_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes in a config.json by their names here."""
     config = _load(content)
-    dim, num_heads = config.hidden_size, config.num_attention_heads
-    return {
-        "dim": dim,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or num_heads,
-        "hidden_dim": getattr(config, "intermediate_size", None) or 4 * dim,
-        "vocab_size": config.vocab_size,
-        "head_dim": getattr(config, "head_dim", None) or dim // num_heads,
-        "tie_embeddings": config.tie_word_embeddings,
-    }
+    with _refusing("has no sizes of a decoder"):
+        dim, num_heads = config.hidden_size, config.num_attention_heads
+        sizes = {
+            "dim": dim,
+            "num_layers": config.num_hidden_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": getattr(config, "num_key_value_heads", None) or num_heads,
+            "hidden_dim": getattr(config, "intermediate_size", None) or 4 * dim,
+            "vocab_size": config.vocab_size,
+            "head_dim": getattr(config, "head_dim", None) or dim // num_heads,
+        }
+        assert all(type(size) is int and size > 0 for size in sizes.values()), sizes
+        return {**sizes, "tie_embeddings": bool(config.tie_word_embeddings)}
 
 
 def _load(content: Mapping[str, Any]) -> Any:
@@ -112,8 +114,6 @@ def _load(content: Mapping[str, Any]) -> Any:
     arguments = {k: value for k, value in content.items() if k not in (*UNUSED, "model_type")}
     with _refusing(f"has a config.json that transformers cannot read as {kind!r}"):
         config = AutoConfig.for_model(kind, **arguments)
-        sizes = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads)
-        assert all(type(size) is int and size > 0 for size in (*sizes, config.vocab_size))
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = {
         r["rope_type"] for r in (ropes, *ropes.values()) if isinstance(r, dict) and "rope_type" in r

@@ -82,9 +82,7 @@ def main(argv: Sequence[str]) -> int:
         temporary = folder / f"{name}.tmp"
         temporary.write_text(content, encoding="utf-8")
         temporary.replace(folder / name)
-    size = tokenizer.get_vocab_size()
-    sys.stdout.write(
-        f"{folder}: {size} ids, the last two BOS and EOS\n"
-        f"train with --model.tokenizer_path {shlex.quote(str(folder))} --model.vocab_size {size}\n"
-    )
+    num_ids = tokenizer.get_vocab_size()
+    options = f"--model.tokenizer_path {shlex.quote(str(folder))} --model.vocab_size {num_ids}"
+    sys.stdout.write(f"{folder}: {num_ids} ids, the last two BOS and EOS\ntrain with {options}\n")
     return 0
