@@ -1,4 +1,4 @@
-"""Tiny jobs to plan."""
+"""Tiny jobs to plan, and the sizes of their model."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torchtitan.job import Config
-from torchtitan.parallel.layout import Layout
 from torchtitan.tools.plan.devices import DEVICES
 from torchtitan.tools.plan.job import Planned, plan_job
 from torchtitan.tools.plan.rehearse import rehearse
 from torchtitan.tools.plan.tape import Record
 
-TINY = """
+L, C, H, KV, F, V = 3, 32, 8, 4, 96, 264
+B, S = 8, 64
+D = C // H
+TOKENS = B * S
+MATRICES = 2 * C * C + 2 * C * KV * D + 3 * C * F
+"""Weights of a layer that multiply."""
+BLOCK = MATRICES + 2 * C
+EMBEDDING, HEAD = V * C, V * C + C
+PARAMETERS = L * BLOCK + EMBEDDING + HEAD
+TENSORS = 9 * L + 3
+BF16, FP32 = 2, 4
+TINY = f"""
 [model]
 flavor = "tiny8"
-num_layers = 3
-vocab_size = 264
+num_layers = {L}
+vocab_size = {V}
 tokenizer_path = "byte"
 [training]
 dataset = "synthetic_masked"
-seq_len = 64
-local_batch_size = 8
+seq_len = {S}
+local_batch_size = {B}
 steps = 20
 mixed_precision_param = "bfloat16"
 [lr_scheduler]
@@ -30,33 +39,24 @@ warmup_steps = 1
 [activation_checkpoint]
 mode = "none"
 """
+TP2, CP2, PP2, EP2 = (
+    f"--parallelism.{name}_parallel_degree=2"
+    for name in ("tensor", "context", "pipeline", "expert")
+)
+RECOMPUTED = "--activation_checkpoint.mode=full"
 
 
 def planned(folder: Path, *arguments: str, world: int = 1) -> Planned:
     """Return a job as commands find it, on machines of 2 GPUs."""
     path = folder / "job.toml"
     path.write_text(TINY)
-    return plan_job(
-        [f"--job.config_file={path}", *arguments],
-        world_size=world,
-        device=DEVICES["H100"],
-        gpus_per_node=2,
-    )
-
-
-def placed(folder: Path, *arguments: str, world: int = 1) -> tuple[Config, Layout]:
-    """Return what is rehearsed of it, nothing left out."""
-    job = planned(folder, *arguments, world=world)
-    return job.config, job.layout
-
-
-def recorded(*arguments: str, world: int = 1, rank: int = 0) -> Record:
-    """Return the record of a step of one rank. Tests share it and leave it as it is."""
-    return _recorded(arguments, world, rank)
+    argv = [f"--job.config_file={path}", *arguments]
+    return plan_job(argv, world_size=world, device=DEVICES["H100"], gpus_per_node=2)
 
 
 @cache
-def _recorded(arguments: tuple[str, ...], world: int, rank: int) -> Record:
+def recorded(*arguments: str, world: int = 1, rank: int = 0) -> Record:
+    """Return the record of a step of one rank. Tests share it and leave it as it is."""
     with TemporaryDirectory() as folder:
         short = planned(Path(folder), *arguments, world=world).shortened
     return rehearse(short.config, layout=short.layout, rank=rank)

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
-from tests.tools.plan.jobs import placed, recorded
+from tests.tools.plan.jobs import (
+    BLOCK,
+    CP2,
+    EP2,
+    KV,
+    MATRICES,
+    PARAMETERS,
+    RECOMPUTED,
+    TENSORS,
+    TOKENS,
+    TP2,
+    B,
+    C,
+    D,
+    F,
+    H,
+    L,
+    S,
+    V,
+    planned,
+    recorded,
+)
 from torchtitan.tools.plan.account import classify, replay
-from torchtitan.tools.plan.tape import Entry, Record
+from torchtitan.tools.plan.memory import staged
+from torchtitan.tools.plan.ranks import rehearse_rank
+from torchtitan.tools.plan.tape import Record
 
-LAYERS, DIM, KV, HIDDEN, VOCAB, HEADS = 3, 32, 16, 96, 264, 8
-BATCH, SEQUENCE = 8, 64
-TOKENS = BATCH * SEQUENCE
-MATRICES = 2 * DIM * DIM + 2 * DIM * KV + 3 * DIM * HIDDEN
-"""Weights of a layer that multiply."""
-NORMS = 2 * DIM
-PARAMETERS = LAYERS * (MATRICES + NORMS) + 2 * VOCAB * DIM + DIM
-TENSORS = 9 * LAYERS + 3
-RECOMPUTED = "--activation_checkpoint.mode=full"
+SIGNS = {"birth": 1, "death": -1}
+STATE = {"weights": 4 * PARAMETERS, "optimizer": 2 * 4 * PARAMETERS + 4 * TENSORS}
+OFFLOADED = "--training.enable_cpu_offload=true"
 
 
 def born(found: Record, purpose: str, *, pool: str = "compute") -> int:
@@ -32,112 +49,74 @@ def born(found: Record, purpose: str, *, pool: str = "compute") -> int:
     )
 
 
-def saved(found: Record, block: int) -> int:
-    """Return the bytes that a block's forward leaves to its backward."""
-    purposes = classify(found)
-    return sum(
-        found.entries[index].size
-        for piece, end in found.bounds()
-        if (piece.phase, piece.block) == ("forward", block)
-        for index in range(piece.start, end)
-        if found.entries[index].event == "birth" and purposes[index] == "activations"
-    )
-
-
-def left(found: Record) -> Counter[str]:
-    """Return the bytes that live when the step is over."""
-    live: Counter[str] = Counter()
-    for entry in found.entries:
-        live[entry.purpose] += {"birth": 1, "death": -1}.get(entry.event, 0) * entry.size
-    return live
-
-
-BATCHES = 2 * 8 * TOKENS + 8 * SEQUENCE
-"""Bytes of tokens, labels and positions, which the step does not free."""
-
-
 @pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize("arguments", [(), (RECOMPUTED,)])
 def test_state_and_gradients(arguments: tuple[str, ...]) -> None:
+    """Nothing but state and the batch outlives the step."""
     found = recorded(*arguments)
-    assert born(found, "weights") == 4 * PARAMETERS
-    assert born(found, "optimizer") == 2 * 4 * PARAMETERS + 4 * TENSORS
+    assert {purpose: born(found, purpose) for purpose in STATE} == STATE
     assert born(found, "gradients") == 4 * PARAMETERS
     account = replay(found)
     assert account.by_purpose["weights"] == 4 * PARAMETERS
     assert account.on_host == 0
     assert sum(account.by_purpose.values()) <= account.active <= account.reserved
+    left: Counter[str] = Counter()
+    for entry in found.entries:
+        left[entry.purpose] += SIGNS.get(entry.event, 0) * entry.size
+    assert left.pop("temporaries") <= 2 * 8 * TOKENS + 8 * S + 64  # tokens, labels, positions
+    assert left == Counter(STATE)
 
 
-def test_nothing_but_state_outlives_the_step() -> None:
-    found = recorded()
-    assert left(found) == Counter(
-        weights=4 * PARAMETERS,
-        optimizer=8 * PARAMETERS + 4 * TENSORS,
-        temporaries=left(found)["temporaries"],
-    ) | Counter(gradients=0)
-    assert left(found)["temporaries"] <= BATCHES + 64
+NORM = 2 * C + 4 + 2 * C  # input, 1 / rms in float32, output
+ATTENTION = 2 * (C + 2 * KV * D + C) + 4 * H  # q, k, v, output, log-sum-exp
+SAVED = TOKENS * (2 * NORM + ATTENTION + 3 * 2 * F)  # w1 x, w3 x, silu(w1 x) * w3 x
 
 
 @pytest.mark.promise("plan-formulas")
-def test_what_a_block_saves() -> None:
-    """By token, in bfloat16."""
-    norm = 2 * DIM + 4 + 2 * DIM  # input, 1 / rms in float32, output
-    attention = 2 * (DIM + KV + KV + DIM) + 4 * HEADS  # q, k, v, output, log-sum-exp
-    feed_forward = 3 * 2 * HIDDEN  # w1 x, w3 x, silu(w1 x) * w3 x
-    casts = 2 * (MATRICES + NORMS)  # weights in bfloat16, once for all tokens
-    expected = TOKENS * (2 * norm + attention + feed_forward) + casts
-    assert saved(recorded(), block=1) == expected
-
-
-def test_what_a_recomputed_block_saves() -> None:
-    """Its input, which the block before it makes."""
-    assert saved(recorded(RECOMPUTED), block=1) == TOKENS * 2 * DIM
-
-
-def test_fsdp_saves_no_casts_of_weights() -> None:
-    one, sharded = recorded(), recorded(world=2)
-    assert saved(one, block=1) - saved(sharded, block=1) == 2 * (MATRICES + NORMS)
-    assert born(sharded, "weights") == 4 * PARAMETERS // 2
-
-
 @pytest.mark.parametrize(
-    ("reshard", "again"), [("default", LAYERS - 1), ("always", LAYERS), ("never", 0)]
+    ("arguments", "world", "expected"),
+    [
+        ((), 1, SAVED + 2 * BLOCK),  # weights in bfloat16, once for all tokens
+        ((), 2, SAVED),  # FSDP gathers them in bfloat16
+        ((RECOMPUTED,), 1, TOKENS * 2 * C),  # its input, which the block before it makes
+    ],
 )
+def test_what_a_block_saves(arguments: tuple[str, ...], world: int, expected: int) -> None:
+    found = recorded(*arguments, world=world)
+    purposes = classify(found)
+    assert expected == sum(
+        found.entries[index].size
+        for piece, end in found.bounds()
+        if piece[1:] == ("forward", 1)
+        for index in range(piece.start, end)
+        if found.entries[index].event == "birth" and purposes[index] == "activations"
+    )
+
+
+@pytest.mark.parametrize(("reshard", "again"), [("default", L - 1), ("always", L), ("never", 0)])
 def test_gathered_weights(reshard: str, again: int) -> None:
     """All once in forward, and for backward the blocks that were freed: by default not the last."""
-    argument = f"--parallelism.fsdp_reshard_after_forward={reshard}"
-    found = recorded(argument, world=2)
-    everything, blocks = 2 * PARAMETERS, 2 * again * (MATRICES + NORMS)
+    found = recorded(f"--parallelism.fsdp_reshard_after_forward={reshard}", world=2)
+    assert born(found, "weights") == 4 * PARAMETERS // 2
+    gathered = 2 * PARAMETERS + 2 * again * BLOCK
     # a gather takes half of what it fills, and this is copied to where weights are used
-    messages = (everything + blocks) * 3 // 2
-    pools = Counter(gather=messages, compute=everything + blocks)
-    for pool in ("gather", "compute"):
-        assert born(found, "gathered weights", pool=pool) == pools[pool]
-    gathers = [e.size for e in found.entries if e.event == "message" and "gather" in e.where[1]]
-    assert sum(gathers) == everything + blocks
-    scattered = [e.size for e in found.entries if e.event == "message" and "scatter" in e.where[1]]
-    assert sum(scattered) == 4 * PARAMETERS
-
-
-def test_passes_are_what_moves_bytes() -> None:
-    """FSDP copies gathered weights to where they are used, and gradients to where they are reduced,
-    in another type; new memory and views move nothing."""
-    found = recorded(world=2)
-    size: Counter[str] = Counter()
+    assert born(found, "gathered weights", pool="gather") == gathered * 3 // 2
+    assert born(found, "gathered weights") == gathered
+    sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for entry in found.entries:
-        if entry.event == "message":
-            size["gathered"] += entry.size * ("gather" in entry.where[1])
-        if entry.event == "pass":
-            size[entry.where[0]] += entry.size
-    assert size["fsdp::split_with_sizes_copy"] == 2 * size["gathered"]
-    copied = size["fsdp::chunk_cat"] + size["fsdp::chunk_cat_mixed_dtype"]
+        sizes[entry.event][entry.where[entry.event == "message"]] += entry.size
+    messages, passes = sizes["message"], sizes["pass"]
+    assert sum(messages[name] for name in messages if "gather" in name) == gathered
+    assert sum(messages[name] for name in messages if "scatter" in name) == 4 * PARAMETERS
+    # copies to where weights are used, and of gradients to where they are reduced
+    assert passes["fsdp::split_with_sizes_copy"] == 2 * gathered
+    copied = passes["fsdp::chunk_cat"] + passes["fsdp::chunk_cat_mixed_dtype"]
     assert copied == (2 + 4) * PARAMETERS
-    assert not [name for name in size if "empty" in name or "view" in name]
+    assert not [name for name in passes if "empty" in name or "view" in name]
 
 
 def test_offloaded_state_is_on_the_host() -> None:
-    found = recorded("--training.enable_cpu_offload=true", world=2)
+    found = recorded(OFFLOADED, world=2)
     share = PARAMETERS // 2
     assert born(found, "weights") == born(found, "optimizer") == 0
     assert born(found, "weights", pool="host") == 4 * share
@@ -151,23 +130,72 @@ def test_offloaded_state_is_on_the_host() -> None:
 @pytest.mark.promise("plan-formulas")
 def test_the_peak_is_that_of_all_births_and_deaths() -> None:
     found = recorded()
-    signs = {"birth": 1, "death": -1}
-    live = list(accumulate(signs.get(entry.event, 0) * entry.size for entry in found.entries))
+    live = list(accumulate(SIGNS.get(entry.event, 0) * entry.size for entry in found.entries))
     account = replay(found)
     assert sum(account.by_purpose.values()) == max(live)
     assert account.peak == found.entries[live.index(max(live))]
 
 
-def operations(found: Record, *, attention: bool) -> int:
-    return sum(e.size for e in found.entries if is_product(e) and is_attention(e) == attention)
+SAVES, MODE = "--checkpoint.enable=true", "--checkpoint.async_mode="
+PINNED = f"{MODE}async_with_pinned_mem"
+EXACT = 3 * 4 * PARAMETERS + 4
+"""AdamW has two moments of each weight, and one step count is saved for all tensors."""
+POWERS = 4 + 3 * (L * (2 * 4096 + 2 * 2048 + 3 * 16384 + 2 * 128) + 2 * 65536 + 128)
+"""The same, each tensor in a piece of 2^n bytes."""
 
 
-def is_product(entry: Entry) -> bool:
-    return entry.event == "product"
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((SAVES, f"{MODE}async"), EXACT),
+        ((SAVES, PINNED), POWERS),
+        ((SAVES, PINNED, OFFLOADED), EXACT),
+        ((SAVES,), 0),
+        ((PINNED,), 0),
+    ],
+    ids=["async", "pinned", "pinned, offloaded", "files alone", "off"],
+)
+def test_bytes_of_a_copy_to_save(settings: tuple[str, ...], expected: int, tmp_path: Path) -> None:
+    """That real runs take as much is in tests/distributed/test_plan_real.py."""
+    record = recorded(*(setting for setting in settings if setting == OFFLOADED))
+    assert staged(planned(tmp_path, *settings), record) == expected
 
 
-def is_attention(entry: Entry) -> bool:
-    return "attention" in entry.where[0]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("samples", "chunks", "is_head"), [(64, 0, True), (64, 2, True), (1024, 0, False)]
+)
+def test_a_validation_of_more_tokens_makes_the_peak(
+    samples: int, chunks: int, is_head: bool, tmp_path: Path
+) -> None:
+    """The larger of the head, by the loss's code, and of a block, by the feed-forward's.
+
+    A token of the head: its input, label and loss. Of a chunk beside them: logits in
+    bfloat16 and float32, a label, a maximum, two sums, two losses, two masks and what the loss
+    is made from. Of a block: the stream, what was added to it, its norm, three
+    hidden products, and the label.
+    """
+    arguments = (RECOMPUTED, "--validation.enable=true", f"--training.loss_chunks={chunks}")
+    job = planned(tmp_path, *arguments, f"--validation.local_batch_size={samples}")
+    account = replay(rehearse_rank(job, 0))
+    tokens = samples * S
+    chunk = tokens // (chunks or 1) if chunks or tokens <= 2**24 // V else 512
+    head = tokens * (2 * C + 8 + 4) + chunk * ((2 + 4) * V + 8 + 4 + 2 * 4 + 2 * 4 + 2 + 4)
+    head += 2 * V * C  # its weight, in bfloat16
+    block = tokens * (3 * 2 * C + 3 * 2 * F + 8)
+    assert (head > block) == is_head
+    rest = sum(account.by_purpose.values()) - sum(STATE.values()) - max(head, block)
+    assert 0 <= rest < 10240  # rotations of the 64 positions, and scalars
+    assert account.piece[1:] == ("validation", None if is_head else 0)
+
+
+def operations(found: Record) -> Counter[str]:
+    """Return the arithmetic of attention, of experts and of other products."""
+    counts: Counter[str] = Counter()
+    for entry in found.entries:
+        kinds = [kind for kind in ("attention", "grouped") if kind in entry.where[0]]
+        counts[kinds[0] if kinds else "other"] += entry.size * (entry.event == "product")
+    return counts
 
 
 @pytest.mark.promise("plan-formulas")
@@ -177,33 +205,34 @@ def test_products(arguments: tuple[str, ...], times: int) -> None:
 
     A block that is recomputed stops before its last product, which backward does not ask for.
     """
-    found = recorded(*arguments)
-    blocks = 2 * TOKENS * LAYERS * (times * MATRICES - (times - 3) * DIM * HIDDEN)
-    assert operations(found, attention=False) == blocks + 3 * 2 * TOKENS * DIM * VOCAB
-    scores = BATCH * SEQUENCE * SEQUENCE // 2  # below the diagonal
-    forward = 2 * 2 * scores * DIM * LAYERS
-    assert operations(found, attention=True) == forward * (times - 2) + forward * 5 // 2
+    blocks = 2 * TOKENS * L * (times * MATRICES - (times - 3) * C * F)
+    forward = 2 * 2 * (B * S * S // 2) * C * L  # scores below the diagonal
+    assert operations(recorded(*arguments)) == {
+        "other": blocks + 3 * 2 * TOKENS * C * V,
+        "attention": forward * (times - 2) + forward * 5 // 2,
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["alltoall", "ulysses"])
-def test_context_parallel_ranks_share_the_products_of_attention(method: str) -> None:
-    one = operations(recorded(), attention=True)
-    arguments = (
-        "--parallelism.context_parallel_degree=2",
-        f"--parallelism.context_parallel_rotate_method={method}",
-    )
-    ranks = [recorded(*arguments, world=2, rank=rank) for rank in range(2)]
-    assert sum(operations(rank, attention=True) for rank in ranks) == one
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (TP2,),
+        (CP2, "--parallelism.context_parallel_rotate_method=alltoall"),
+        (CP2, "--parallelism.context_parallel_rotate_method=ulysses"),
+    ],
+)
+def test_ranks_share_the_products(settings: tuple[str, ...]) -> None:
+    ranks = [operations(recorded(*settings, world=2, rank=rank)) for rank in range(2)]
+    assert ranks[0]["other"] == ranks[1]["other"]
+    assert ranks[0] + ranks[1] == operations(recorded())
 
 
 @pytest.mark.slow
 def test_products_of_experts(tmp_path: Path) -> None:
-    arguments = ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2")
-    _, layout = placed(tmp_path, *arguments, world=2)
-    sizes = layout.architecture
+    arguments = ("--model.name=qwen3_moe", EP2)
+    sizes = planned(tmp_path, *arguments, world=2).layout.architecture
     rows = TOKENS * sizes.num_experts_per_token  # type: ignore[attr-defined]
     expert = 3 * sizes.dim * sizes.expert_hidden_dim  # type: ignore[attr-defined]
-    found = recorded(*arguments, world=2)
-    grouped = sum(e.size for e in found.entries if is_product(e) and "grouped" in e.where[0])
-    assert grouped == 3 * 2 * rows * expert * (LAYERS - 1)  # the first layer is dense
+    found = operations(recorded(*arguments, world=2))
+    assert found["grouped"] == 3 * 2 * rows * expert * (L - 1)  # the first layer is dense

@@ -17,6 +17,14 @@ CONSTANTS: dict[str, Any] = {
     "memory": 85_000_000_000,
     **dict.fromkeys(("products", "attention", "passes", "launch"), SHARE),
 }
+SPOILT = (
+    {"product": "NVIDIA Unheard 9"},
+    {"memory": -1},
+    {"passes": {"worst": "fast", "best": 0.9}},
+    {"passes": {"worst": 0.5, "best": float("nan")}},
+    {"launch": {"worst": 1e-5}},
+    {"launch": None},
+)
 
 
 @pytest.mark.parametrize("size", [0.0, -1.0, float("nan"), float("inf")])
@@ -26,20 +34,7 @@ def test_impossible_sizes_are_refused(size: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        *("{", "[1]", json.dumps(CONSTANTS | {"product": "NVIDIA Unheard 9"})),
-        *(
-            json.dumps(CONSTANTS | spoilt)
-            for spoilt in (
-                {"memory": -1},
-                {"passes": {"worst": "fast", "best": 0.9}},
-                {"passes": {"worst": 0.5, "best": float("nan")}},
-                {"launch": {"worst": 1e-5}},
-                {"launch": None},
-            )
-        ),
-    ],
+    "content", ["{", "[1]", *(json.dumps(CONSTANTS | spoilt) for spoilt in SPOILT)]
 )
 def test_impossible_constants_are_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "constants.json"

@@ -2,77 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tools.plan.jobs import planned
+from tests.distributed.jobs import places_of_ranks, write_job
+from tests.jobs import UNSAVED
+from tests.tools.plan.jobs import PP2, planned
 from torchtitan.tools.plan.command import main
 
-ZBV = ["--schedule", "ZBVZeroBubble", "--pp", "4", "--stages", "8", "--microbatches", "8"]
-
-
-def run(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str, str]:
-    code = main(["schedule", *arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+ROOT = Path(__file__).parent.parent.parent.parent
+ZBV = ["schedule", "--schedule=ZBVZeroBubble", "--microbatches=8"]
+MEMORY = ["memory", "--world_size=4"]
 
 
 def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, ZBV)
-    assert code == 0
+    assert main([*ZBV, "--pp=4", "--stages=8"]) == 0
+    out = capsys.readouterr().out
     assert out.startswith("ZBVZeroBubble, 4 ranks, 8 stages, 8 microbatches: bubble 6.25%")
     assert " 51 times a forward" in out
-    usual = run(capsys, ["--schedule", "1F1B", "--pp", "4", "--microbatches", "8"])[1]
-    assert usual.startswith("1F1B, 4 ranks, 4 stages, 8 microbatches")
+    assert main(["schedule", "--schedule=1F1B", "--microbatches=8", "--pp=4"]) == 0
+    assert capsys.readouterr().out.startswith("1F1B, 4 ranks, 4 stages, 8 microbatches")
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ([], ["--schedule", "--microbatches", "--pp"]),
-        (["--schedule", "ZBV", *ZBV[2:]], ["'ZBV'", "ZBVZeroBubble"]),
-        ([*ZBV[:2], "--pp", "4", "--stages", "9", *ZBV[6:]], ["--stages", "got 9"]),
-        ([*ZBV[:2], "--pp", "0", *ZBV[6:]], ["--pp", "0"]),
-        ([*ZBV, "--training.steps=3"], ["--training.steps"]),
-    ],
-)
-def test_refused_schedules(
-    arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(capsys, arguments)
-    assert (code, out) == (2, "")
-    assert [part for part in parts if part not in err] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ([], ["--world_size"]),
-        (["--world_size=4", "--gpus=64"], ["--gpus"]),
-        (["--world_size=0"], ["got 0"]),
-        (["--world_size=4", "--device=H10"], ["H10"]),
-        (["--world_size=1", "--memory_gib=nan"], ["--memory_gib", "got nan"]),
-        (["--world_size=3", "--parallelism.tensor_parallel_degree=2"], ["tensor_parallel_degree"]),
-        (["--world_size=4", "--training.step=3"], ["steps"]),
-        (["--world_size=4", "--optimizer.name=Muon"], ["[optimizer] name"]),
+        (["schedule"], ["--schedule", "--microbatches", "--pp"]),
+        (["schedule", "--schedule=ZBV", "--microbatches=8", "--pp=4"], ["'ZBV'", "ZBVZeroBubble"]),
+        ([*ZBV, "--pp=4", "--stages=9"], ["--stages", "got 9"]),
+        ([*ZBV, "--pp=0"], ["--pp", "0"]),
+        ([*ZBV, "--pp=4", "--training.steps=3"], ["--training.steps"]),
+        (["memory"], ["--world_size"]),
+        ([*MEMORY, "--gpus=64"], ["--gpus"]),
+        (["memory", "--world_size=0"], ["got 0"]),
+        ([*MEMORY, "--device=H10"], ["H10"]),
+        (["memory", "--world_size=3", PP2], ["pipeline_parallel_degree"]),
+        ([*MEMORY, "--training.step=3"], ["steps"]),
+        ([*MEMORY, "--optimizer.name=Muon"], ["[optimizer] name"]),
         (
-            [
-                *("--world_size=4", "--compile.enable"),
-                "--activation_checkpoint.mode=memory_budget",
-            ],
+            [*MEMORY, "--compile.enable", "--activation_checkpoint.mode=memory_budget"],
             ["[activation_checkpoint] mode"],
         ),
     ],
 )
-def test_refused_jobs(
+def test_refusals(
     arguments: list[str], parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned(tmp_path)  # writes the file
-    assert main(["memory", f"--job.config_file={tmp_path / 'job.toml'}", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert [part for part in parts if part not in error] == []
+    job = [f"--job.config_file={tmp_path / 'job.toml'}"] if arguments[0] == "memory" else []
+    assert main([*arguments, *job]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [part for part in parts if part not in captured.err] == []
 
 
 @pytest.mark.slow
@@ -97,3 +86,53 @@ def test_commands(
     dims = "pp 2 x dp_shard 2" if pp == 2 else "dp_shard 4"
     assert f"llama3 tiny8 on 4 x H100: {dims}; 8 x 64 tokens per rank" in out
     assert [part for part in parts if part not in out] == []
+
+
+class Small(TorchDispatchMode):
+    """A callback that pretends a device with little memory: operator 100 is out of memory."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        if self.num_calls == 100:  # once is enough
+            raise torch.OutOfMemoryError("the device is full")
+        return func(*args, **(kwargs or {}))
+
+    def on_start(self, run: Any) -> None:
+        self.__enter__()
+
+    def on_end(self, reason: str | None) -> None:
+        self.__exit__(None, None, None)
+
+
+@pytest.mark.usefixtures("warm_starts")
+@pytest.mark.long
+def test_a_run_out_of_memory_prints_a_command_that_plans_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks of a pipeline, which wraps a stage's error in its own."""
+    job = [*write_job(tmp_path), UNSAVED, f"--training.callbacks={__name__}:Small", PP2]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torchtitan.train", *job],
+            env={**environ, **place},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places_of_ranks(2)
+    ]
+    said = [rank.communicate(timeout=150)[1] for rank in ranks]
+    full = [text for rank, text in zip(ranks, said, strict=True) if rank.returncode == 2]
+    assert full, said
+    message = "".join(full)
+    assert message.count("is out of memory: ") == len(full)  # each rank that is
+    assert "the device is full" in message
+    [command] = {line for line in message.splitlines() if line.startswith("python -m ")}
+    module, verb, *arguments = shlex.split(command)[2:]
+    assert (module, verb) == ("torchtitan", "plan")
+    assert arguments[1:3] == ["--world_size=2", "--gpus_per_node=2"]
+    assert arguments[3:] == job
+    assert main(arguments) == 0
+    assert "live at the peak" in capsys.readouterr().out

@@ -13,15 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.tools.plan.jobs import recorded
+from tests.tools.plan.jobs import RECOMPUTED, TOKENS, TP2, C, L, recorded
 from torchtitan.tools.plan.tape import Record, Tape
 from torchtitan.tools.plan.world import stand_ins
 
-DIM, LAYERS, TOKENS = 32, 3, 8 * 64
 FORWARD, BACKWARD = "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"
-TP2 = "--parallelism.tensor_parallel_degree=2"
 COPIED = "--parallelism.enable_sequence_parallel=false"
-FULL = "--activation_checkpoint.mode=full"
 BY_OPERATOR = (
     "--activation_checkpoint.mode=selective",
     "--activation_checkpoint.selective_ac_option=op",
@@ -42,7 +39,7 @@ def sizes(found: Record, what: str, operator: str, module: str) -> Counter[int]:
         ((), 2, TOKENS, 1),
         ((TP2,), 2, TOKENS // 2, 1),
         ((TP2, COPIED), 2, TOKENS, 1),
-        ((FULL,), 1, TOKENS, 2),
+        ((RECOMPUTED,), 1, TOKENS, 2),
         (BY_OPERATOR, 2, TOKENS, 2),
     ],
 )
@@ -50,15 +47,15 @@ def test_norms_of_the_stream(
     arguments: tuple[str, ...], world: int, num_rows: int, times: int
 ) -> None:
     found = recorded(*arguments, world=world)
-    rows, weight, root = 2 * DIM * num_rows, 2 * DIM, 4 * num_rows
+    rows, weight, root = 2 * C * num_rows, 2 * C, 4 * num_rows
     for module in ("attention_norm", "ffn_norm"):
-        calls = times * LAYERS
+        calls = times * L
         assert sizes(found, "birth", FORWARD, module) == {rows: calls, root: calls}
         assert sizes(found, "pass", FORWARD, module) == {2 * rows + weight + root: calls}
         assert not any(
             e.size == 2 * rows and e.where[1] == module for e in found.entries if e[0] == "birth"
         ), "a float32 copy of the stream"
-    norms = 2 * LAYERS + 1
+    norms = 2 * L + 1
     backwards = [e for e in found.entries if e.where[0] == BACKWARD]
     passed = Counter(e.size for e in backwards if e.event == "pass")
     assert passed == {3 * rows + 2 * weight + root: norms}
@@ -72,8 +69,8 @@ def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_real_norms_are_computed_as_ever() -> None:
-    x = torch.randn(3, 5, DIM, requires_grad=True)
-    weight = torch.randn(DIM, requires_grad=True)
+    x = torch.randn(3, 5, C, requires_grad=True)
+    weight = torch.randn(C, requires_grad=True)
     before, tape = norm(x, weight), Tape({})
     with stand_ins(tape), tape:
         rehearsed = norm(x, weight)

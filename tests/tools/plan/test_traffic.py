@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,21 +9,33 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.tools.plan.jobs import planned, recorded
+from tests.tools.plan.jobs import (
+    BF16,
+    BLOCK,
+    CP2,
+    EMBEDDING,
+    EP2,
+    FP32,
+    HEAD,
+    KV,
+    PARAMETERS,
+    PP2,
+    TP2,
+    B,
+    C,
+    D,
+    L,
+    S,
+    planned,
+    recorded,
+)
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.tools.plan.traffic import Row, axes_of, count_traffic
 
 pytestmark = pytest.mark.slow
 
-L, C, H, KV, F, V = 3, 32, 8, 4, 96, 264
-B, S = 8, 64
-D = C // H
-BLOCK = C * C * 2 + 2 * C * KV * D + 3 * C * F + 2 * C
-EMBEDDING, HEAD = V * C, V * C + C
-BF16, FP32 = 2, 4
-
-P = "--parallelism."
-TP2, CP2, PP2 = (f"{P}{name}_parallel_degree=2" for name in ("tensor", "context", "pipeline"))
+COPIES = "--parallelism.data_parallel_replicate_degree=2"
+STREAM = B * S * C * BF16
 
 
 def counted(
@@ -40,56 +51,45 @@ def sizes(rows: Mapping[tuple[str, str], Row]) -> dict[tuple[str, str], tuple[fl
 
 
 @pytest.mark.promise("plan-formulas")
-def test_sharded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "steps", "again"),
+    [
+        ("--training.steps=20", 1, L - 1),
+        (f"--training.global_batch_size={3 * 4 * B}", 3, L - 1),  # three are counted from two
+        ("--parallelism.fsdp_reshard_after_forward=never", 1, 0),
+    ],
+)
+def test_sharded(setting: str, steps: int, again: int, tmp_path: Path) -> None:
     """The last block and the head stay gathered, and the embedding's backward reads no weights."""
-    found = sizes(counted(tmp_path, world=4))
-    gathered = EMBEDDING + HEAD + (2 * L - 1) * BLOCK
-    assert found["fsdp", "all-gather"] == (2 * L + 1, BF16 * gathered)
-    assert found["fsdp", "reduce-scatter"] == (L + 2, FP32 * (EMBEDDING + HEAD + L * BLOCK))
-
-
-def test_accumulation_gathers_and_reduces_each_time(tmp_path: Path) -> None:
-    """Three are counted from two."""
-    found = sizes(counted(tmp_path, f"--training.global_batch_size={3 * 4 * B}", world=4))
-    gathered = EMBEDDING + HEAD + (2 * L - 1) * BLOCK
-    assert found["fsdp", "all-gather"][1] == 3 * BF16 * gathered
-    assert found["fsdp", "reduce-scatter"][1] == 3 * FP32 * (EMBEDDING + HEAD + L * BLOCK)
-
-
-def test_never_freed(tmp_path: Path) -> None:
-    found = sizes(counted(tmp_path, f"{P}fsdp_reshard_after_forward=never", world=4))
-    assert found["fsdp", "all-gather"] == (L + 2, BF16 * (EMBEDDING + HEAD + L * BLOCK))
+    found = sizes(counted(tmp_path, setting, world=4))
+    calls, size = found["fsdp", "all-gather"]
+    assert size == steps * BF16 * (PARAMETERS + again * BLOCK)
+    assert found["fsdp", "reduce-scatter"][1] == steps * FP32 * PARAMETERS
+    if steps == 1:
+        assert (calls, found["fsdp", "reduce-scatter"][0]) == (L + 2 + again, L + 2)
 
 
 def test_copies(tmp_path: Path) -> None:
-    rows = counted(tmp_path, f"{P}data_parallel_replicate_degree=2", world=4)
-    row = rows["dp_replicate", "all-reduce"]
-    whole = FP32 * (EMBEDDING + HEAD + L * BLOCK) / 2
+    row = counted(tmp_path, COPIES, world=4)["dp_replicate", "all-reduce"]
+    whole = FP32 * PARAMETERS / 2
     assert (row.calls, row.size) == (L + 2, whole)
     # two copies on two machines: a ring of two sends the tensor once, all of it to the other one
     assert (row.on_node, row.off_node) == (0.0, whole)
 
 
 @pytest.mark.promise("plan-formulas")
-def test_tensor_and_sequence_parallel(tmp_path: Path) -> None:
-    """A block gathers the stream twice and scatters sums of it twice, backward does the reverse;
-    so do the embedding's sum and the head's gather."""
-    found = sizes(counted(tmp_path, TP2, world=2))
-    stream = B * S * C * BF16
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """With sequence parallelism a block gathers the stream twice and scatters sums of it twice,
+    backward does the reverse; so do the embedding's sum and the head's gather. Without, the stream
+    is summed: twice in forward, twice in backward, and for embedding and head."""
     num = 4 * L + 2
-    assert found["tp", "all-gather"] == (num, num * stream)
-    assert found["tp", "reduce-scatter"] == (num, num * stream)
-
-
-def test_tensor_parallel_without_sequence_parallel(tmp_path: Path) -> None:
-    """Two sums of the stream in forward, two in backward, and those of embedding and head."""
-    rows = counted(tmp_path, TP2, f"{P}enable_sequence_parallel=false", world=2)
-    stream = B * S * C * BF16
+    found = sizes(counted(tmp_path, TP2, world=2))
+    assert found["tp", "all-gather"] == (num, num * STREAM)
+    assert found["tp", "reduce-scatter"] == (num, num * STREAM)
+    rows = counted(tmp_path, TP2, "--parallelism.enable_sequence_parallel=false", world=2)
     assert ("tp", "all-gather") not in rows
-    logits_and_norm = 2 * B * S * FP32  # the loss: the largest logit of each token, and a sum
-    assert rows["tp", "all-reduce"].size == pytest.approx(
-        (4 * L + 2) * stream + logits_and_norm, rel=0.02
-    )
+    of_loss = 2 * B * S * FP32  # the largest logit of each token, and a sum
+    assert rows["tp", "all-reduce"].size == pytest.approx(num * STREAM + of_loss, rel=0.02)
 
 
 @pytest.mark.promise("plan-formulas")
@@ -105,7 +105,8 @@ def test_tensor_parallel_without_sequence_parallel(tmp_path: Path) -> None:
     ],
 )
 def test_context_parallel(method: str, expected: Mapping[str, int], tmp_path: Path) -> None:
-    rows = counted(tmp_path, CP2, f"{P}context_parallel_rotate_method={method}", world=2)
+    setting = f"--parallelism.context_parallel_rotate_method={method}"
+    rows = counted(tmp_path, CP2, setting, world=2)
     calls = {what: row.calls for (axis, what), row in rows.items() if axis == "cp"}
     assert {what: n for what, n in calls.items() if what != "receive"} == expected
     keys_and_values = 2 * B * S * KV * D
@@ -120,11 +121,9 @@ def test_context_parallel(method: str, expected: Mapping[str, int], tmp_path: Pa
 )
 def test_pipeline(tmp_path: Path) -> None:
     """The first rank sends each microbatch's stream, the last its gradient; each reduces once."""
-    stream = S * C * BF16
     for rank, weights in ((0, EMBEDDING + 2 * BLOCK), (2, BLOCK + HEAD)):
         found = sizes(counted(tmp_path, PP2, world=4, rank=rank))
-        assert found["pp", "send"] == (B, B * stream)
-        assert found["pp", "receive"] == (B, B * stream)
+        assert found["pp", "send"] == found["pp", "receive"] == (B, STREAM)
         assert found["fsdp", "reduce-scatter"][1] == FP32 * weights
         assert found["fsdp", "all-gather"][1] == BF16 * weights
 
@@ -133,12 +132,11 @@ def test_pipeline(tmp_path: Path) -> None:
 def test_experts(tmp_path: Path) -> None:
     """Five exchanges a layer: the numbers, and rows there and back, in forward and in backward.
     What shards and copies experts has groups of its own."""
-    settings = [f"{P}expert_parallel_degree=2", f"{P}data_parallel_replicate_degree=2"]
-    rows = counted(tmp_path, "--model.name=qwen3_moe", *settings, world=8)
+    rows = counted(tmp_path, "--model.name=qwen3_moe", EP2, COPIES, world=8)
     with_experts = L - 1  # the first layer is dense
     row = rows["ep", "all-to-all"]
     assert row.calls == 5 * with_experts
-    rows_sent = 4 * B * S * 2 * C * BF16  # two experts for each token
+    rows_sent = 4 * 2 * STREAM  # two experts for each token
     assert row.size == pytest.approx(with_experts * rows_sent, rel=0.01)
     groups = L + 2 + with_experts  # blocks, both ends, and the experts of a block
     assert rows["dp_replicate", "all-reduce"].calls == groups
@@ -153,15 +151,7 @@ def test_where_ranks_lie() -> None:
     # 4 ranks on 2 machines, 2 on each: half of the tensor crosses, over both adapters
     assert axes["fsdp"].moved("all-gather", 800) == (400.0, 200.0)
     assert axes["fsdp"].moved("all-reduce", 800) == (800.0, 400.0)
+    # each of 2 ranks sends a quarter to itself, one to its neighbor and two to the other machine
+    assert axes["fsdp"].moved("all-to-all", 800) == (200.0, 400.0)
     assert axes["tp"].moved("all-gather", 800) == (600.0, 0.0)
     assert axes["pp"].moved("send", 800) == (0.0, 800.0)
-
-
-def test_every_rank_sends_what_another_receives() -> None:
-    """Bytes that leave machines, added up by hand over two machines of two."""
-    axis = axes_of(ParallelDims(dp_shard=4), gpus_per_node=2)["fsdp"]
-    total: defaultdict[str, float] = defaultdict(float)
-    for what in ("all-gather", "all-to-all"):
-        total[what] = 2 * axis.moved(what, 400)[1]
-    # all-gather: a machine needs the other's 200 bytes; all-to-all: each of 2 ranks sends 2 x 100
-    assert total == {"all-gather": 200.0, "all-to-all": 400.0}
