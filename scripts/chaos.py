@@ -46,9 +46,10 @@ from scripts.s3_server import BUCKET, S3Server
 from tests.distributed.jobs import read_rows, samples
 from tests.jobs import TINY
 from torchtitan import trainer
+from torchtitan.base.errors import DataError
 from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.tools.compare.launch import train
+from torchtitan.tools.compare.launch import run_ranks
 from torchtitan.tools.compare.words import parse_layout
 
 ROOT = Path(__file__).parent.parent
@@ -162,7 +163,8 @@ class Run:
         """Train the same job without a disturbance and return its dump folder."""
         arguments = self.arguments(steps=steps, results=self.folder / "undisturbed")
         log = self.folder / "undisturbed.txt"
-        train(arguments, world_size=self.world_size, log=log, what="the undisturbed run")
+        if problem := run_ranks(arguments, world_size=self.world_size, log=log):
+            raise DataError(f"the undisturbed run: the trainer {problem}")
         return self.folder / "undisturbed"
 
 

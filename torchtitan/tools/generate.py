@@ -21,7 +21,6 @@ Under torchrun the ranks share the model's matrices (tensor parallelism), and ra
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import sys
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from torchtitan.generate.chat import Chat
 
 MOST_TOKENS = 10**6
-MOST_BYTES = 2**26
-"""Size of a file of prompts, which is read into memory."""
 
 
 @report_errors
@@ -142,15 +139,13 @@ def chat_in_terminal(chat: Chat) -> None:
     standard input is empty or not UTF-8."""
     from torchtitan.generate.chat import talk
 
-    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):  # Windows has none
             import readline  # noqa: F401, input() then edits lines and remembers them
         sys.stderr.write("/help lists the commands; Ctrl-C ends an answer\n")
 
     def read() -> str:
-        if sys.stdin is None:  # closed
-            raise EOFError
         try:
             return input("> " if is_terminal else "")
         except UnicodeDecodeError as error:
@@ -201,8 +196,6 @@ def _check(args: argparse.Namespace) -> list[str]:
 
 def _read(file: Path) -> list[str]:
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES} bytes")
         return [line for line in read_text(file).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         rule = f"must be UTF-8 text with one prompt per line; {file} cannot be read: {error}"

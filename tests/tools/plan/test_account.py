@@ -12,7 +12,7 @@ from tests.tools.plan.jobs import (
     BLOCK,
     CP2,
     EP2,
-    KV,
+    KV_DIM,
     MATRICES,
     PARAMETERS,
     RECOMPUTED,
@@ -21,7 +21,6 @@ from tests.tools.plan.jobs import (
     TP2,
     B,
     C,
-    D,
     F,
     H,
     L,
@@ -52,14 +51,16 @@ def born(found: Record, purpose: str, *, pool: str = "compute") -> int:
 @pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize("arguments", [(), (RECOMPUTED,)])
 def test_state_and_gradients(arguments: tuple[str, ...]) -> None:
-    """Nothing but state and the batch outlives the step."""
+    """The peak is that of all births and deaths, and state and the batch outlive the step."""
     found = recorded(*arguments)
     assert {purpose: born(found, purpose) for purpose in STATE} == STATE
     assert born(found, "gradients") == 4 * PARAMETERS
     account = replay(found)
     assert account.by_purpose["weights"] == 4 * PARAMETERS
     assert account.on_host == 0
-    assert sum(account.by_purpose.values()) <= account.active <= account.reserved
+    live = list(accumulate(SIGNS.get(entry.event, 0) * entry.size for entry in found.entries))
+    assert account.peak == found.entries[live.index(max(live))]
+    assert max(live) == account.by_purpose.total() <= account.active <= account.reserved
     left: Counter[str] = Counter()
     for entry in found.entries:
         left[entry.purpose] += SIGNS.get(entry.event, 0) * entry.size
@@ -68,7 +69,7 @@ def test_state_and_gradients(arguments: tuple[str, ...]) -> None:
 
 
 NORM = 2 * C + 4 + 2 * C  # input, 1 / rms in float32, output
-ATTENTION = 2 * (C + 2 * KV * D + C) + 4 * H  # q, k, v, output, log-sum-exp
+ATTENTION = 2 * (C + 2 * KV_DIM + C) + 4 * H  # q, k, v, output, log-sum-exp
 SAVED = TOKENS * (2 * NORM + ATTENTION + 3 * 2 * F)  # w1 x, w3 x, silu(w1 x) * w3 x
 
 
@@ -118,22 +119,13 @@ def test_gathered_weights(reshard: str, again: int) -> None:
 def test_offloaded_state_is_on_the_host() -> None:
     found = recorded(OFFLOADED, world=2)
     share = PARAMETERS // 2
-    assert born(found, "weights") == born(found, "optimizer") == 0
-    assert born(found, "weights", pool="host") == 4 * share
-    assert born(found, "optimizer", pool="host") == 8 * share + 4 * TENSORS
+    assert [born(found, purpose) for purpose in STATE] == [0, 0]
+    in_host = [born(found, purpose, pool="host") for purpose in STATE]
+    assert in_host == [4 * share, 8 * share + 4 * TENSORS]
     account = replay(found)
     # weights, both moments and gradients
     assert account.on_host == 16 * share + 4 * TENSORS
     assert "weights" not in account.by_purpose
-
-
-@pytest.mark.promise("plan-formulas")
-def test_the_peak_is_that_of_all_births_and_deaths() -> None:
-    found = recorded()
-    live = list(accumulate(SIGNS.get(entry.event, 0) * entry.size for entry in found.entries))
-    account = replay(found)
-    assert sum(account.by_purpose.values()) == max(live)
-    assert account.peak == found.entries[live.index(max(live))]
 
 
 SAVES, MODE = "--checkpoint.enable=true", "--checkpoint.async_mode="
@@ -153,7 +145,6 @@ POWERS = 4 + 3 * (L * (2 * 4096 + 2 * 2048 + 3 * 16384 + 2 * 128) + 2 * 65536 + 
         ((SAVES,), 0),
         ((PINNED,), 0),
     ],
-    ids=["async", "pinned", "pinned, offloaded", "files alone", "off"],
 )
 def test_bytes_of_a_copy_to_save(settings: tuple[str, ...], expected: int, tmp_path: Path) -> None:
     """That real runs take as much is in tests/distributed/test_plan_real.py."""
@@ -184,7 +175,7 @@ def test_a_validation_of_more_tokens_makes_the_peak(
     head += 2 * V * C  # its weight, in bfloat16
     block = tokens * (3 * 2 * C + 3 * 2 * F + 8)
     assert (head > block) == is_head
-    rest = sum(account.by_purpose.values()) - sum(STATE.values()) - max(head, block)
+    rest = account.by_purpose.total() - sum(STATE.values()) - max(head, block)
     assert 0 <= rest < 10240  # rotations of the 64 positions, and scalars
     assert account.piece[1:] == ("validation", None if is_head else 0)
 

@@ -116,11 +116,9 @@ def test_only_layouts_that_fit_are_ranked(
     ranked = rank_candidates(job, samples=32, measured=measured)
     choices = {(c.dims.pp, c.dims.cp, c.dims.tp, c.dims.ep) for c in ranked}
     assert len(choices) == len(ranked)  # one for each
-    needs = [
-        estimate(job, candidate, measured[candidate.recompute])[0]
-        for candidate in enumerate_layouts(job, samples=32)
-    ]
-    poor = replace(job, device=replace(job.device, memory=int(min(needs) * 1.01)))
+    candidates = enumerate_layouts(job, samples=32)
+    least = min(estimate(job, c, measured[c.recompute])[0] for c in candidates)
+    poor = replace(job, device=replace(job.device, memory=int(least * 1.01)))
     fitting = rank_candidates(poor, samples=32, measured=measured)
     assert 0 < len(fitting) < len(ranked)
     assert all(candidate.memory <= poor.device.memory for candidate in fitting)

@@ -1,7 +1,8 @@
-"""The commands: their text and their refusals."""
+"""The commands: their text, their devices and their refusals."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -16,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.jobs import places_of_ranks, write_job
 from tests.jobs import UNSAVED
 from tests.tools.plan.jobs import PP2, planned
+from torchtitan.base.errors import ConfigError
 from torchtitan.tools.plan.command import main
+from torchtitan.tools.plan.devices import DEVICES, find_device
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parents[3]
 ZBV = ["schedule", "--schedule=ZBVZeroBubble", "--microbatches=8"]
 MEMORY = ["memory", "--world_size=4"]
 
@@ -38,7 +41,6 @@ def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
         (["schedule"], ["--schedule", "--microbatches", "--pp"]),
         (["schedule", "--schedule=ZBV", "--microbatches=8", "--pp=4"], ["'ZBV'", "ZBVZeroBubble"]),
         ([*ZBV, "--pp=4", "--stages=9"], ["--stages", "got 9"]),
-        ([*ZBV, "--pp=0"], ["--pp", "0"]),
         ([*ZBV, "--pp=4", "--training.steps=3"], ["--training.steps"]),
         (["memory"], ["--world_size"]),
         ([*MEMORY, "--gpus=64"], ["--gpus"]),
@@ -88,6 +90,47 @@ def test_commands(
     assert [part for part in parts if part not in out] == []
 
 
+SHARE = {"worst": 0.5, "best": 0.9}
+CONSTANTS: dict[str, Any] = {
+    "product": "NVIDIA H100 80GB HBM3",
+    "memory": 85_000_000_000,
+    **dict.fromkeys(("products", "attention", "passes", "launch"), SHARE),
+}
+SPOILT = (
+    {"product": "NVIDIA Unheard 9"},
+    {"memory": -1},
+    {"passes": {"worst": "fast", "best": 0.9}},
+    {"passes": {"worst": 0.5, "best": float("nan")}},
+    {"launch": {"worst": 1e-5}},
+    {"launch": None},
+)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", *(json.dumps(CONSTANTS | spoilt) for spoilt in SPOILT)]
+)
+def test_impossible_constants_are_refused(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "constants.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="--device"):
+        find_device(str(file), memory_gib=None)
+
+
+def test_names_and_constants(tmp_path: Path) -> None:
+    file = tmp_path / "constants.json"
+    file.write_text(json.dumps(CONSTANTS))
+    device = find_device(str(file), memory_gib=None)
+    assert (device.name, device.memory) == ("H100", 85_000_000_000)
+    assert (device.passes.worst, device.passes.best) == (0.5, 0.9)
+    for name in ("H100", "NVIDIA H100 80GB HBM3"):
+        assert find_device(name, memory_gib=None) is DEVICES["H100"]
+    assert find_device("H100-500W", memory_gib=None) is DEVICES["H100-500W"]
+    assert find_device("H100", memory_gib=94).memory == 94 * 2**30
+    for size in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=f"--memory_gib.*got {size:g}"):
+            find_device("H100", memory_gib=size)
+
+
 class Small(TorchDispatchMode):
     """A callback that pretends a device with little memory: operator 100 is out of memory."""
 
@@ -132,7 +175,6 @@ def test_a_run_out_of_memory_prints_a_command_that_plans_it(
     [command] = {line for line in message.splitlines() if line.startswith("python -m ")}
     module, verb, *arguments = shlex.split(command)[2:]
     assert (module, verb) == ("torchtitan", "plan")
-    assert arguments[1:3] == ["--world_size=2", "--gpus_per_node=2"]
-    assert arguments[3:] == job
+    assert arguments[1:] == ["--world_size=2", "--gpus_per_node=2", *job]
     assert main(arguments) == 0
     assert "live at the peak" in capsys.readouterr().out

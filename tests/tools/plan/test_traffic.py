@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
 from tests.tools.plan.jobs import (
     BF16,
@@ -17,13 +15,13 @@ from tests.tools.plan.jobs import (
     EP2,
     FP32,
     HEAD,
-    KV,
+    KV_DIM,
     PARAMETERS,
+    PIPELINED,
     PP2,
     TP2,
     B,
     C,
-    D,
     L,
     S,
     planned,
@@ -46,10 +44,6 @@ def counted(
     return {(row.axis, row.collective): row for row in rows}
 
 
-def sizes(rows: Mapping[tuple[str, str], Row]) -> dict[tuple[str, str], tuple[float, float]]:
-    return {key: (row.calls, row.size) for key, row in rows.items()}
-
-
 @pytest.mark.promise("plan-formulas")
 @pytest.mark.parametrize(
     ("setting", "steps", "again"),
@@ -61,20 +55,19 @@ def sizes(rows: Mapping[tuple[str, str], Row]) -> dict[tuple[str, str], tuple[fl
 )
 def test_sharded(setting: str, steps: int, again: int, tmp_path: Path) -> None:
     """The last block and the head stay gathered, and the embedding's backward reads no weights."""
-    found = sizes(counted(tmp_path, setting, world=4))
-    calls, size = found["fsdp", "all-gather"]
-    assert size == steps * BF16 * (PARAMETERS + again * BLOCK)
-    assert found["fsdp", "reduce-scatter"][1] == steps * FP32 * PARAMETERS
+    rows = counted(tmp_path, setting, world=4)
+    gathers, scatters = (rows["fsdp", name] for name in ("all-gather", "reduce-scatter"))
+    assert gathers.size == steps * BF16 * (PARAMETERS + again * BLOCK)
+    assert scatters.size == steps * FP32 * PARAMETERS
     if steps == 1:
-        assert (calls, found["fsdp", "reduce-scatter"][0]) == (L + 2 + again, L + 2)
+        assert (gathers.calls, scatters.calls) == (L + 2 + again, L + 2)
 
 
 def test_copies(tmp_path: Path) -> None:
     row = counted(tmp_path, COPIES, world=4)["dp_replicate", "all-reduce"]
     whole = FP32 * PARAMETERS / 2
-    assert (row.calls, row.size) == (L + 2, whole)
     # two copies on two machines: a ring of two sends the tensor once, all of it to the other one
-    assert (row.on_node, row.off_node) == (0.0, whole)
+    assert row[2:] == (L + 2, whole, 0.0, whole)
 
 
 @pytest.mark.promise("plan-formulas")
@@ -83,9 +76,9 @@ def test_tensor_parallel(tmp_path: Path) -> None:
     backward does the reverse; so do the embedding's sum and the head's gather. Without, the stream
     is summed: twice in forward, twice in backward, and for embedding and head."""
     num = 4 * L + 2
-    found = sizes(counted(tmp_path, TP2, world=2))
-    assert found["tp", "all-gather"] == (num, num * STREAM)
-    assert found["tp", "reduce-scatter"] == (num, num * STREAM)
+    rows = counted(tmp_path, TP2, world=2)
+    for name in ("all-gather", "reduce-scatter"):
+        assert (rows["tp", name].calls, rows["tp", name].size) == (num, num * STREAM)
     rows = counted(tmp_path, TP2, "--parallelism.enable_sequence_parallel=false", world=2)
     assert ("tp", "all-gather") not in rows
     of_loss = 2 * B * S * FP32  # the largest logit of each token, and a sum
@@ -109,23 +102,22 @@ def test_context_parallel(method: str, expected: Mapping[str, int], tmp_path: Pa
     rows = counted(tmp_path, CP2, setting, world=2)
     calls = {what: row.calls for (axis, what), row in rows.items() if axis == "cp"}
     assert {what: n for what, n in calls.items() if what != "receive"} == expected
-    keys_and_values = 2 * B * S * KV * D
+    keys_and_values = 2 * B * S * KV_DIM
     if method == "allgather":
         assert rows["cp", "all-gather"].size == 2 * L * keys_and_values * BF16
     if method == "alltoall":  # half of the sequence each time
         assert rows["cp", "send"].size >= 2 * L * keys_and_values / 2 * BF16
 
 
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < (2, 12), reason="its first step sends one more"
-)
+@PIPELINED
 def test_pipeline(tmp_path: Path) -> None:
     """The first rank sends each microbatch's stream, the last its gradient; each reduces once."""
     for rank, weights in ((0, EMBEDDING + 2 * BLOCK), (2, BLOCK + HEAD)):
-        found = sizes(counted(tmp_path, PP2, world=4, rank=rank))
-        assert found["pp", "send"] == found["pp", "receive"] == (B, STREAM)
-        assert found["fsdp", "reduce-scatter"][1] == FP32 * weights
-        assert found["fsdp", "all-gather"][1] == BF16 * weights
+        rows = counted(tmp_path, PP2, world=4, rank=rank)
+        for name in ("send", "receive"):
+            assert (rows["pp", name].calls, rows["pp", name].size) == (B, STREAM)
+        assert rows["fsdp", "reduce-scatter"].size == FP32 * weights
+        assert rows["fsdp", "all-gather"].size == BF16 * weights
 
 
 @pytest.mark.promise("plan-formulas")

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchtitan.base.errors import DataError
 from torchtitan.data.prepare import num_cores
 
 ROOT = Path(__file__).parents[3]
@@ -20,19 +19,6 @@ SECONDS_TO_SAVE, SECONDS_TO_END = 10, 60
 ranks 30 seconds)."""
 NUM_LAST_LINES = 15
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def train(
-    arguments: Sequence[str],
-    *,
-    world_size: int,
-    log: Path,
-    what: str,
-    environ: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Train to the end. If that fails, raise DataError with `what` and the end of the output."""
-    if problem := run_ranks(arguments, world_size=world_size, log=log, environ=environ):
-        raise DataError(f"{what}: the trainer {problem}")
 
 
 def run_ranks(

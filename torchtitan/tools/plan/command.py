@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from importlib import import_module
-from threading import Event, Thread
 
 from torchtitan.base.errors import printable
 from torchtitan.base.urls import local_path
@@ -40,28 +38,14 @@ def main(argv: Sequence[str]) -> int:
     sys.stderr.write("reading the job\n")  # importing torch takes seconds
     if command == "memory":  # this key of torchtitan asks for the same
         settings = [*settings, "--memory_estimation.enable=false"]
-    is_done, start = Event(), time.monotonic()
+    from torchtitan.tools.plan.job import plan_job
 
-    def report_time() -> None:
-        while not is_done.wait(5):
-            sys.stderr.write(f"{time.monotonic() - start:.0f} s\n")
-
-    Thread(target=report_time, daemon=True).start()
-    try:
-        from torchtitan.tools.plan.job import plan_job
-
-        planned = plan_job(
-            settings,
-            world_size=arguments.world_size,
-            device=device,
-            gpus_per_node=arguments.gpus_per_node,
-        )
-        module = import_module(f"torchtitan.tools.plan.{command}")
-        for part in getattr(module, f"plan_{command}")(planned, arguments):
-            sys.stdout.write(printable(part))
-            sys.stdout.flush()
-    finally:
-        is_done.set()
+    num, per_node = arguments.world_size, arguments.gpus_per_node
+    planned = plan_job(settings, world_size=num, device=device, gpus_per_node=per_node)
+    module = import_module(f"torchtitan.tools.plan.{command}")
+    for part in getattr(module, f"plan_{command}")(planned, arguments):
+        sys.stdout.write(printable(part))
+        sys.stdout.flush()
     return 0
 
 

@@ -114,12 +114,8 @@ def plan_job(
 ) -> Planned:
     """Read a job as the trainer does, and find its layout; raise ConfigError if the settings do not
     fit together or the number of ranks."""
-    return plan_config(
-        resolve_model(load_config(argv)),
-        world_size=world_size,
-        device=device,
-        gpus_per_node=gpus_per_node,
-    )
+    config = resolve_model(load_config(argv))
+    return plan_config(config, world_size=world_size, device=device, gpus_per_node=gpus_per_node)
 
 
 def plan_config(config: Config, *, world_size: int, device: Device, gpus_per_node: int) -> Planned:

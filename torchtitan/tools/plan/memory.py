@@ -13,6 +13,7 @@ from torchtitan.tools.plan.devices import ALLOWANCE
 from torchtitan.tools.plan.job import Planned
 from torchtitan.tools.plan.ranks import rehearse_ranks
 from torchtitan.tools.plan.tape import Record
+from torchtitan.tools.verbs import format_table
 
 NUM_STORAGES = 8
 STEP_COUNT_BYTES = 4
@@ -62,27 +63,20 @@ def staged(planned: Planned, record: Record) -> int:
 def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int]) -> str:
     """Return the memory by kind, with a column per pipeline rank."""
     ranks = planned.pipeline_ranks
+    both = zip(accounts, copies, strict=True)
+    rows = [
+        *((purpose, [a.by_purpose[purpose] for a in accounts]) for purpose in PURPOSES),
+        ("live at the peak", [a.by_purpose.total() for a in accounts]),
+        ("active (rounded up)", [a.active for a in accounts]),
+        ("reserved by torch", [a.reserved for a in accounts]),
+        ("not modelled (allowance)", [ALLOWANCE] * len(accounts)),
+        ("needed", [a.needed for a in accounts]),
+        ("on the host", [a.on_host for a in accounts]),
+        ("on the host while saving", [copy and a.on_host + copy for a, copy in both]),
+    ]
     names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in ranks]
-    sizes = [account.by_purpose for account in accounts]
-    rows: list[tuple[str, list[int]]] = [
-        (purpose, [size[purpose] for size in sizes]) for purpose in PURPOSES
-    ]
-    rows = [row for row in rows if any(row[1])]
-    rows.append(("live at the peak", [size.total() for size in sizes]))
-    rows.append(("active (rounded up)", [account.active for account in accounts]))
-    rows.append(("reserved by torch", [account.reserved for account in accounts]))
-    rows.append(("not modelled (allowance)", [ALLOWANCE] * len(accounts)))
-    rows.append(("needed", [account.needed for account in accounts]))
-    if any(account.on_host for account in accounts):
-        rows.append(("on the host", [account.on_host for account in accounts]))
-    if any(copies):
-        both = zip(accounts, copies, strict=True)
-        rows.append(("on the host while saving", [a.on_host + copy for a, copy in both]))
-    lines = [" " * 25 + "".join(f"{name:>12}" for name in names)]
-    lines += [
-        f"{name:<25}" + "".join(f"{_size(size):>12}" for size in sizes) for name, sizes in rows
-    ]
-    return "\n".join(lines)
+    shown = ([name, *map(_size, sizes)] for name, sizes in rows if any(sizes))
+    return "\n".join(format_table([["", *names], *shown]))
 
 
 def _size(size: int) -> str:

@@ -33,6 +33,7 @@ from torchtitan.tools.plan.ranks import rehearse_ranks
 from torchtitan.tools.plan.schedule import simulate
 from torchtitan.tools.plan.tape import Entry, Record
 from torchtitan.tools.plan.traffic import Axis, axes_of, collective
+from torchtitan.tools.verbs import format_table
 
 TILE = 128
 EXPOSED = 0.35
@@ -182,6 +183,8 @@ def _filled(shapes: str) -> float:
 def plan_step(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the bounds of a step as text."""
     step_time = time_step(planned, rehearse_ranks(planned, validates=False))
+    times = step_time.resources.items()
+    cells = [(name, f"{best:.3f}", f"{worst:.3f}") for name, (worst, best) in times if worst]
     lines = [
         planned.headline(),
         "",
@@ -190,12 +193,7 @@ def plan_step(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
         f"MFU {step_time.mfu[0]:.0f} to {step_time.mfu[1]:.0f} %",
         f"what binds: {step_time.binds}",
         "",
-        f"{'seconds':<12}{'at best':>10}{'at worst':>10}",
-        *(
-            f"{name:<12}{best:>10.3f}{worst:>10.3f}"
-            for name, (worst, best) in step_time.resources.items()
-            if worst
-        ),
+        *format_table([("seconds", "at best", "at worst"), *cells]),
         "",
         "Bounds, not a promise of a number, from torchtitan/tools/plan/devices.py.",
     ]
