@@ -36,10 +36,7 @@ tokenizer_path = "byte"
 dataset = "synthetic_masked"
 seq_len = {S}
 local_batch_size = {B}
-steps = 20
 mixed_precision_param = "bfloat16"
-[lr_scheduler]
-warmup_steps = 1
 [activation_checkpoint]
 mode = "none"
 """
