@@ -6,9 +6,9 @@ model here. The roles under tensor parallelism are read from transformers' own p
 
 What a model computes is tried, not believed: it runs once on the meta device. The trial shows the
 mask of each layer, whether every attention comes through the interface, and whether the logits are
-the plain product of the last norm and the head, which is computed here in chunks. A model that
-does something else is refused before anything is loaded. `_init_weights` runs under a recorder, so
-that initial weights have its distributions and are drawn by `init.py`.
+a multiple of the product of the last norm and the head, which is computed here in chunks. A model
+that does something else is refused before anything is loaded. `_init_weights` runs under a
+recorder, so that initial weights have its distributions and are drawn by `init.py`.
 """
 
 from __future__ import annotations
@@ -142,26 +142,19 @@ def _refuse_if(is_wrong: object, problem: str) -> None:
 class Core(AttentionModule):
     """Attention of one layer, between the rotated heads and the last projection."""
 
-    def __init__(self, *, width: int, window: int | None, factor: float, shared: _Shared) -> None:
+    documents: Documents | None = None
+    """Of the running batch, as not all families pass further arguments to attention. Without
+    pipelines, a block is recomputed before the next batch begins."""
+
+    def __init__(self, *, width: int, window: int | None, factor: float) -> None:
         super().__init__()
-        self.width, self.window, self._factor, self._shared = width, window, factor, shared
+        self.width, self.window, self._factor = width, window, factor
         self.attend = partial(causal_attention, window=window) if window else causal_attention
 
     def forward(self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
         """Return the output (B, S, H, D)."""
         q_BHSD = q_BHSD if self._factor == 1.0 else q_BHSD * self._factor
-        return self.attend(q_BHSD, k_BKSD, v_BKSD, self._shared.documents).transpose(1, 2)
-
-
-@dataclass
-class _Shared:
-    """The documents of the running batch.
-
-    Not all families pass further arguments to attention. Without pipelines, a block is recomputed
-    before the next batch begins.
-    """
-
-    documents: Documents | None = None
+        return self.attend(q_BHSD, k_BKSD, v_BKSD, self.documents).transpose(1, 2)
 
 
 class Transformers(LanguageModel):
@@ -169,17 +162,19 @@ class Transformers(LanguageModel):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
+        from transformers.core_model_loading import revert_weight_conversion
+
         assert isinstance(config, TransformersConfig)
         causal = _build(json.loads(config.config))
         base = causal.base_model
-        names = {id(p): name for name, p in _stored(causal).items()}
+        stored = revert_weight_conversion(causal, dict(causal.named_parameters()))
+        names = {id(p): name for name, p in stored.items()}
         rules = _initial_rules(causal)
         stacks = {n: m for n, m in base.named_children() if isinstance(m, nn.ModuleList)}
         _refuse_if(len(stacks) != 1, f"has not one list of layers but {len(stacks)}")
         [(stack, layers)] = stacks.items()
-        self._shared = _Shared()
         embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
-        norm = _try_out(causal, base=base, layers=layers, head=head, shared=self._shared)
+        norm, self._factor = _try_out(causal, base=base, layers=layers, head=head)
         self.tok_embeddings, self.norm = embedding, norm
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
         for layer in layers:
@@ -199,10 +194,8 @@ class Transformers(LanguageModel):
         plan = getattr(base.config, "base_model_tp_plan", None) or {}
         self.roles = _find_roles(self, {n.replace(stack, "layers", 1): s for n, s in plan.items()})
         """Roles under tensor parallelism, as `ModelSpec.tensor_plan`."""
-        # the layers become ours: the base calls them and is no module of ours
-        delattr(base, stack)
-        setattr(base, stack, _Layers(self.layers))
-        self._hidden = [base]
+        self._hidden = [base]  # it calls the layers, and is no module of ours
+        self._cores = [module for module in self.modules() if isinstance(module, Core)]
         self.eval()  # dropout, which only transformers has, is never applied
         self._rotary = []
         for name, child in list(base.named_children()):
@@ -232,33 +225,19 @@ class Transformers(LanguageModel):
         [base] = self._hidden
         for child in self._rotary:
             child.to(tokens_BS.device)
-        self._shared.documents = documents
+        for core in self._cores:
+            core.documents = documents
         x_BSC = base(
             tokens_BS,
             position_ids=positions if positions.ndim > 1 else positions[None],
             use_cache=False,
         ).last_hidden_state
+        x_BSC = x_BSC if self._factor == 1.0 else x_BSC * self._factor
         if isinstance(self.output, TiedOutput):
             assert self.tok_embeddings is not None
             return self.output(x_BSC, self.tok_embeddings.weight, labels)
         assert self.output is not None
         return self.output(x_BSC, labels)
-
-
-class _Layers:
-    """The blocks, as transformers loops over them."""
-
-    def __init__(self, layers: nn.ModuleDict) -> None:
-        self._layers = layers
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._layers.values())
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
 
 
 def _pass_by_position(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -283,14 +262,6 @@ def _build(content: Mapping[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(_load(content), attn_implementation=TRIED)
 
 
-def _stored(causal: Any) -> dict[str, Tensor]:
-    """Return the parameters by their names in Hugging Face's files."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    stored: dict[str, Tensor] = revert_weight_conversion(causal, dict(causal.named_parameters()))
-    return stored
-
-
 def _note(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, None]:
@@ -307,9 +278,13 @@ def _last_rows(*, q_length: int, mask_function: Callable[..., Tensor], **setting
         return mask_function(zero, zero, keys[-2:, None], keys).expand(1, 1, 2, q_length)
 
 
-def _try_out(causal: Any, *, base: Any, layers: Any, head: Any, shared: _Shared) -> nn.Module:
-    """Run a model on the meta device, give each layer its `Core`, and return the last norm; raise
-    ConfigError if the model does what is not done here."""
+def _try_out(causal: Any, *, base: Any, layers: Any, head: Any) -> tuple[nn.Module, float]:
+    """Run a model on the meta device, and give each layer its `Core`; raise ConfigError if the
+    model does what is not done here.
+
+    Returns:
+        The last norm, and the factor on the logits.
+    """
     _refuse_if(any(p.ndim > 2 for p in layers.parameters()), "has experts or convolutions")
     held = [
         name
@@ -319,17 +294,23 @@ def _try_out(causal: Any, *, base: Any, layers: Any, head: Any, shared: _Shared)
     sizes = causal.config.to_dict().items()
     windows = [n for key, n in sizes if ("window" in key or "chunk" in key) and type(n) is int]
     seq_len = max([*windows, 4]) + 4
-    last: dict[str, Any] = {}
-    hooks = [head.register_forward_hook(lambda _, inputs, x: last.update(into=inputs[0], out=x))]
-    for child in base.children():
-        hooks.append(child.register_forward_hook(lambda m, inputs, x: last.update(norm=m, x=x)))
+    last: list[tuple[nn.Module, Tensor]] = []
+    hooks = [
+        child.register_forward_hook(lambda module, inputs, x: last.append((module, x)))
+        for child in base.children()
+    ]
+    probe = _Probe()
+    hooks.append(base.register_forward_hook(probe.replace))
+    _refuse_if(head.bias is not None, "has a bias in its head")
+    causal.set_output_embeddings(probe)
     tokens = torch.zeros(1, seq_len, dtype=torch.long, device="meta")
     with torch.no_grad(), _refusing("does not run without data"):
         logits = causal(tokens, attention_mask=tokens + 1, use_cache=False).logits
     for hook in hooks:
         hook.remove()
-    is_plain = any(x is last["x"] for x in (last["into"], last["into"]._base)) and head.bias is None
-    _refuse_if(not is_plain or logits is not last["out"], "scales, caps or shifts its logits")
+    norm, x = last[-1]
+    _refuse_if(x is not probe.normed, "does not end with a norm")
+    factor = probe.factor(logits)
     for number, layer in enumerate(layers):
         noted = [m for m in layer.modules() if "noted" in m.__dict__]
         is_single = len(noted) == 1 and len(noted[0].noted) == 1
@@ -344,16 +325,43 @@ def _try_out(causal: Any, *, base: Any, layers: Any, head: Any, shared: _Shared)
         expected = (keys <= queries) & (keys > queries - window)
         _refuse_if(not mask.equal(expected[None, None]), f"has a mask of its own in layer {number}")
         scale = settings.get("scaling") or head_dim**-0.5
-        factor = scale * head_dim**0.5
+        sharpness = scale * head_dim**0.5
         attention.core = Core(
             width=num_heads * head_dim,
             window=None if window == seq_len else window,
-            factor=1.0 if math.isclose(factor, 1.0) else factor,
-            shared=shared,
+            factor=1.0 if math.isclose(sharpness, 1.0) else sharpness,
         )
     causal.set_attn_implementation(TRAINED)
-    norm: nn.Module = last["norm"]
-    return norm
+    return norm, factor
+
+
+class _Probe(nn.Module):
+    """A head for the trial, with numbers in place of its input and its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            self.hidden, self.logits = (
+                torch.tensor([[[1.0, -2.0]]]),
+                torch.tensor([[[-64.0, 32.0]]]),
+            )
+
+    def replace(self, base: nn.Module, inputs: object, output: Any) -> Any:
+        self.normed, output.last_hidden_state = output.last_hidden_state, self.hidden
+        return output
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x
+        return self.logits
+
+    def factor(self, logits: Tensor) -> float:
+        """Return the factor on the logits; raise ConfigError if that is not all that is done."""
+        before, after = self.seen / self.hidden, logits / self.logits
+        is_factor = all(
+            ratio.numel() == 2 and ratio.allclose(ratio[0, 0, 0]) for ratio in (before, after)
+        )
+        _refuse_if(not is_factor, "caps or shifts its logits")
+        return float(before[0, 0, 0] * after[0, 0, 0])
 
 
 def _find_roles(model: LanguageModel, styles: Mapping[str, str]) -> dict[str, TensorRole]:
