@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.masking_utils import create_chunked_causal_mask
+from transformers.models.smollm3 import modeling_smollm3
 
 from tests.jobs import TINY
 from torchtitan import Config, load_config, load_model, train
@@ -200,6 +203,24 @@ def test_a_wrong_config_is_refused(changes: dict[str, Any], tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="name"):
         find_model(ModelSection(name="transformers", flavor=str(tmp_path)))
+
+
+def test_attention_that_is_not_done_here_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {"model_type": "smollm3", **SIZES, "attention_chunk_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    settings = ModelSection(name="transformers", flavor=str(tmp_path))
+    forward = modeling_smollm3.SmolLM3Attention.forward
+    with monkeypatch.context() as patch:
+        capped = partialmethod(forward, softcap=30.0)
+        patch.setattr(modeling_smollm3.SmolLM3Attention, "forward", capped)
+        with pytest.raises(ConfigError, match="softcap"):
+            find_model(settings)
+    find_model(settings)
+    monkeypatch.setattr(modeling_smollm3, "create_causal_mask", create_chunked_causal_mask)
+    with pytest.raises(ConfigError, match="mask"):
+        find_model(settings)
 
 
 def test_sizes_are_those_of_the_folder(tmp_path: Path) -> None:
