@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.masking_utils import create_chunked_causal_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.models.smollm3 import modeling_smollm3
 
 from tests.jobs import TINY
@@ -208,7 +208,7 @@ def test_a_wrong_config_is_refused(changes: dict[str, Any], tmp_path: Path) -> N
 def test_attention_that_is_not_done_here_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = {"model_type": "smollm3", **SIZES, "attention_chunk_size": 4}
+    content = {"model_type": "smollm3", **SIZES}
     (tmp_path / "config.json").write_text(json.dumps(content))
     settings = ModelSection(name="transformers", flavor=str(tmp_path))
     forward = modeling_smollm3.SmolLM3Attention.forward
@@ -218,7 +218,8 @@ def test_attention_that_is_not_done_here_is_refused(
         with pytest.raises(ConfigError, match="softcap"):
             find_model(settings)
     find_model(settings)
-    monkeypatch.setattr(modeling_smollm3, "create_causal_mask", create_chunked_causal_mask)
+    in_chunks = partial(create_causal_mask, and_mask_function=lambda b, h, q, k: q // 4 == k // 4)
+    monkeypatch.setattr(modeling_smollm3, "create_causal_mask", in_chunks)
     with pytest.raises(ConfigError, match="mask"):
         find_model(settings)
 
