@@ -62,15 +62,11 @@ def expected(run: Path, *, decay: float | None) -> dict[str, Tensor]:
     return result
 
 
-def command(run: Path, out: Path, *more: str) -> int:
-    return main(["average", str(run), str(out), *more])
-
-
 @pytest.mark.promise("tools")
 @pytest.mark.parametrize(("name", "decay"), [("float32", None), ("bfloat16", 0.75)])
 def test_equals_the_recurrence(runs, name: str, decay: float | None, tmp_path: Path) -> None:
     kind = [] if decay is None else ["--decay", str(decay)]
-    assert command(runs[name], tmp_path / "out", *kind) == 0
+    assert main(["average", str(runs[name]), str(tmp_path / "out"), *kind]) == 0
     found, wanted = load(tmp_path / "out" / "model"), expected(runs[name], decay=decay)
     assert found.keys() == wanted.keys()
     assert ("output.weight" in found) == (name == "float32")
@@ -84,7 +80,7 @@ def test_equals_the_recurrence(runs, name: str, decay: float | None, tmp_path: P
 
 def test_training_and_transformers_load_it(runs, ranks: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert command(runs["float32"], out) == 0
+    assert main(["average", str(runs["float32"]), str(out)]) == 0
     wanted = load(out / "model")
     job = [*jobs.write_job(tmp_path), f"--checkpoint.initial_load_path={out}"]
     job += ["--checkpoint.mode=finetune", "--training.steps=1"]
@@ -129,10 +125,12 @@ def test_damaged_and_other_models(runs, tmp_path: Path, capsys) -> None:
     folder = Path(shutil.copytree(runs["float32"] / "checkpoint", tmp_path / "mixed"))
     file = next((folder / "step-2" / "model").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
-    assert command(folder, tmp_path / "out") == 2
+    words = ["average", str(folder), str(tmp_path / "out")]
+    assert main(words) == 2
     assert "step-2" in capsys.readouterr().err
-    assert command(folder, tmp_path / "out", "--steps", "1,3") == 0
-    shutil.rmtree(folder / "step-2")
+    assert main([*words, "--steps", "1,3"]) == 0
+    for path in (folder / "step-2", tmp_path / "out"):
+        shutil.rmtree(path)
     shutil.copytree(runs["bfloat16"] / "checkpoint" / "step-2", folder / "step-2")
-    assert command(folder, tmp_path / "other") == 2
+    assert main(words) == 2
     assert "step-2" in capsys.readouterr().err

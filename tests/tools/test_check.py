@@ -57,13 +57,10 @@ def test_a_planted_fault_is_found(planted: dict[str, Any], said: tuple[str, ...]
     assert all(part in fault for part in (*said, "c")), fault
 
 
-def test_a_disk_without_the_space_is_found(tmp_path: Path) -> None:
+def test_space_is_measured_and_data_are_known_by_size_and_ends(tmp_path: Path) -> None:
     assert not [*check.find_disk_faults(tmp_path, needed_gib=0.0, marker=None)]
     [fault] = check.find_disk_faults(tmp_path, needed_gib=1e9, marker=None)
     assert "1000000000.0 GiB" in fault
-
-
-def test_data_are_known_by_size_and_ends(tmp_path: Path) -> None:
     file, hashes = tmp_path / "text.txt", []
     words = ["--training.dataset=files", f"--training.dataset_path={file}"]
     config = load_config([*write_job(tmp_path), *words])
@@ -73,22 +70,19 @@ def test_data_are_known_by_size_and_ends(tmp_path: Path) -> None:
     assert len({*hashes}) == 4
 
 
-Plant = Callable[[int, Path], AbstractContextManager[Any]]
+Plant = Callable[[int, Path], AbstractContextManager[Any]] | None
 
 
 def faults(job: list[str], plant: Plant, folder: Path) -> list[str]:
     """Check, each rank as a machine of its own, with a fault on rank 1."""
     launch = RankInfo(rank=dist.get_rank(), local_rank=0, world_size=dist.get_world_size())
-    with patch.dict(os.environ, GROUP_RANK=str(launch.rank)), plant(launch.rank, folder):
+    planted = plant(launch.rank, folder) if plant else contextlib.nullcontext()
+    with patch.dict(os.environ, GROUP_RANK=str(launch.rank)), planted:
         config = resolve_model(load_config(job))
         answer = check.find_facts(config, launch, folder=Path(config.job.dump_folder))
     answers: list[Any] = [None] * launch.world_size
     dist.all_gather_object(answers, answer)
     return faults_of(answers)
-
-
-def nothing(rank: int, folder: Path) -> AbstractContextManager[Any]:
-    return contextlib.nullcontext()
 
 
 def other_torch(rank: int, folder: Path) -> AbstractContextManager[Any]:
@@ -118,7 +112,7 @@ def other_folder(rank: int, folder: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (nothing, []),
+        (None, []),
         (other_torch, ["2.9.1"]),
         (small_files, ["File too large"]),
         (other_folder, ["file of rank 0", "text.txt"]),

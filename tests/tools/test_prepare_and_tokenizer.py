@@ -49,7 +49,6 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
         (prepare_data, ["out", "a.jsonl", *BYTE], "a.jsonl"),
         (prepare_data, ["out", "a.jsonl", *BYTE, "--text_template", "{a"], "--text_template"),
         (prepare_data, ["out", "a.jsonl", *BYTE, "--holdout_fraction=1"], "--holdout_fraction"),
-        (train_tokenizer, ["out", "none.txt"], "none.txt"),
         (train_tokenizer, ["out", "empty.txt"], "empty"),
         (train_tokenizer, ["out", "s"], "is a token store"),
     ],

@@ -101,11 +101,6 @@ def test_counts_are_those_of_the_training(job, tmp_path, capsys):
             assert kept == 5 - num_long  # one has no answer
 
 
-def test_another_dataset_is_a_mistake(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*job[:-3], "--training.dataset=synthetic"]) == 2
-    assert "training.dataset synthetic" in capsys.readouterr().err
-
-
 def test_all_files_are_shown_and_all_mistakes_reported(job, tmp_path, capsys):
     special = {"prompt": "<|im_end|>", "completion": "a"}
     bad = [write_lines(tmp_path / f"{n}.jsonl", [ROWS[0], {}, special, ROWS[0]]) for n in "cd"]
@@ -117,5 +112,7 @@ def test_all_files_are_shown_and_all_mistakes_reported(job, tmp_path, capsys):
     assert all(shown_of(shown, line) for line in lines)
     for place in (*(f"{file} line {i}" for file in bad for i in (2, 3)), f"{broken} line 1"):
         assert said.count(place) == 1
+    assert main([*job[:-3], "--training.dataset=synthetic"]) == 2
+    assert "training.dataset synthetic" in capsys.readouterr().err
     words = ["--rows=0", "--training.special_tokens_in_examples=encode"]
     assert main([*job[:-2], write_lines(tmp_path / "f.jsonl", [*ROWS, special]), *words]) == 0

@@ -110,31 +110,11 @@ def test_tensors_are_compared_with_movement_or_norm() -> None:
     # where all terms cancel only rounding is left: it is compared with LEAST_SHARE of the whole
     assert gaps.compare_gradients(a, {**b, "w": a["w"]}).largest == pytest.approx(2**0.5 * 2e-5)
 
-
-@pytest.mark.parametrize(
-    "other",
-    [{}, {"w": torch.ones(3)}, {"w": torch.ones(2), "v": torch.ones(1)}, {"w": torch.ones(2) / 0}],
-)
-def test_tensors_that_cannot_be_compared_differ(other: dict[str, Tensor]) -> None:
     ones, zeros = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
-    assert gaps.compare_weights(zeros, ones, other).largest == math.inf
-    assert gaps.compare_gradients(ones, other).largest == math.inf
-
-
-def test_two_adams_are_as_far_apart_as_the_analysis_says() -> None:
-    """In the first step Adam takes the sign: one of two errors t apart flips t / pi of them."""
-    t, ends = 1e-3, []
-    for error in (0.0, t):
-        w = torch.zeros(300_000, dtype=torch.float64)
-        adam = torch.optim.Adam([w.requires_grad_()], lr=1.0, eps=1e-12)
-        generator = torch.Generator().manual_seed(1)
-        g = torch.randn(w.shape, dtype=w.dtype, generator=generator)
-        w.grad = g + error * torch.randn(w.shape, dtype=w.dtype, generator=generator)
-        adam.step()
-        ends.append({"w": w.detach()})
-    gap = gaps.compare_weights({"w": torch.zeros_like(ends[0]["w"])}, *ends).largest
-    assert gap == pytest.approx(2 * (t / math.pi) ** 0.5, rel=0.3)
-    assert gap < 1.8 * t**0.5
+    more = ({}, {"w": torch.ones(3)}, {**ones, "v": torch.ones(1)}, {"w": torch.ones(2) / 0})
+    for other in more:  # these cannot be compared
+        assert gaps.compare_weights(zeros, ones, other).largest == math.inf
+        assert gaps.compare_gradients(ones, other).largest == math.inf
 
 
 NORM = "layers.1.ffn_norm.weight"
@@ -239,8 +219,8 @@ def test_two_layouts_that_train_the_same(tmp_path: Path) -> None:
     assert (config.training.global_batch_size, config.training.max_norm) == (16, 0.5)
 
 
-DECAY, SEED = "single --optimizer.weight_decay=0.5", "single --debug.seed=1"
 TINY = "--model.flavor=tiny"
+DECAY, SEED = "single --optimizer.weight_decay=0.5", "single --debug.seed=1"
 CRASH = "single --optimizer.lr=1e30"
 
 

@@ -67,30 +67,17 @@ def write_tasks(folder: Path) -> Path:
         for i in range(12)
     ]
     (folder / "rows.json").write_text(json.dumps(rows))
-    own = {
-        "choose": ("multiple_choice", "{{question}}", "answer", {"doc_to_choice": "choices"}),
-        "roll": ("loglikelihood_rolling", "", "{{text}}", {}),
-        "write": (
-            "generate_until",
-            "{{text}}{{question}}",
-            "{{text}}",
-            {"generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12}},
-        ),
-    }
-    for name, (kind, text, target, more) in own.items():
-        task: dict[str, Any] = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(folder / "rows.json")}},
-            "test_split": "test",
-            "fewshot_split": "test",
-            "output_type": kind,
-            "doc_to_text": text,
-            "doc_to_target": target,
-            "target_delimiter": "",
-            "metric_list": [{"metric": metric} for metric in METRICS[kind]],
-            **more,
-        }
+    generated = {"generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12}}
+    for name, kind, text, target, more in (
+        ("choose", "multiple_choice", "{{question}}", "answer", {"doc_to_choice": "choices"}),
+        ("roll", "loglikelihood_rolling", "", "{{text}}", {}),
+        ("write", "generate_until", "{{text}}{{question}}", "{{text}}", generated),
+    ):
+        task: dict[str, Any] = {"task": name, "output_type": kind, **more}
+        task |= {"doc_to_text": text, "doc_to_target": target, "target_delimiter": ""}
+        task |= {"dataset_path": "json", "test_split": "test", "fewshot_split": "test"}
+        task["dataset_kwargs"] = {"data_files": {"test": str(folder / "rows.json")}}
+        task["metric_list"] = [{"metric": metric} for metric in METRICS[kind]]
         (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
     return folder
 

@@ -46,13 +46,8 @@ def their_class() -> type[Any]:
 
 def ours(folder: Path, *, chats: bool = False, max_length: int = 64) -> Adapter:
     subject = open_subject(folder, device=torch.device("cpu"), chats=chats)
-    return Adapter(
-        subject.generator,
-        first_id=subject.first_id,
-        max_length=max_length,
-        batch_size=3,
-        chats=chats,
-    )
+    options = {"first_id": subject.first_id, "max_length": max_length, "chats": chats}
+    return Adapter(subject.generator, batch_size=3, **options)
 
 
 def theirs(of: type[Any], model: tuple[Path, PreTrainedModel], *, max_length: int = 64) -> Any:
@@ -96,16 +91,9 @@ def test_each_answer_is_that_of_transformers(model, their_class):
     adapter, reference = ours(model[0], max_length=40), theirs(their_class, model, max_length=40)
     context = "the user and then the assistant says "
     [greedy] = reference.generate_until([Request(context, {"max_gen_toks": 2, "until": []})])
-    pairs = [
-        ("", "the user"),
-        (context, "nothing more"),
-        (context, " nothing more"),
-        (context, " n"),
-        (context, " z"),
-        (context * 9, "naïve \U0001f600 text"),
-        (context, greedy),
-    ]
-    requests = [Request(*pair) for pair in pairs]
+    answers = ("nothing more", " nothing more", " n", " z", greedy)
+    pairs = [("", "the user"), (context * 9, "naïve \U0001f600 text")]
+    requests = [Request(*pair) for pair in (*pairs, *((context, text) for text in answers))]
     found, expected = (lm.loglikelihood(requests) for lm in (adapter, reference))
     for (score, is_greedy), (their_score, theirs_is_greedy) in zip(found, expected, strict=True):
         assert score == pytest.approx(their_score, rel=1e-5)

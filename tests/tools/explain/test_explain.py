@@ -32,33 +32,17 @@ from torchtitan.tools.explain.steps import Stretch, read_history
 CACHE, CONFIG = "--training.dataset_cache=cache", "--job.config_file=run/config.toml"
 CP, PP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("context", "pipeline"))
 LOCAL_BATCH = 2
-SETTINGS: dict[str, tuple[str, ...]] = {
-    "mixed": (
-        "--training.dataset=files",
-        '--training.dataset_path=["a.jsonl", "texts/*", "store.idx", "b.json"]',
-        "--training.dataset_weights=[0.5, 0.3, 0.15, 0.05]",
-        "--training.attn_mask_type=block_causal",
-    ),
-    "split": (
-        "--training.dataset=files",
-        '--training.dataset_path=["a.jsonl", "texts/*"]',
-        "--validation.holdout_fraction=0.3",
-    ),
-    "packed": (
-        "--training.dataset=examples",
-        '--training.dataset_path=["sft.jsonl"]',
-        "--training.packing=packed",
-        "--training.attn_mask_type=block_causal",
-    ),
-    "gaps": (
-        "--training.dataset=files",
-        '--training.dataset_path=["a.jsonl"]',
-        "--training.skip_samples",
-        "3-21",
-        "40-40",
-    ),
-    "padded": ("--training.dataset=examples", '--training.dataset_path=["sft.jsonl"]'),
+TRAINING: dict[str, str] = {
+    "mixed": 'dataset=files dataset_path=["a.jsonl","texts/*","store.idx","b.json"] '
+    "dataset_weights=[0.5,0.3,0.15,0.05] attn_mask_type=block_causal",
+    "split": 'dataset=files dataset_path=["a.jsonl","texts/*"]',
+    "packed": 'dataset=examples dataset_path=["sft.jsonl"] packing=packed '
+    "attn_mask_type=block_causal",
+    "gaps": 'dataset=files dataset_path=["a.jsonl"] skip_samples=["3-21","40-40"]',
+    "padded": 'dataset=examples dataset_path=["sft.jsonl"]',
 }
+SETTINGS = {kind: [f"--training.{w}" for w in text.split()] for kind, text in TRAINING.items()}
+SETTINGS["split"].append("--validation.holdout_fraction=0.3")
 SMALL = (
     "--model.flavor=tiny",
     "--model.tokenizer_path=byte",
@@ -116,14 +100,12 @@ def drive(run: Path, arguments: list[str], *, world: int, steps: int) -> None:
             settings=config.training.dataloader,
             skipped=SkippedSamples(config.training.skip_samples),
         )
+        log = partial(append, run / "samples" / f"rank_{rank}.jsonl")
         for step in range(1, steps + 1):
-            file = run / "samples" / f"rank_{rank}.jsonl"
-            loader.on_sample = partial(log_sample, file, step)
+            loader.on_sample = lambda number, tokens, log=log, step=step: log(
+                step=step, number=number, tokens=tokens
+            )
             next(loader)
-
-
-def log_sample(file: Path, step: int, number: int, tokens: np.ndarray) -> None:
-    append(file, step=step, number=number, tokens=tokens)
 
 
 def read_log(run: Path) -> dict[int, list[tuple[int, str, int, int]]]:
@@ -190,11 +172,8 @@ def check_parts(tokens: list[int], parts: list[tuple[str, Span]], *, eos_id: int
 @pytest.mark.parametrize(
     ("kind", "world", "degrees"),
     [
-        ("mixed", 4, [CP]),
-        ("split", 4, [PP]),
-        ("packed", 4, [CP]),
-        ("gaps", 1, []),
-        ("padded", 4, [PP]),
+        *(("mixed", 4, [CP]), ("split", 4, [PP]), ("packed", 4, [CP])),
+        *(("gaps", 1, []), ("padded", 4, [PP])),
     ],
 )
 def test_40_steps_are_explained_as_they_were_logged(kind, world, degrees):
