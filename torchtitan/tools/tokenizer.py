@@ -67,14 +67,14 @@ def main(argv: Sequence[str]) -> int:
     add("--text_key", default="text", help="as training.dataset_text_key")
     args = parser.parse_intermixed_args(argv)
     folder = args.output
-    if folder.is_file() or not folder.absolute().parent.is_dir():
-        parser.error(f"output must be a folder in an existing one, got {folder}")
+    if folder.exists() and not folder.is_dir():
+        parser.error(f"output must be a folder, got {folder}")
     corpus = stdlib_corpus()
     if args.files:
         corpus = find_corpus(args.files, text_key=args.text_key)
     sys.stderr.write(f"training on {corpus.name}\n")
     tokenizer = train((piece.text for piece in corpus.pieces()), vocab_size=args.vocab_size)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in (
         ("tokenizer_config.json", json.dumps(CONFIG, indent=1)),
         ("tokenizer.json", tokenizer.to_str()),
