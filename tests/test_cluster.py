@@ -6,6 +6,7 @@ Their command lines are run here on processes of this machine, with a small job 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import yaml
 from scripts.ports import hold_port
 from tests.distributed.jobs import read_rows, write_job
 from tests.jobs import UNSAVED
+from torchtitan.config.settings import parse
 from torchtitan.job import load_job
 
 ROOT = Path(__file__).parent.parent
@@ -179,3 +181,17 @@ def test_code_4_alone_queues_the_job_again(
     verbs = ["check", "train"] if "CHECK" in variables else ["train"]
     for line, verb in zip(started, verbs[:num_started], strict=True):
         assert line.endswith(f" -m torchtitan {verb} --training.steps=3")
+
+
+def test_the_image_has_what_the_installation_needs() -> None:
+    """What the build reads is copied before it, and the extras exist."""
+    project = parse((ROOT / "pyproject.toml").read_text(), origin="pyproject.toml")
+    before, install = (ROOT / "cluster/docker/Dockerfile").read_text().split("RUN pip install")[:2]
+    copied = {
+        word for line in before.splitlines() if line.startswith("COPY") for word in line.split()
+    }
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert {*wheel["force-include"], "torchtitan", "pyproject.toml"} <= copied
+    [extras] = re.findall(r"ARG EXTRAS=(\S+)", before)
+    assert {*extras.split(",")} <= project["project"]["optional-dependencies"].keys()
+    assert "EXTRAS" in install

@@ -51,14 +51,15 @@ def train(*arguments: str, ranks: int = 1, **environ: str) -> subprocess.Complet
 
 @pytest.mark.promise("no-code-from-data")
 @pytest.mark.slow
-def test_a_folder_from_elsewhere_is_not_imported_from(tmp_path: Path) -> None:
-    """The module form of the command runs no numpy.py of the current folder, and finds own code."""
+@pytest.mark.parametrize("module", ["torchtitan train", "torchtitan.train"])
+def test_a_folder_from_elsewhere_is_not_imported_from(module: str, tmp_path: Path) -> None:
+    """A module form of the command runs no numpy.py of the current folder, and finds own code."""
     for name in ("numpy", "torch"):
         (tmp_path / f"{name}.py").write_text("open('evil', 'w')")
     (tmp_path / "own.py").write_text("class Data:\n    pass\n")
     settings = ["--training.dataset=own:Data", "--training.steps=0"]
     done = subprocess.run(
-        [COLD_PYTHON, "-m", "torchtitan", "train", *settings],
+        [COLD_PYTHON, "-m", *module.split(), *settings],
         **{"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "check": False},
         **{"capture_output": True, "text": True},
     )

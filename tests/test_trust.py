@@ -120,7 +120,7 @@ def evil(key: str) -> str:
 
 def naming(*keys: str) -> dict[str, object]:
     """Return settings that name things of the folder."""
-    assert len(KEYS) == 8
+    assert KEYS.keys() == {line.split('"')[1] for line in MODULE.splitlines() if '    "' in line}
     validates = "validation.dataset" in keys
     used = {"validation.enable": True, "validation.steps": 1} if validates else {}
     return {**{key: evil(key) for key in keys}, **used}
@@ -204,6 +204,17 @@ def test_trust_code_imports_it_where_it_is_needed(
     assert Path("ran").exists()
     assert "--trust_code" not in said
     assert code == 0, said
+
+
+@pytest.mark.promise("no-code-from-checkpoints")
+@pytest.mark.parametrize("path", ["os:abort", "torch.hub:load"])
+def test_what_is_imported_already_is_no_more_trusted(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(RUN, {"model.name": path})
+    main, words, _ = TOOLS["generate"]
+    assert main(words) == 2
+    assert path in capsys.readouterr().err
 
 
 @pytest.mark.promise("no-code-from-checkpoints")

@@ -15,6 +15,9 @@ import signal
 import sys
 
 if __name__ == "__main__":
+    from torchtitan.base.path import drop_current_folder
+
+    drop_current_folder()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import without a traceback
     # until `main_and_exit`: imports create half a million objects and no garbage
     gc.disable()

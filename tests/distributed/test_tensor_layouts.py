@@ -87,7 +87,7 @@ GRADIENTS = [
     ("tp 4, stream copied, logits gathered", "llama3", SIZES),
     ("tp 2, accumulating", "qwen3", QWEN3),
     ("hsdp 2x2, tp 2", "llama3", SIZES),
-    # for the bugs of mutants.py
+    # for the bugs of test_mutants.py
     pytest.param("tp 2", "qwen3_moe", EVEN, marks=pytest.mark.long),
     pytest.param("ep 2", "qwen3_moe", EVEN, marks=pytest.mark.long),
     pytest.param("ep 2, fsdp 2", "qwen3_moe", EVEN, marks=pytest.mark.long),

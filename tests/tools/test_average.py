@@ -18,6 +18,7 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import MANIFEST, verify
 from torchtitan.tools.average import write_average
 from torchtitan.tools.convert import main
+from torchtitan.tools.tensors import StoredTensors
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.slow]
 STEPS = (1, 2, 3)
@@ -94,15 +95,26 @@ def test_training_and_transformers_load_it(runs, ranks: RankPool, tmp_path: Path
     assert torch.equal(weights["lm_head.weight"], wanted["output.weight"])
 
 
-@pytest.mark.parametrize(("rows", "kind"), [(5, torch.float32), (4, torch.int64)])
-def test_tensors_without_an_average(runs, tmp_path: Path, rows: int, kind: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("other", "is_averaged"),
+    [
+        (torch.ones(5, 8), False),
+        (torch.ones(4, 8, dtype=torch.int64), True),
+        (torch.zeros(4, 8, dtype=torch.int64), False),
+    ],
+    ids=["another shape", "equal integers", "other integers"],
+)
+def test_tensors_without_an_average(runs, tmp_path: Path, other: Tensor, is_averaged: bool) -> None:
     steps = [tmp_path / "step-1", tmp_path / "step-2"]
-    for step, size in zip(steps, (4, rows), strict=True):
-        writer = dcp.FileSystemWriter(step / "model")
-        dcp.save({"w": torch.ones((size, 8), dtype=kind)}, storage_writer=writer, no_dist=True)
+    for step, w in zip(steps, (torch.ones((4, 8), dtype=other.dtype), other), strict=True):
+        dcp.save({"w": w}, storage_writer=dcp.FileSystemWriter(step / "model"), no_dist=True)
         shutil.copy(runs["float32"] / "checkpoint" / "step-1" / MANIFEST, step)
-    with pytest.raises(CheckpointError, match="'w'"):
-        write_average(steps, tmp_path / "out", decay=None)
+    if not is_averaged:
+        with pytest.raises(CheckpointError, match="'w'"):
+            write_average(steps, tmp_path / "out", decay=None)
+        return
+    write_average(steps, tmp_path / "out", decay=0.5)
+    assert torch.equal(StoredTensors(tmp_path / "out", "model")["w"], other)
 
 
 @pytest.mark.parametrize(

@@ -136,12 +136,12 @@ def test_damaged_checkpoints_are_found(ranks: RankPool, tmp_path: Path) -> None:
     job = write_job(tmp_path)
     ranks.run(jobs.train, [*job, "--checkpoint.interval=1", "--training.steps=2"], world=2)
     folder = tmp_path / "run" / "checkpoint"
-    assert ranks.run(check.find_damage, folder, world=2) == [[], []]
+    assert ranks.run(check.find_damage, folder, world=2) == [(2, []), (2, [])]
     file = next((folder / "step-2" / "optimizer").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    [fault], again = ranks.run(check.find_damage, folder, world=2)
+    (_, [fault]), again = ranks.run(check.find_damage, folder, world=2)
     assert file.name in fault
-    assert again == [fault]
+    assert again == (2, [fault])
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,21 @@ def read_text(path: Path, *, errors: str = "strict") -> str:
     """Return the UTF-8 text of a file; raise OSError as `check_is_file` does."""
     check_is_file(path)
     return path.read_text(encoding="utf-8", errors=errors)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whose older content stays if this fails; raises OSError."""
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)  # a link there is not followed
+        with draft.open("x", encoding="utf-8") as file:
+            file.write(text)
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
 
 
 def load_json(text: bytes) -> Any:

@@ -82,7 +82,7 @@ def can_write(stream: TextIO, *, timeout: float) -> bool:
     """Return whether a short text can be written without blocking, within some seconds."""
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError):  # a stream in memory, or a closed one
+    except (AttributeError, OSError, ValueError):  # a stream in memory, or a closed one
         return True
     return bool(select.select([], [descriptor], [], timeout)[1])
 

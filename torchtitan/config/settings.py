@@ -451,7 +451,7 @@ def read_files(file: Setting, *, tree: Any = None, seen: tuple[FilePath, ...] = 
     path = FilePath(file.value).expanduser()
     if file.is_in_file:
         path = FilePath(os.path.normpath(FilePath(file.origin).parent / path))
-    elif not path.exists():
+    elif not path.is_file():  # a folder of weights may have a recipe's name
         path = recipes().get(file.value, path)
     if path.resolve() in seen:
         raise ConfigError(f"{file.where()}: files must not inherit in a circle")
@@ -485,6 +485,8 @@ def parse_command_line(argv: Sequence[str], *, tree: type) -> tuple[Layer, list[
             continue
         name, equals, value = word[2:].partition("=")
         path = tuple(name.split("."))
+        if path == CONFIG_FILE and path in layer:
+            mistakes.append(f"{COMMAND_LINE}: --{name} names a second file to read")
         key = keys(tree).get(path)
         values = [value] if equals else []
         is_list = key is None or key.list_depth > 0

@@ -131,6 +131,10 @@ class _Averaging(DefaultSavePlanner):
         name, decay = write_item.index.fqn, self._decay
         assert name is not None
         first, *later = self._stored
+        if not first.empty[name].dtype.is_floating_point:
+            if any(not tensors[name].equal(first[name]) for tensors in later):
+                raise CheckpointError(f"'{name}' has no average, and must be equal in all")
+            return first[name]
         total = first[name].double()
         for tensors in later:
             if decay is None:
@@ -139,7 +143,4 @@ class _Averaging(DefaultSavePlanner):
                 total.mul_(decay).add_(tensors[name].double(), alpha=1 - decay)
         if decay is None:
             total /= len(self._stored)
-        dtype = first.empty[name].dtype
-        if not dtype.is_floating_point:
-            raise CheckpointError(f"'{name}' of type {dtype} has no average")
-        return total.to(dtype)
+        return total.to(first.empty[name].dtype)

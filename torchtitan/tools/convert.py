@@ -97,8 +97,9 @@ def to_hf(
     return f"{out}: the {parts} of {step}"
 
 
-def _steps(text: str) -> list[int]:
-    return [int(step) for step in text.split(",")]
+def numbers(text: str) -> list[int]:
+    """Return the value of an option: integers with commas between them."""
+    return [int(number) for number in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     mean.add_argument("checkpoint", type=local_path, help="folder of a run, or of checkpoints")
     for direction in (to, back, torch_file, mean):
         direction.add_argument("out", type=local_path, help="folder to create")
-    mean.add_argument("--steps", type=_steps, help="such as 100,200,300; default: all")
+    mean.add_argument("--steps", type=numbers, help="such as 100,200,300; default: all")
     text = "of a moving average, per checkpoint: m_i = D m_(i-1) + (1 - D) w_i; default: the mean"
     mean.add_argument("--decay", type=float, metavar="D", help=text)
     text = "append N rows to embedding and output head, near the mean row"

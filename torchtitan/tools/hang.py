@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     from torchtitan.resume_rules import Job
 
     is_folder = len(argv) == 1 and Path(argv[0]).is_dir()
+    if argv and "/" in argv[0] and not argv[0].startswith("-") and not Path(argv[0]).exists():
+        raise DataError(f"RUN must be the folder of a run, or a job, got {argv[0]}")
     run = Path(argv[0] if is_folder else load_config(argv).job.dump_folder)
     comm = Job.stored_in(run / CONFIG_FILE).config.comm
     calls = read_calls(run / comm.save_traces_folder, prefix=comm.save_traces_file_prefix)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from torchtitan.base.files import replace_text
 from torchtitan.base.urls import local_path
 from torchtitan.data.corpus import stdlib_corpus
 from torchtitan.data.tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, LLAMA3_PATTERN
@@ -74,14 +75,11 @@ def main(argv: Sequence[str]) -> int:
         corpus = find_corpus(args.files, text_key=args.text_key)
     sys.stderr.write(f"training on {corpus.name}\n")
     tokenizer = train((piece.text for piece in corpus.pieces()), vocab_size=args.vocab_size)
-    folder.mkdir(parents=True, exist_ok=True)
     for name, content in (
         ("tokenizer_config.json", json.dumps(CONFIG, indent=1)),
         ("tokenizer.json", tokenizer.to_str()),
     ):
-        temporary = folder / f"{name}.tmp"
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(folder / name)
+        replace_text(folder / name, content)
     num_ids = tokenizer.get_vocab_size()
     options = f"--model.tokenizer_path {shlex.quote(str(folder))} --model.vocab_size {num_ids}"
     sys.stdout.write(f"{folder}: {num_ids} ids, the last two BOS and EOS\ntrain with {options}\n")

@@ -91,6 +91,9 @@ def report_errors(main: Main) -> Main:
     def run(argv: Sequence[str]) -> int:
         try:
             return main(argv)
+        except BrokenPipeError:  # the reader of the output has enough
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - flushed at exit
+            return 0
         except (UserError, OSError) as error:
             if os.environ.get("RANK", "0") != "0":
                 from torchtitan.mesh.ranks import let_rank_0_report

@@ -44,6 +44,11 @@ def test_equal_runs(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -
     ]
     for options, code in ([], 1), (["--tolerance=1e-4"], 0), (["--tolerance=1e-12"], 1):
         assert compare(runs["a"], runs["alone"], *options) == code
+    for wrong in ("nan", "inf", "-1"):
+        assert compare(runs["a"], runs["b"], f"--tolerance={wrong}") == 2
+    capsys.readouterr()
+    assert compare(runs["a"], runs["b"], "--folder=none") == 0
+    assert "figures equal" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -58,12 +63,18 @@ def change_tensor(folder: Path, name: str, index: tuple[int, ...], value: float)
     tensors = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in about.items()}
     load(tensors, storage_reader=reader, no_dist=True)
     tensors[name][index] = value
-    for path in folder.iterdir():
+    for path in folder.glob("*.distcp"):
         path.unlink()
     save(tensors, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
 @pytest.mark.promise("compare")
+def test_a_weight_of_a_layer_counts_beyond_the_tolerance(runs, spoiled):
+    folder = spoiled / "checkpoint" / "step-2" / "model"
+    change_tensor(folder, "layers.1.attention.wq.weight", (0, 0), 1.0)
+    assert compare(runs["a"], spoiled, "--tolerance=1e-4") == 1
+
+
 def test_one_element_of_the_optimizer_is_named(runs, spoiled, capsys):
     """What no logged figure shows."""
     name = "layers.1.attention.wq.weight.exp_avg"

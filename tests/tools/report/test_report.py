@@ -187,6 +187,15 @@ def test_files_of_strangers(file, row, named, tmp_path, capsys):
         assert len(losses["curves"][0]["values"]) == 40
 
 
+def test_a_link_at_the_name_of_the_draft_is_not_followed(tmp_path):
+    run, out = write_run(tmp_path / "run"), tmp_path / "report.html"
+    (tmp_path / "kept").write_text("kept")
+    out.with_name(f".{out.name}.tmp").symlink_to(tmp_path / "kept")
+    assert main([str(run), "--out", str(out)]) == 0
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert "<html" in out.read_text()
+
+
 def test_no_steps_or_a_full_disk_leave_the_older_page(tmp_path, capsys):
     run, out = write_run(tmp_path / "run"), tmp_path / "report.html"
     out.write_text("older")
@@ -199,6 +208,8 @@ def test_no_steps_or_a_full_disk_leave_the_older_page(tmp_path, capsys):
     assert code == 2
     assert "--out" in capsys.readouterr().err
     assert out.read_text() == "older"
+    for wrong in ("", str(tmp_path)):
+        assert main([str(run), "--out", wrong]) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "run"}
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import torchtitan
 from torchtitan.base.device import GIB, device_name, device_type, local_device
-from torchtitan.base.errors import UserError
+from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.base.log import plural
 from torchtitan.base.urls import is_url
 from torchtitan.checkpoint.checksums import verify
@@ -69,6 +69,8 @@ def check_job(config: Config, *, checksums: bool) -> int:
     launch = read_rank_info(os.environ)
     config = resolve_model(config)
     layout = find_layout(config, world_size=launch.world_size)
+    if checksums and (not config.checkpoint.enable or is_url(config.checkpoint.folder)):
+        raise ConfigError.at("checkpoint", "must be enabled, in a local folder, for --checksums")
     check_device(config.compile, float8=layout.float8, device_type=device_type())
     folder, needed_gib = Path(config.job.dump_folder), 0.0
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
@@ -78,13 +80,16 @@ def check_job(config: Config, *, checksums: bool) -> int:
     answer = find_facts(config, launch, folder=folder, needed_gib=needed_gib)
     answers: list[Answer] | None = [answer] * launch.world_size if launch.rank == 0 else None
     dist.gather_object(answer, answers)
-    damage = {"checksums": find_damage(folder)} if checksums else {}
+    damage, verified = {}, 0
+    if checksums:
+        verified, damage["checksums"] = find_damage(folder)
     code = 0
     if answers is not None:
         faults = find_faults(answers) | damage
         machines = plural(len({answer.machine for answer in answers}), "machine")
         lines = [f"{config.model.name} {config.model.flavor}, {layout.dims}: on {machines}"]
         lines += [f"  {name:<11}  {'FAULT' if faults[name] else 'ok'}" for name in faults]
+        lines[-1] += f" ({plural(verified, 'checkpoint')})" * checksums
         lines += [f"{name}: {fault}" for name in faults for fault in faults[name]]
         sys.stdout.write("\n".join([*lines, ""]))
         code = UserError.exit_code if any(faults.values()) else 0
@@ -220,8 +225,9 @@ def find_differences(facts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
             yield f"{rank}: {name} is {value}, elsewhere {usual[name]}{more}"
 
 
-def find_damage(folder: Path) -> list[str]:
-    """Verify the checksums of all checkpoints in a folder. Collective."""
+def find_damage(folder: Path) -> tuple[int, list[str]]:
+    """Return the number of checkpoints in a folder, and what is damaged in them. Collective."""
     steps = on_first_rank(lambda: find_steps(folder), group=dist.group.WORLD)
     checkpoints = [folder / f"step-{step}" for step in steps]
-    return [f"{c}: {text}" for c in checkpoints for text in verify(c, group=dist.group.WORLD)]
+    damage = [f"{c}: {text}" for c in checkpoints for text in verify(c, group=dist.group.WORLD)]
+    return len(checkpoints), damage

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -27,6 +28,13 @@ TOLERATED = {
     "gradients_tolerance": (GRADIENTS_TOLERANCE, "relative to each tensor's norm"),
     "weights_tolerance": (WEIGHTS_TOLERANCE, "relative to each tensor's movement"),
 }
+
+
+def tolerance(text: str) -> float:
+    """Return the value of an option: a finite number from 0 on."""
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number from 0 on, got {text}")
+    return value
 
 
 @report_errors
@@ -78,7 +86,7 @@ def layouts(parser: Parser) -> None:
     add("--out", type=local_path, metavar="DIR", help="keep the runs here; default: delete them")
     add("--json", type=local_path, metavar="FILE", help="write all figures")
     for name, (default, unit) in TOLERATED.items():
-        add(f"--{name}", type=float, default=default, metavar="X", help=f"{unit} ({default:g})")
+        add(f"--{name}", type=tolerance, default=default, metavar="X", help=f"{unit} ({default:g})")
     text = "compare the gradients of the first N steps (3)"
     add("--gradient_steps", type=at_least(0), default=3, metavar="N", help=text)
     text = "train in float64, which context parallelism has no kernels for"
@@ -111,4 +119,4 @@ def runs(parser: Parser) -> None:
     add("b", type=Path, metavar="B", help="folder of another run")
     add("--folder", default="checkpoint", help="checkpoint.folder of the runs")
     text = "relative difference that counts as equal"
-    add("--tolerance", type=float, default=0.0, metavar="X", help=text)
+    add("--tolerance", type=tolerance, default=0.0, metavar="X", help=text)

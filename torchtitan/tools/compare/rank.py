@@ -11,6 +11,12 @@ from __future__ import annotations
 
 import os
 import sys
+
+if __name__ == "__main__":
+    from torchtitan.base.path import drop_current_folder
+
+    drop_current_folder()
+
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace

@@ -111,7 +111,8 @@ def main(options: argparse.Namespace) -> int:
     if comparison.differences:
         say(f"different; first: {comparison.differences[0]}")
         return 1
-    say("equal" + (f" within {tolerance:g}" if tolerance else ", bit for bit"))
+    equal = "equal" + (f" within {tolerance:g}" if tolerance else ", bit for bit")
+    say(equal if len(comparison.table) > 1 else f"figures {equal}")
     return 0
 
 

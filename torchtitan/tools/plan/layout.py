@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import plural
@@ -45,7 +46,7 @@ class Row:
     def __str__(self) -> str:
         time = self.time
         return (
-            f"{self.memory / GIB:>6.1f}{f'{time.best:.3g}-{time.worst:.3g}':>14}"
+            f"{self.memory / GIB:>6.1f}{f'{time.best:.3g}-{time.worst:.3g}':>18}"
             f"{f'{time.mfu[0]:.0f}-{time.mfu[1]:.0f}':>10}  {time.binds:<11}{self.candidate}\n"
         )
 
@@ -59,6 +60,9 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
         f"{device.name} ({device.memory / GIB:.1f} GiB), {planned.gpus_per_node} on a machine; "
         f"{samples} samples of {training.seq_len} tokens in a step\n"
     )
+    write: Path | None = arguments.write
+    if write is not None and write.exists():
+        raise ConfigError(f"--write must name a new file, got {write}")
     rows: list[Row] = []
     with open_pool(REHEARSED) as pool:
         costs = pool.map(partial(measure, planned), RECOMPUTES, chunksize=1)
@@ -82,11 +86,11 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
     rows.sort(key=lambda row: row.seconds)
     yield (
         "rehearsed, the fastest that fit:\n\n"
-        f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout\n"
+        f"{'GiB':>6}{'step, s':>18}{'MFU, %':>10}  {'binds':<11}layout\n"
     )
     yield "".join(str(row) for row in rows[:SHOWN] if row.seconds <= SLOW * rows[0].seconds)
     yield "\nTimes are bounds; the limits of `plan memory` and `plan step` apply.\n"
-    if (write := arguments.write) is not None:
+    if write is not None:
         config = rows[0].candidate.apply(planned.config)
         write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(to_toml(config, only_changed=True), encoding="utf-8")

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, printable
+from torchtitan.base.files import replace_text
 from torchtitan.base.urls import local_path
 from torchtitan.tools.verbs import build_parser, report_errors
 
@@ -25,20 +25,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=local_path, default=Path("report.html"), help="file to write")
     arguments = parser.parse_args(argv)
+    out: Path = arguments.out
+    if not out.name or out.is_dir():
+        parser.error(f"--out must be a file, got {out}")
     from torchtitan.tools.report.page import build_page
     from torchtitan.tools.report.read import name_runs, read_run
 
     runs = [read_run(path, name=name) for name, path in name_runs(arguments.runs).items()]
     page = build_page(runs)
-    out: Path = arguments.out
-    draft = out.with_name(f".{out.name}.tmp")  # a full disk leaves an older page
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(out)
+        replace_text(out, page)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise ConfigError(f"--out must be a writable file, got {out}: {error.strerror}") from error
     names = printable(", ".join(run.name for run in runs))
     sys.stdout.write(f"{out}: {names}, {len(page.encode()) / 2**20:.2f} MiB\n")

@@ -1,0 +1,16 @@
+"""Where Python searches for modules. Imports nothing, because it is called before all imports."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def drop_current_folder() -> None:
+    """Remove the current folder from the search path, unless it is the repository.
+
+    `python -m` searches it first. It may come from a stranger and hold a `numpy.py`. Own code is
+    found there by `base.custom`.
+    """
+    is_repository = Path(__file__).parents[2] == Path.cwd()
+    if sys.path[0] in ("", os.getcwd()) and not is_repository:
+        del sys.path[0]
