@@ -225,7 +225,7 @@ CRASH = "single --optimizer.lr=1e30"
 
 
 @pytest.mark.promise("compare")
-@pytest.mark.long
+@pytest.mark.slow
 def test_planted_mistakes_are_found_and_the_other_layouts_run(tmp_path: Path) -> None:
     """A divergence with its first step, other initial weights, and a run that fails."""
     code, said, runs = compare(tmp_path, "1", CRASH, DECAY, SEED, TINY, "--steps=2")
