@@ -104,6 +104,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:].clone()
 
 
+@pytest.mark.slow(gate=["exaone4", "gpt_neox", "granite"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_steps_and_every_gradient_are_those_of_transformers(
     family: str, tmp_path: Path
@@ -245,6 +246,7 @@ def job(folder: Path, run: Path, **settings: Any) -> Config:
     return load_config(run.parent / "job.toml", **{**own, **settings})
 
 
+@pytest.mark.slow
 def test_a_run_resumes_without_the_folder_and_its_export_is_like_it(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     write_folder(folder, "exaone4")
@@ -273,6 +275,7 @@ def test_a_run_resumes_without_the_folder_and_its_export_is_like_it(tmp_path: Pa
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_config_is_another_model(tmp_path: Path) -> None:
     write_folder(tmp_path / "folder", "smollm3")
     train(job(tmp_path / "folder", tmp_path / "run", **{"training.steps": 1}))
