@@ -104,6 +104,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:].clone()
 
 
+@pytest.mark.promise("hf")
 @pytest.mark.slow(gate=["exaone4", "gpt_neox", "granite"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_steps_and_every_gradient_are_those_of_transformers(
