@@ -29,11 +29,8 @@ def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """Runs of three checkpoints; tensors of the first lie in pieces of two ranks."""
     folder = tmp_path_factory.mktemp("runs")
     found = {}
-    for name, more in {
-        "float32": [],
-        "bfloat16": ["--training.dtype=bfloat16", "--model.tie_embeddings"],
-        "adapter": ["--lora.rank=2"],
-    }.items():
+    tied = ["--training.dtype=bfloat16", "--model.tie_embeddings"]
+    for name, more in ("float32", []), ("bfloat16", tied), ("adapter", ["--lora.rank=2"]):
         job = jobs.write_job(folder, name=name)
         job += ["--checkpoint.interval=1", "--training.steps=3", "--checkpoint.keep_latest_k=0"]
         ranks.run(jobs.train, [*job, *more], world=1 if more else 2)

@@ -121,9 +121,8 @@ def other_folder(rank: int, folder: Path) -> Iterator[None]:
 def test_ranks_find_it(plant: Plant, said: list[str], ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a" * 100)
     job = [*write_job(tmp_path), "--training.dataset=files", "--metrics.log_freq=1"]
-    text = "text.txt" if plant is other_folder else tmp_path / "text.txt"
-    dump = "run" if plant is other_folder else tmp_path / "run"
-    job += [f"--training.dataset_path={text}", f"--job.dump_folder={dump}"]
+    at = Path() if plant is other_folder else tmp_path
+    job += [f"--training.dataset_path={at / 'text.txt'}", f"--job.dump_folder={at / 'run'}"]
     first, second = ranks.run(faults, job, plant, tmp_path, world=2)
     assert first == second
     for part, fault in zip(said, first, strict=True):

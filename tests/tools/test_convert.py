@@ -81,9 +81,8 @@ def test_mistakes_write_nothing(trained, tmp_path, capsys) -> None:
     run, mine, out = str(trained[0] / "run"), tmp_path / "mine", tmp_path / "out"
     mine.mkdir()
     nothing = str(tmp_path / "nothing")
-    for direction, source in (("to-hf", run), ("from-hf", run)):
-        assert convert.main([direction, source, str(mine)]) == 2
-        assert str(mine) in capsys.readouterr().err
-        assert convert.main([direction, nothing, str(out)]) == 2
-        assert nothing in capsys.readouterr().err
+    for direction in ("to-hf", "from-hf"):
+        for words, said in ((run, str(mine)), str(mine)), ((nothing, str(out)), nothing):
+            assert convert.main([direction, *words]) == 2
+            assert said in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == [mine]

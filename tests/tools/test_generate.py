@@ -133,16 +133,12 @@ def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(tmp_path, capsys
     assert capsys.readouterr().out == tokenizer.decode(new[:n]) + "\n"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_terminal_gets_no_control_characters(trained, monkeypatch) -> None:
     """Of the 256 bytes that this model draws from, 30 are."""
     printed = []
-    for kind in (io.StringIO, Terminal):
-        monkeypatch.setattr(sys, "stdout", kind())
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        monkeypatch.setattr(sys.stdout, "isatty", lambda value=is_terminal: value)
         options = ["--prompt", "a", "--max_new_tokens", "99", "--temperature", "9"]
         assert command.main(["--checkpoint", str(trained[0]), *options]) == 0
         printed.append(sys.stdout.getvalue())

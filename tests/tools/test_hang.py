@@ -118,24 +118,17 @@ def test_nccl_s_own_file_is_read_and_runs_nothing(tmp_path: Path) -> None:
         read_calls(tmp_path, prefix="rank_")
 
 
-@pytest.mark.parametrize(
-    ("entries", "ranks"),
-    [
-        (None, "[0, 1]"),
-        ([nccl(7)], "[[0]]"),
-        ([nccl(10**40)], "[0, 1]"),
-        ([nccl(7) | {"process_group": []}], "[0, 1]"),
-    ],
-)
-def test_damaged_records_are_refused(entries: object, ranks: str, tmp_path: Path) -> None:
-    """Of a pipe, groups, times and entries."""
-    file = tmp_path / "gloo_0"
-    write_record(file, entries, fsdp=ranks)
-    if entries is None:
-        file.unlink()
-        os.mkfifo(file)
-    with pytest.raises(DataError, match="gloo_0"):
-        read_calls(tmp_path, prefix="rank_")
+def test_damaged_records_are_refused(tmp_path: Path) -> None:
+    """Of groups, times and entries, and a pipe."""
+    file, own = tmp_path / "gloo_0", "[0, 1]"
+    bad: list[object] = [nccl(10**40), nccl(7) | {"process_group": []}, nccl(7), None]
+    for entry, ranks in zip(bad, (own, own, "[[0]]", own), strict=True):
+        write_record(file, [entry], fsdp=ranks)
+        if entry is None:
+            file.unlink()
+            os.mkfifo(file)
+        with pytest.raises(DataError, match="gloo_0"):
+            read_calls(tmp_path, prefix="rank_")
 
 
 def test_records_of_nccl_and_gloo_are_read_together(tmp_path: Path) -> None:

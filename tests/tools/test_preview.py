@@ -52,9 +52,8 @@ def job(tmp_path: Path) -> list[str]:
 
 def shown_of(text: str, where: str) -> list[tuple[str, str]]:
     """Label and tokens of each run of a row."""
-    part = text.partition(f"{where}: ")[2].splitlines()[1:]
     found = []
-    for line in part:
+    for line in text.partition(f"{where}: ")[2].splitlines()[1:]:
         if not (run := re.fullmatch(r"  (loss|-100|cut ) {1,2}(.*)", line)):
             break
         tokens = "".join(map(literal_eval, re.findall(r"'(?:[^'\\]|\\.)*'", run[2])))
@@ -66,9 +65,8 @@ def test_every_token_with_its_label(job, tmp_path, capsys):
     assert main([*job, "--rows", "2"]) == 0
     text = capsys.readouterr().out
     a, b = (tmp_path / name for name in ("a.jsonl", "b.jsonl"))
-    before = (
-        "<|im_start|>system\nb<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    )
+    turns = "system\nb<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    before = f"<|im_start|>{turns}"
     expected = [("-100", before), ("loss", "yes<|im_end|>"), ("-100", "\n")]
     assert shown_of(text, f"{a} line 1") == shown_of(text, f"{b} line 1") == expected
     long = shown_of(text, f"{a} line 2")

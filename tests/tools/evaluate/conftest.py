@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
-from tests.tools.evaluate.helpers import stay_offline
+
+def stay_offline(patch: pytest.MonkeyPatch, *, cache: Path) -> None:
+    """Let the harness read local files alone, and say little."""
+    import datasets
+
+    patch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    patch.setattr(logging.getLogger("lm_eval"), "level", logging.ERROR)
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,11 @@ harness that read a local file."""
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
@@ -24,15 +22,6 @@ METRICS = {
     "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
     "generate_until": ("exact_match",),
 }
-
-
-def stay_offline(patch: pytest.MonkeyPatch, *, cache: Path) -> None:
-    """Let the harness read local files alone, and say little."""
-    import datasets
-
-    patch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
-    patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    patch.setattr(logging.getLogger("lm_eval"), "level", logging.ERROR)
 
 
 def write_model(folder: Path, *, begins: bool = False) -> PreTrainedModel:

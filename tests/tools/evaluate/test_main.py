@@ -12,14 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.finetune.chats import write_tokenizer
-from tests.tools.evaluate.helpers import (
-    evaluate,
-    numbers_of,
-    stay_offline,
-    write_model,
-    write_tasks,
-    write_texts,
-)
+from tests.tools.evaluate import helpers
+from tests.tools.evaluate.conftest import stay_offline
+from tests.tools.evaluate.helpers import evaluate, numbers_of
 from torchtitan.tools.evaluate import command, model
 
 
@@ -27,11 +22,11 @@ from torchtitan.tools.evaluate import command, model
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, text and tasks."""
     folder = tmp_path_factory.mktemp("evaluated")
-    write_model(folder / "model")
-    write_texts(folder / "a.jsonl")
+    helpers.write_model(folder / "model")
+    helpers.write_texts(folder / "a.jsonl")
     (folder / "b.txt").write_text("nothing more, " * 30)
     (folder / "empty.txt").write_text("")
-    write_tasks(folder / "tasks")
+    helpers.write_tasks(folder / "tasks")
     write_tokenizer(folder / "bare")
     return folder
 
