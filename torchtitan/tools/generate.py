@@ -139,13 +139,15 @@ def chat_in_terminal(chat: Chat) -> None:
     standard input is empty or not UTF-8."""
     from torchtitan.generate.chat import talk
 
-    is_terminal = sys.stdin.isatty()
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):  # Windows has none
             import readline  # noqa: F401, input() then edits lines and remembers them
         sys.stderr.write("/help lists the commands; Ctrl-C ends an answer\n")
 
     def read() -> str:
+        if sys.stdin is None:  # closed
+            raise EOFError
         try:
             return input("> " if is_terminal else "")
         except UnicodeDecodeError as error:
