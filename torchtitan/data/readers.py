@@ -129,12 +129,15 @@ def find_mistakes(
 def join_errors(errors: Sequence[DataError]) -> DataError:
     """Return one error with the first of each kind, under the setting of the first one."""
     problems = [error.problem for error in errors]
-    kinds: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for rule in dict.fromkeys(p.rule if isinstance(p, Violation) else p for p in problems):
-        kinds.setdefault(re.sub(r"\bline \d+", "line", rule), []).append(rule)
-    lines = [f"{one} (and {len(more)} more)" if more else one for one, *more in kinds.values()]
-    more_kinds = ["..."] if len(lines) > MAX_MISTAKES else []
-    text, first = "\n".join(lines[:MAX_MISTAKES] + more_kinds), problems[0]
+        groups.setdefault(re.sub(r"\bline \d+", "line", rule), []).append(rule)
+    lines = [
+        f"{rule} (and {len(like_it)} more)" if like_it else rule
+        for rule, *like_it in groups.values()
+    ]
+    dots = ["..."] if len(lines) > MAX_MISTAKES else []
+    text, first = "\n".join(lines[:MAX_MISTAKES] + dots), problems[0]
     return DataError(replace(first, rule=text) if isinstance(first, Violation) else text)
 
 

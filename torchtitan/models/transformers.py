@@ -63,8 +63,8 @@ class TransformersConfig(DecoderConfig):
 
     def given(self, *, of_family: bool) -> dict[str, Any]:
         """Return the sizes that config.json implies, and `config`."""
-        known = {"config", *sizes_of(json.loads(self.config))}
-        return {k: v for k, v in super().given(of_family=of_family).items() if k in known}
+        implied = {"config", *sizes_of(json.loads(self.config))}
+        return {k: v for k, v in super().given(of_family=of_family).items() if k in implied}
 
     def violations(self) -> Iterator[Violation]:
         """Yield a violation for each size that is not config.json's."""
@@ -110,15 +110,15 @@ def _load(content: Mapping[str, Any]) -> Any:
     except ImportError as error:
         rule = f'"{TRANSFORMERS}" needs pip install "transformers>=5": {error}'
         raise ConfigError.at("model.name", rule) from error
-    kind = content.get("model_type")
+    model_type = content.get("model_type")
     arguments = {k: value for k, value in content.items() if k not in (*UNUSED, "model_type")}
-    with _refusing(f"has a config.json that transformers cannot read as {kind!r}"):
-        config = AutoConfig.for_model(kind, **arguments)
+    with _refusing(f"has a config.json that transformers cannot read as {model_type!r}"):
+        config = AutoConfig.for_model(model_type, **arguments)
     ropes = getattr(config, "rope_parameters", None) or {}
-    kinds = {
+    rope_types = {
         r["rope_type"] for r in (ropes, *ropes.values()) if isinstance(r, dict) and "rope_type" in r
     }
-    _refuse_if(kinds & set(VARYING), "has a rope that depends on the batch")
+    _refuse_if(rope_types & set(VARYING), "has a rope that depends on the batch")
     _refuse_if("quantization_config" in content, "has quantized weights")
     return config
 
@@ -186,8 +186,8 @@ class Transformers(LanguageModel):
         sources = {name: id(p) for name, p in self.named_parameters()}
         if not is_tied:
             sources["output.weight"] = id(head.weight)
-        others = names.keys() - sources.values()
-        _refuse_if(others, f"has other parameters: {', '.join(names[i] for i in others)}")
+        elsewhere = names.keys() - sources.values()
+        _refuse_if(elsewhere, f"has other parameters: {', '.join(names[i] for i in elsewhere)}")
         self.hf_names = {name: names[i] for name, i in sources.items()}
         """Names of the parameters in Hugging Face's files."""
         self._rules = {name: rules.get(i, "nothing") for name, i in sources.items()}
