@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 from scipy import stats
 
-from torchtitan.data.sampler import Mixture, Permutation
+from torchtitan.data.sampler import Inverse, Mixture, Permutation
 
 
 def order(n: int, *, seed: int = 0, epoch: int = 0, source: int = 0) -> list[int]:
@@ -22,7 +22,8 @@ def order(n: int, *, seed: int = 0, epoch: int = 0, source: int = 0) -> list[int
 @pytest.mark.parametrize("n", [*range(1, 40), 63, 64, 65, 99, 100, 101, 255, 256, 257, 1000, 4567])
 def test_each_number_once(n: int) -> None:
     for seed in range(3):
-        assert sorted(order(n, seed=seed)) == list(range(n))
+        numbers, inverse = order(n, seed=seed), Inverse(n, seed=seed, epoch=0, source=0)
+        assert sorted(numbers) == [*range(n)] == [inverse[i] for i in numbers]
 
 
 def test_seed_epoch_and_source_each_change_the_order() -> None:
