@@ -69,6 +69,22 @@ def test_a_folder_from_elsewhere_is_not_imported_from(module: str, tmp_path: Pat
     assert not (tmp_path / "evil").exists()
 
 
+@pytest.mark.promise("no-code-from-data")
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no PYTHONSAFEPATH")
+def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    job = [*write_job(tmp_path), "--training.dataloader.num_workers=1", "--training.steps=1"]
+    for name in ("json", "numpy", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'evil')!r}, 'w')")
+    done = subprocess.run(
+        [COLD_PYTHON, "-m", "torchtitan", "train", *job],
+        **{"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "check": False},
+        **{"capture_output": True, "text": True},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "evil").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-"])
 def test_a_closed_stream_ends_no_run(closed: str, tmp_path: Path) -> None:
@@ -295,7 +311,13 @@ def test_a_failed_save_does_not_hide_a_loss_that_is_not_finite(tmp_path: Path) -
     assert re.search(r"step 3 .*\n.*the disk is gone", done.stderr)
 
 
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "logs", "logs/rank_0.log", "tb"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.toml", "metrics.jsonl", "logs", "logs/rank_0.log", "tb"),
+        *("checkpoint/export", "checkpoint/.step-4.tmp"),
+    ],
+)
 def test_a_link_in_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("mine") if "." in name else elsewhere.mkdir()
@@ -303,5 +325,9 @@ def test_a_link_in_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(elsewhere)
     config = load_config([f"--job.dump_folder={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match=naming("dump_folder", link)):
+        refuse_links(tmp_path / "run", [*written_names(config), "logs/rank_0.log"])
+    link.unlink()
+    os.mkfifo(link)
     with pytest.raises(ConfigError, match=naming("dump_folder", link)):
         refuse_links(tmp_path / "run", [*written_names(config), "logs/rank_0.log"])

@@ -227,12 +227,16 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
 def written_names(config: Config) -> list[str]:
     """Return the names that a run writes in its folder."""
     from torchtitan.checkpoint.lock import LOCK
+    from torchtitan.checkpoint.settings import EXPORT
     from torchtitan.metrics.events import EVENTS
     from torchtitan.metrics.rows import RECORD
 
+    local = config.checkpoint.local_folder
+    drafts = (pathlib.Path(config.job.dump_folder) / local).glob(".*.tmp")
     return [
+        *(f"{local}/{EXPORT}", *(f"{local}/{draft.name}" for draft in drafts)),
         *(CONFIG_FILE, f"{RECORD}.jsonl", f"{RECORD}.jsonl.tmp", EVENTS, "logs", "wandb"),
-        *(config.checkpoint.local_folder, config.metrics.save_tb_folder, LOCK),
+        *(local, config.metrics.save_tb_folder, LOCK),
         *(config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder),
         config.comm.save_traces_folder,
     ]

@@ -13,6 +13,11 @@ SIGTERM, SIGINT and SIGUSR1 stop the job: torchrun forwards them to the ranks, w
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from torchtitan.base.path import drop_current_folder
+
+    drop_current_folder()
+
 import argparse
 import json
 import logging

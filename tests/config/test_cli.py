@@ -93,5 +93,5 @@ def test_help_describes_every_key(
     for path, facts in keys(Config).items():
         assert docstring_of(facts), path
         assert f"--{'.'.join(path)} {describe(facts)}" in flat, path
-    assert "--training.seq_len Tokens per sample. (int, > 0; default: 2048)" in flat
+    assert "--training.seq_len Tokens per sample. (int, > 0 and <= 1e+09; default: 2048)" in flat
     assert "--memory_estimation.enable" not in flat

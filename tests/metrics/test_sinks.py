@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.naming import naming
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.metrics.settings import MetricsConfig
 from torchtitan.metrics.sinks import JsonlSink, build_sinks
@@ -222,3 +222,23 @@ def test_all_ranks_can_write_files_of_their_own(tmp_path: Path) -> None:
         assert "lr" in _scalars(tmp_path / "tb" / tmp_path.name / f"rank_{rank}")
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == ["metrics.jsonl", "metrics.rank_2.jsonl", "tb"]
+
+
+class Broken:
+    """A sink that fails where `at` says."""
+
+    def __init__(self, at: str, **_: object) -> None:
+        self.at = at
+
+    def write(self, row: Row) -> None:
+        assert self.at != "write"
+
+    def close(self) -> None:
+        assert self.at != "close"
+
+
+@pytest.mark.parametrize("at", ["write", "close"])
+def test_an_error_of_a_custom_sink_is_a_mistake(at: str, tmp_path: Path) -> None:
+    path = f"{__name__}:Broken"
+    with pytest.raises(ConfigError, match=naming("metrics.sinks", path)):
+        _build(tmp_path, MetricsConfig(sinks=({"path": path, "at": at},)))

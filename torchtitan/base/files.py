@@ -40,8 +40,10 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         parts = Path(name).parts
         for path in (folder.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)):
-            if path.is_symlink():
-                rule = f"must hold no links at names that the run writes, and {path} is one"
+            if path.is_symlink() or path.is_fifo():
+                rule = (
+                    f"must hold no links or pipes at names that the run writes, and {path} is one"
+                )
                 raise ConfigError.at("job.dump_folder", rule)
 
 

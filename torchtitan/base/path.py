@@ -9,8 +9,11 @@ def drop_current_folder() -> None:
     """Remove the current folder from the search path, unless it is the repository.
 
     `python -m` searches it first. It may come from a stranger and hold a `numpy.py`. Own code is
-    found there by `base.custom`.
+    found there by `base.custom`. Processes that this one starts do not search it either, from
+    Python 3.11 on.
     """
-    is_repository = Path(__file__).parents[2] == Path.cwd()
-    if sys.path[0] in ("", os.getcwd()) and not is_repository:
+    if Path(__file__).parents[2] == Path.cwd():
+        return
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if sys.path[0] in ("", os.getcwd()):
         del sys.path[0]

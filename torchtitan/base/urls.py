@@ -31,7 +31,7 @@ _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL")
 _LOOKS_SECRET = re.compile(
     r"\?\S+"  # of a signed URL
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
-    r"|(?:Signature|Credential|Authorization|Bearer|ya29)[=:. ]*\S+"
+    r"|(?:Signature|Credential|Authorization|Bearer|ya29)[=:. ]+\S+"
     r"|(?<![\w/+.-])[A-Za-z0-9/+]{40,}={0,2}"
 )
 

@@ -31,7 +31,7 @@ from torchtitan.base.errors import ConfigError, StalledError
 from torchtitan.base.urls import is_url
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import find_manifest
-from torchtitan.checkpoint.settings import CheckpointConfig
+from torchtitan.checkpoint.settings import EXPORT, CheckpointConfig
 from torchtitan.checkpoint.state import Component, RunState
 from torchtitan.mesh.faults import is_timeout
 from torchtitan.mesh.ranks import on_first_rank
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PINNED = "async_with_pinned_mem"
-EXPORT = "export"  # folder of final exports, beside the steps
 SCORE = "validation"
 """Entry of a manifest: the validation loss, and the fingerprint of the data."""
 Export = Callable[[Path, Path], None]

@@ -38,6 +38,10 @@ GOING_BACK = Requires(
 WEIGHTS_ALONE = Requires("initial_load_model_only", True)
 
 
+EXPORT = "export"
+"""Folder of the last exports, beside the steps."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save a run, and which checkpoint or weights it starts from."""

@@ -96,11 +96,11 @@ class TrainingConfig:
     steps: Annotated[int, Range(ge=-1)] = -1
     """Optimizer steps. 0: check the job and train nothing. -1: the steps of num_epochs,
     or 10000 without it. With both, the run ends at the earlier one."""
-    seq_len: PositiveInt = 2048
+    seq_len: Annotated[int, Range(gt=0, le=10**9)] = 2048
     """Tokens per sample."""
     local_batch_size: BatchSize = 8
     """Samples per forward pass on one data-parallel rank."""
-    global_batch_size: MinusOneOrMore = -1
+    global_batch_size: Annotated[MinusOneOrMore, Range(le=10**9)] = -1
     """Samples per optimizer step over all ranks, a multiple of local_batch_size times the
     data-parallel degree. The rest is gradient accumulation. -1: no accumulation."""
     max_norm: Annotated[float, Range(gt=0)] = 1.0

@@ -279,10 +279,10 @@ class ChatTemplate:
             hint = (
                 "; it may not write tool_calls: choose another chat_template" if has_calls else ""
             )
+            reason = str(error) or type(error).__name__
             raise DataError(
                 f"{where}: the chat template {self.origin} fails"
-                f"{part if num_messages < len(messages) else ''}: {error or type(error).__name__}"
-                f"{hint}"
+                f"{part if num_messages < len(messages) else ''}: {reason}{hint}"
             ) from error
         return text
 

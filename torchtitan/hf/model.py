@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.base.files import read_json
-from torchtitan.checkpoint.manager import EXPORT
+from torchtitan.checkpoint.settings import EXPORT
 from torchtitan.hf.config import (
     architecture_of,
     check_family,

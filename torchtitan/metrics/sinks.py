@@ -15,11 +15,12 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torchtitan.base.custom import instantiate
+from torchtitan.base.custom import convert_errors, instantiate
 from torchtitan.base.errors import ConfigError
 from torchtitan.metrics.console import ConsoleSink
 from torchtitan.metrics.rows import RECORD, Row, convert_os_errors, read_rows
@@ -76,6 +77,22 @@ class JsonlSink:
         self._file.close()
 
 
+@dataclass(frozen=True)
+class _CustomSink:
+    """A sink of the user's code, whose errors are mistakes in `metrics.sinks`."""
+
+    path: str
+    sink: Sink
+
+    def write(self, row: Row) -> None:
+        with convert_errors(self.path, key="metrics.sinks"):
+            self.sink.write(row)
+
+    def close(self) -> None:
+        with convert_errors(self.path, key="metrics.sinks"):
+            self.sink.close()
+
+
 def build_sinks(
     metrics: MetricsConfig,
     *,
@@ -117,7 +134,7 @@ def build_sinks(
             if not isinstance(sink, Sink):
                 rule = f"'{path}' must have the methods write(row) and close()"
                 raise ConfigError.at("metrics.sinks", rule)
-            sinks.append(sink)
+            sinks.append(_CustomSink(path, sink))
     return [*sinks, ConsoleSink(last_step=last_step, color=color)]
 
 

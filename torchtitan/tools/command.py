@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.base.log import replace_closed_streams
+from torchtitan.base.path import drop_current_folder
 from torchtitan.tools.verbs import report_errors
 
 TRAIN, LAUNCH = "torchtitan.train", "torchtitan.launch"
@@ -78,6 +79,7 @@ def _train(arguments: Sequence[str]) -> NoReturn:
 
 def run() -> NoReturn:
     """Run the command line of this process, and end it."""
+    drop_current_folder()
     replace_closed_streams()
     code = main(sys.argv[1:])
     torch = sys.modules.get("torch")
