@@ -240,5 +240,5 @@ class Broken:
 @pytest.mark.parametrize("at", ["write", "close"])
 def test_an_error_of_a_custom_sink_is_a_mistake(at: str, tmp_path: Path) -> None:
     path = f"{__name__}:Broken"
-    with pytest.raises(ConfigError, match=naming("metrics.sinks", path)):
+    with pytest.raises(ConfigError, match=naming("sinks", path)):
         _build(tmp_path, MetricsConfig(sinks=({"path": path, "at": at},)))
