@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch.func import functional_call
 
+from tests.models.fake_group import fake_group
 from tests.models.reference import VARIANTS, random_decoder
+from torchtitan.base.errors import ConfigError
 from torchtitan.finetune.lora import (
     ADAPTERS,
     LoRALinear,
     apply_lora,
+    check_special_rows,
     is_adapter,
     linear_names,
     merged,
@@ -91,3 +95,19 @@ def test_patterns_choose_what_is_trained() -> None:
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in model.named_parameters() if not n.startswith(("layers.0.", "norm."))
     }
+
+
+class Samples(list[dict[str, Any]]):
+    num_samples = 1
+
+
+def test_special_tokens_of_padded_rows_need_a_trained_embedding() -> None:
+    model = random_decoder(VARIANTS["tied"])
+    model.tok_embeddings.weight.detach()[260:] = 0.0
+    tokens, length = torch.tensor([5, 259, 261]), torch.tensor(2)
+    samples = Samples([{"tokens": tokens, "length": length, "labels": torch.tensor([259, -100])}])
+    with fake_group(rank=0, world_size=1):
+        check_special_rows(model, samples=samples, special_tokens={"<a>": 259, "<b>": 261})
+        samples[0]["length"] += 1
+        with pytest.raises(ConfigError, match=r"train_embeddings.*<b>"):
+            check_special_rows(model, samples=samples, special_tokens={"<a>": 259, "<b>": 261})

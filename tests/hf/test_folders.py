@@ -43,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LLAMA = MODELS["llama3"]
 TOKENS = torch.arange(120).reshape(2, 60) * 7 % 263
 EXPERTS = "experts, first layer dense"
+HEAD, PACKED = "lm_head.weight", "model.layers.1.mlp.experts.gate_up_proj"
 NAMES = (
     "single kv head",
     "scaled",
@@ -355,6 +356,10 @@ def with_index(weight_map: object) -> Callable[[Path], None]:
     return apply
 
 
+def adapter_alone(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
 MISFITS: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
     "grouped": [
         ("model.safetensors", cut),
@@ -372,12 +377,20 @@ MISFITS: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
         ("rope_theta", change_config(rope_parameters={"rope_theta": 1e4})),
         ("'longrope'", change_config(rope_parameters={"rope_type": "longrope", "factor": 2.0})),
     ],
+    "tied": [
+        ("LoRA adapter", adapter_alone),
+        (
+            "tie_word_embeddings",
+            change_tensors(lambda t: t.update({HEAD: t["model.embed_tokens.weight"] + 1.0})),
+        ),
+    ],
     "normed heads": [("head_dim", change_config(head_dim=8))],
     "window": [("sliding_window", change_config(sliding_window=None))],
     EXPERTS: [
         ("norm_topk_prob", change_config(norm_topk_prob=True)),
         ("mlp_only_layers", change_config(mlp_only_layers=[])),
         ("number 2", change_tensors(without(".experts.2.up"))),
+        ("packs", change_tensors(lambda t: t.update({PACKED: torch.ones(2, 2, 2)}))),
     ],
 }
 
@@ -393,6 +406,15 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(CheckpointError) as error:
         imported(folder, VARIANTS[name])
     assert said in str(error.value)
+
+
+def test_a_factor_that_transformers_ignores_is_ignored(tmp_path: Path) -> None:
+    folder = theirs(tmp_path, VARIANTS["yarn"])
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    change_config(rope_parameters={**rope, "attn_factor": 0.5})(folder)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = imported(folder, VARIANTS["yarn"])(TOKENS)
+    torch.testing.assert_close(logits, wanted(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.promise("hf")

@@ -119,15 +119,16 @@ def test_flops_are_those_of_forward_and_backward(variant, monkeypatch):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", [64, 256, 4096])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_loss_is_that_of_equal_probabilities(name: str, dim: int, tied: bool) -> None:
     flavor, vocab_size = MODELS[name].flavors["tiny"], 2048
-    sizes = {"dim": dim, "hidden_dim": 3 * dim, "vocab_size": vocab_size, "tie_embeddings": tied}
+    width = min(dim, 256)
+    sizes = {"dim": dim, "hidden_dim": 3 * width, "vocab_size": vocab_size, "tie_embeddings": tied}
     if isinstance(flavor, MoEConfig):
-        sizes["expert_hidden_dim"] = dim
+        sizes["expert_hidden_dim"] = width
     if not isinstance(flavor, MLAConfig):
-        sizes |= {"num_heads": dim // 32, "num_kv_heads": dim // 64, "head_dim": 32}
+        sizes |= {"num_heads": width // 32, "num_kv_heads": width // 64, "head_dim": 32}
     model = MODELS[name].build(dataclasses.replace(flavor, **sizes))
     initialize(model, seed=0)
     tokens = torch.randint(vocab_size, (2, 65), generator=torch.Generator().manual_seed(0))

@@ -114,3 +114,9 @@ def test_all_files_are_shown_and_all_mistakes_reported(job, tmp_path, capsys):
     assert "training.dataset synthetic" in capsys.readouterr().err
     words = ["--rows=0", "--training.special_tokens_in_examples=encode"]
     assert main([*job[:-2], write_lines(tmp_path / "f.jsonl", [*ROWS, special]), *words]) == 0
+
+
+def test_keys_that_nothing_reads_are_named(job, tmp_path, capsys):
+    file = write_lines(tmp_path / "a.jsonl", [{**chat_of("yes"), "tools": [{"name": "f"}]}] * 2)
+    assert main([*job, f"--training.dataset_path={file}"]) == 0
+    assert re.search("2 examples: .*'tools'", capsys.readouterr().out)
