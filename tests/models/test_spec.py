@@ -123,7 +123,7 @@ def test_flops_are_those_of_forward_and_backward(variant, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_loss_is_that_of_equal_probabilities(name: str, dim: int, tied: bool) -> None:
     flavor, vocab_size = MODELS[name].flavors["tiny"], 2048
-    width = min(dim, 256)
+    width = min(dim, 1024)
     sizes = {"dim": dim, "hidden_dim": 3 * width, "vocab_size": vocab_size, "tie_embeddings": tied}
     if isinstance(flavor, MoEConfig):
         sizes["expert_hidden_dim"] = width
