@@ -13,6 +13,7 @@ import pytest
 from torchtitan.base.log import (
     init_logging,
     reset_logging,
+    showing_time,
     shown_ranks,
 )
 
@@ -116,3 +117,10 @@ def test_warnings_take_the_way_of_the_log(tmp_path: Path) -> None:
     text = (tmp_path / "logs" / "rank_1.log").read_text()
     assert "old thing on rank 1" in text
     assert "lib warns on rank 1" in text
+
+
+def test_long_work_shows_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ""
+    with showing_time(every=0.01):
+        while "still working, 0 s" not in shown:
+            shown += capsys.readouterr().err

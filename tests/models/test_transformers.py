@@ -26,7 +26,6 @@ from torchtitan.models.families import find_model
 from torchtitan.models.init import Constant, Normal, initialize
 from torchtitan.models.interface import Documents, LanguageModel
 from torchtitan.models.settings import ModelSection
-from torchtitan.models.transformers import Core
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.tensor import find_unplanned
 
@@ -161,12 +160,6 @@ def test_the_page_says_what_is_refused(family: str, tmp_path: Path) -> None:
     spec, architecture = find_model(settings)
     unplanned = find_unplanned(spec.build_meta(architecture), plan=spec.tensor_plan)
     assert bool(unplanned) == ("no plan" in CLAIMS[family])
-
-
-def test_windows_are_those_of_the_masks(tmp_path: Path) -> None:
-    write_folder(tmp_path, "exaone4")
-    windows = [m.window for m in build(tmp_path).modules() if isinstance(m, Core)]
-    assert windows == [8, 8, 8, None]
 
 
 def test_initial_weights_have_the_deviations_of_transformers(tmp_path: Path) -> None:

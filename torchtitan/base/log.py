@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Literal, TextIO
 
 from torchtitan.base.errors import ConfigError
@@ -85,6 +86,22 @@ def can_write(stream: TextIO, *, timeout: float) -> bool:
     except (AttributeError, OSError, ValueError):  # a stream in memory, or a closed one
         return True
     return bool(select.select([], [descriptor], [], timeout)[1])
+
+
+@contextmanager
+def showing_time(*, every: float = 20.0) -> Iterator[None]:
+    """Write the elapsed time to stderr every some seconds: not all work has steps to count."""
+    is_done, start = Event(), time.monotonic()
+
+    def show() -> None:
+        while not is_done.wait(every):
+            sys.stderr.write(f"still working, {time.monotonic() - start:.0f} s\n")
+
+    Thread(target=show, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_done.set()
 
 
 def note_in_file(message: str, level: str = "ERROR") -> None:

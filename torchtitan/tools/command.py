@@ -10,11 +10,12 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import NoReturn
 
 from torchtitan.base.errors import ConfigError, did_you_mean
-from torchtitan.base.log import replace_closed_streams
+from torchtitan.base.log import replace_closed_streams, showing_time
 from torchtitan.base.path import drop_current_folder
 from torchtitan.tools.verbs import report_errors
 
@@ -51,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{rule}{did_you_mean(verb, VERBS)}")
     if verb == "train":
         _train(argv[1:])
-    code: int = import_module(VERBS[verb][0]).main(argv[1:])
+    with nullcontext() if verb == "generate" else showing_time():  # that one may wait for its user
+        code: int = import_module(VERBS[verb][0]).main(argv[1:])
     return code
 
 
