@@ -235,15 +235,16 @@ def resolve_model(config: Config) -> Config:
     Raises UserError if the folder does not exist, or its model is not built here.
     """
     path = config.checkpoint.initial_load_path
-    from torchtitan.hf.model import find_export, names_all_sizes, read_model, with_model_of
-
-    if config.model.name == TRANSFORMERS and config.model.flavor != HF:
-        return replace(
-            config, model=with_model_of(to_settings(*find_model(config.model)), config.model)
-        )
-    if not config.checkpoint.initial_load_in_hf or path is None:
+    is_flavor = config.model.name == TRANSFORMERS and config.model.flavor != HF
+    if not is_flavor and (not config.checkpoint.initial_load_in_hf or path is None):
         return config
+    from torchtitan.hf.model import find_export, names_all_sizes, read_model, with_model_of
     from torchtitan.hf.names import CONFIG
+
+    if is_flavor:
+        model = to_settings(*find_model(config.model))
+        return replace(config, model=with_model_of(model, config.model))
+    assert path is not None
 
     folder, run = find_export(pathlib.Path(path)), config.job.dump_folder
     initial = replace(config.checkpoint, initial_load_path=str(folder))

@@ -151,7 +151,4 @@ class Decoder(LanguageModel):
         if self.norm is None or self.output is None:
             return x_BSC
         x_BSC = self.norm(x_BSC if cache is None else x_BSC[:, cache.ends])
-        if isinstance(self.output, TiedOutput):
-            assert self.tok_embeddings is not None
-            return self.output(x_BSC, self.tok_embeddings.weight, labels)
-        return self.output(x_BSC, labels)
+        return self.head(x_BSC, labels)

@@ -274,6 +274,14 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
+    def head(self, x_BSC: Tensor, labels_BS: Tensor | None) -> Tensor:
+        """Return the head's logits or loss, from the output of the last norm."""
+        assert self.output is not None
+        if isinstance(self.output, TiedOutput):
+            assert self.tok_embeddings is not None
+            return self.output(x_BSC, self.tok_embeddings.weight, labels_BS)
+        return self.output(x_BSC, labels_BS)
+
     def initial(self, name: str) -> Init:
         """Return how a parameter is initialized: `Normal` or `Constant`."""
         raise NotImplementedError

@@ -4,10 +4,10 @@ The modules are those of transformers, and all else is ours. Attention is replac
 transformers' attention interface, so documents, windows and context parallelism are those of every
 model here. The roles under tensor parallelism are read from transformers' own plan.
 
-What a model computes is tried, not believed: it runs once on the meta device. The trial shows the
-mask of each layer, whether every attention comes through the interface, and whether the logits are
-a multiple of the product of the last norm and the head, which is computed here in chunks. A model
-that does something else is refused before anything is loaded. `_init_weights` runs under a
+The computation of a model is tried, not believed: it runs once on the meta device. The trial shows
+the mask of each layer, whether every attention comes through the interface, and whether the logits
+are a multiple of the product of the last norm and the head, which is computed here in chunks. A
+model that does something else is refused before anything is loaded. `_init_weights` runs under a
 recorder, so that initial weights have its distributions and are drawn by `init.py`.
 """
 
@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -63,18 +63,16 @@ class TransformersConfig(DecoderConfig):
 
     def given(self, *, of_family: bool) -> dict[str, Any]:
         """Return the sizes that config.json implies, and `config`."""
-        implied = {"config", *sizes_of(json.loads(self.config))}
+        implied = {"config", *sizes_of(self.config)}
         return {k: v for k, v in super().given(of_family=of_family).items() if k in implied}
 
     def violations(self) -> Iterator[Violation]:
         """Yield a violation for each size that is not config.json's."""
-        sizes = sizes_of(json.loads(self.config))
+        sizes = sizes_of(self.config)
         for size in fields(DecoderConfig):
             own, in_file = getattr(self, size.name), sizes.get(size.name, size.default)
             if own != in_file:
-                rule = (
-                    f"is that of config.json, {in_file}, for {TRANSFORMERS}, got {own}; remove it"
-                )
+                rule = f"is {in_file} in config.json, got {own}; remove it"
                 yield Violation((size.name,), rule)
 
 
@@ -82,12 +80,14 @@ def read_sizes(content: Mapping[str, Any]) -> TransformersConfig:
     """Return the sizes of the model of a config.json; raise ConfigError if transformers cannot
     build it, or its weights are quantized."""
     kept = {key: value for key, value in content.items() if key not in UNUSED}
-    return TransformersConfig(config=json.dumps(kept, sort_keys=True), **sizes_of(kept))
+    config = json.dumps(kept, sort_keys=True)
+    return TransformersConfig(config=config, **sizes_of(config))
 
 
-def sizes_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes in a config.json by their names here."""
-    config = _load(content)
+@lru_cache(maxsize=8)
+def sizes_of(content: str) -> Mapping[str, Any]:
+    """Return the sizes in a config.json, given as JSON, by their names here."""
+    config = _load(json.loads(content))
     with _refusing("has no sizes of a decoder"):
         dim, num_heads = config.hidden_size, config.num_attention_heads
         sizes = {
@@ -143,8 +143,8 @@ class Core(AttentionModule):
     """Attention of one layer, between the rotated heads and the last projection."""
 
     documents: Documents | None = None
-    """Of the running batch, as not all families pass further arguments to attention. Without
-    pipelines, a block is recomputed before the next batch begins."""
+    """Documents of the running batch. Not all families pass further arguments to attention, and
+    without pipelines a block is recomputed before the next batch starts."""
 
     def __init__(self, *, width: int, window: int | None, factor: float) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Transformers(LanguageModel):
         plan = getattr(base.config, "base_model_tp_plan", None) or {}
         self.roles = _find_roles(self, {n.replace(stack, "layers", 1): s for n, s in plan.items()})
         """Roles under tensor parallelism, as `ModelSpec.tensor_plan`."""
-        self._hidden = [base]  # it calls the layers, and is no module of ours
+        self._hidden = [base]  # it calls the layers; as a submodule it would name them twice
         self._cores = [module for module in self.modules() if isinstance(module, Core)]
         self.eval()  # dropout, which only transformers has, is never applied
         self._rotary = []
@@ -233,11 +233,7 @@ class Transformers(LanguageModel):
             use_cache=False,
         ).last_hidden_state
         x_BSC = x_BSC if self._factor == 1.0 else x_BSC * self._factor
-        if isinstance(self.output, TiedOutput):
-            assert self.tok_embeddings is not None
-            return self.output(x_BSC, self.tok_embeddings.weight, labels)
-        assert self.output is not None
-        return self.output(x_BSC, labels)
+        return self.head(x_BSC, labels)
 
 
 def _pass_by_position(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -280,7 +276,7 @@ def _last_rows(*, q_length: int, mask_function: Callable[..., Tensor], **setting
 
 def _try_out(causal: Any, *, base: Any, layers: Any, head: Any) -> tuple[nn.Module, float]:
     """Run a model on the meta device, and give each layer its `Core`; raise ConfigError if the
-    model does what is not done here.
+    model computes something that this library does not support.
 
     Returns:
         The last norm, and the factor on the logits.
@@ -424,8 +420,8 @@ def _initial_rules(causal: Any) -> dict[int, Init | str]:
 # -- the family --------------------------------------------------------------------------------
 
 
-def _describe(architecture: DecoderConfig) -> dict[str, Any]:
-    """Return what a `ModelSpec` says of one model."""
+def _describe(architecture: DecoderConfig) -> Mapping[str, Any]:
+    """Return the fields of a `ModelSpec` that depend on the model."""
     assert isinstance(architecture, TransformersConfig)
     with torch.device("meta"):
         model = Transformers(architecture)
