@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
+from tests.models.reference import VARIANTS, random_decoder
+from torchtitan.hf.config import TOKEN_IDS, new_config
 from torchtitan.models import attention
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
@@ -39,6 +41,9 @@ PUBLISHED = {
     ("qwen3", "8B"): 8_190_735_360,
     ("qwen3", "14B"): 14_768_307_200,
     ("qwen3", "32B"): 32_762_123_264,
+    ("gemma3", "270M"): 268_098_176,
+    ("gemma3", "1B"): 999_885_952,
+    ("smollm3", "3B"): 3_075_098_624,
     ("deepseek_v2", "16B"): 15_706_484_224,
     ("deepseek_v3", "671B"): 671_026_404_352 + 58 * 256,  # with the biases of the experts
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
@@ -57,7 +62,9 @@ def test_parameters_are_those_of_the_public_model(name, flavor):
         assert found == PUBLISHED[name, flavor]
         return
     with torch.device("meta"):
-        theirs = public_model(reference_config(config))
+        no_ids = dict.fromkeys(TOKEN_IDS)
+        content = new_config(config, format=MODELS[name].hf, dtype=torch.float32, carried=no_ids)
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
     biases = sum(bias.numel() for bias in router_biases(model))  # to transformers no parameters
     assert found - biases == theirs.num_parameters()
 

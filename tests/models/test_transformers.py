@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -103,16 +104,9 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:].clone()
 
 
-@pytest.mark.promise("hf")
-@pytest.mark.slow(gate=["exaone4", "gpt_neox", "granite"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ten_steps_and_every_gradient_are_those_of_transformers(
-    family: str, tmp_path: Path
-) -> None:
-    theirs = write_folder(tmp_path, family)
-    ours = build(tmp_path)
+def ten_steps(theirs: Any, ours: LanguageModel, after_first: Callable[[], None] = int) -> None:
+    """Train both models alike; call `after_first` with the first gradients."""
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (theirs, ours)]
-    names = ours.hf_names
     for step in range(10):
         tokens, labels = batch(step)
         expected = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
@@ -122,13 +116,28 @@ def test_ten_steps_and_every_gradient_are_those_of_transformers(
             optimizer.zero_grad()
             value.backward()
         if step == 0:
-            wanted = revert_weight_conversion(theirs, dict(theirs.named_parameters()))
-            for name, parameter in ours.named_parameters():
-                gradient = wanted[names[name]].grad
-                difference = (parameter.grad - gradient).norm()
-                assert difference <= 1e-5 * gradient.norm() + 1e-8, name
+            after_first()
         for optimizer in optimizers:
             optimizer.step()
+
+
+@pytest.mark.promise("hf")
+@pytest.mark.slow(gate=["exaone4", "gpt_neox", "granite"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_steps_and_every_gradient_are_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    theirs = write_folder(tmp_path, family)
+    ours = build(tmp_path)
+
+    def compare_gradients() -> None:
+        wanted = revert_weight_conversion(theirs, dict(theirs.named_parameters()))
+        for name, parameter in ours.named_parameters():
+            gradient = wanted[ours.hf_names[name]].grad
+            difference = (parameter.grad - gradient).norm()
+            assert difference <= 1e-5 * gradient.norm() + 1e-8, name
+
+    ten_steps(theirs, ours, compare_gradients)
 
 
 @pytest.mark.parametrize("family", ["exaone4", "gpt_neox", "stablelm"])

@@ -37,7 +37,7 @@ CARRIED = (
 """Keys of a base model's config.json that an export keeps. No other key may name code to load."""
 MAX_COUNT, MAX_LAYERS = 10**8, 10**4
 """Limits of counts in a file, because the model is built before its weights are read."""
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL, LOCAL_THETA = "original_max_position_embeddings", "rope_local_base_freq"
 ROPE_REQUIRED = ("factor", "original_max_position", "low_freq_factor", "high_freq_factor")
 ROPE_NUMBERS = {
     "rope_theta",
@@ -110,9 +110,11 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
     missing or impossible, or the rope scaling is unsupported."""
     aliases, rope = spec.hf.aliases, rope_table(config)
     content = StoredJSON(config.path, {aliases.get(key, key): v for key, v in config.items()})
-    values = {size.field: _read(content, key, size) for key, size in spec.hf.sizes.items()}
-    theta = Size("rope_theta", float, default=DEFAULT_THETA)
-    values["rope_theta"] = _read(rope if "rope_theta" in rope else content, "rope_theta", theta)
+    sizes = {"rope_theta": Size("rope_theta", float, default=DEFAULT_THETA), **spec.hf.sizes}
+    content |= {key: rope[key] for key in ["rope_theta"] if key in rope}
+    if (local := _read_local_theta(config)) is not None:
+        content[LOCAL_THETA] = local
+    values = {size.field: _read(content, key, size) for key, size in sizes.items()}
     values |= {**spec.hf.implied, "rope_scaling": read_scaling(rope)}
     if values.get("head_dim", 0) is None:
         values["head_dim"] = values["dim"] // values["num_heads"]
@@ -124,6 +126,8 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
 
 def _read(content: StoredJSON, key: str, size: Size) -> Any:
     """Return the size under a key, checked."""
+    if size.kinds is not None:
+        return _read_pattern(content, key, size, size.kinds)
     default = size.default
     if isinstance(default, str):
         default = content[default]
@@ -144,7 +148,44 @@ def _read(content: StoredJSON, key: str, size: Size) -> Any:
         raise CheckpointError(f"{content.path}: {key} must be {rule}, got {value!r:.60}")
     if size.type is list:
         return len(value) or None
+    if size.power != 1:
+        value **= size.power
     return None if value == size.none_as else size.type(value)
+
+
+def _read_pattern(content: StoredJSON, key: str, size: Size, kinds: Mapping[str, object]) -> str:
+    """Return the shortest pattern of a list with one of `kinds` per layer."""
+    num_layers, letters, values = content["num_hidden_layers"], [*kinds], [*kinds.values()]
+    kind_of_layer = content.get(key)
+    if kind_of_layer is None:
+        default = str(size.default)
+        if type(length := content.get(size.interval)) is int and 0 < length <= MAX_LAYERS:
+            default = default[0] * (length - 1) + default[-1]
+        pattern = (default * num_layers)[:num_layers]
+    elif (
+        isinstance(kind_of_layer, list)
+        and len(kind_of_layer) == num_layers
+        and all(kind in values for kind in kind_of_layer)
+    ):
+        pattern = "".join(letters[values.index(kind)] for kind in kind_of_layer)
+    else:
+        rule = f"must be {num_layers} of {', '.join(map(repr, values))}"
+        raise CheckpointError(f"{content.path}: {key} {rule}, got {kind_of_layer!r:.80}")
+    lengths = range(1, num_layers + 1)
+    period = next(n for n in lengths if (pattern[:n] * num_layers).startswith(pattern))
+    return pattern[:period]
+
+
+def _read_local_theta(config: StoredJSON) -> object:
+    """Return the rope base of layers with a window in version 5's form; raise CheckpointError if
+    their wavelengths are scaled."""
+    rope = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise CheckpointError(
+            f"{config.path}: rope_type of sliding_attention must be default, got "
+            f"{rope['rope_type']!r:.60}"
+        )
+    return rope.get("rope_theta")
 
 
 def _is_positive(value: object) -> bool:
@@ -153,16 +194,22 @@ def _is_positive(value: object) -> bool:
 
 def sizes_of(architecture: DecoderConfig, format: HFFormat) -> dict[str, Any]:
     """Return the sizes of a model as its config.json stores them."""
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = {"rope_theta": architecture.rope_theta}
     for key, size in format.sizes.items():
         value = getattr(architecture, size.field)
         if size.type is list:
             value = [*range(value or 0)]
+        if size.kinds is not None:
+            layers = range(architecture.num_layers)
+            value = [size.kinds.get(architecture.kind(layer)) for layer in layers]
+        elif value is None and isinstance(size.default, str):
+            value = sizes[size.default]
+        if size.power != 1:
+            value = round(value ** (1 / size.power))
         sizes[key] = size.none_as if value is None else value
     if "head_dim" in sizes:
         sizes["head_dim"] = architecture.head_width
-    rope = {"rope_theta": architecture.rope_theta}
-    return {**sizes, **rope, "rope_scaling": scaling_table(architecture.rope_scaling)}
+    return {**sizes, "rope_scaling": scaling_table(architecture.rope_scaling)}
 
 
 def find_inexpressible(architecture: DecoderConfig, format: HFFormat) -> str | None:
@@ -174,7 +221,11 @@ def find_inexpressible(architecture: DecoderConfig, format: HFFormat) -> str | N
     if format.config:
         return None
     stored = {"rope_theta", "rope_scaling", *(size.field for size in format.sizes.values())}
-    wrong = []
+    wrong = [
+        f"{size.field} must have no letters but {', '.join(size.kinds)}, got {pattern}"
+        for size in format.sizes.values()
+        if size.kinds and (pattern := architecture.layer_pattern or "").strip("".join(size.kinds))
+    ]
     for item in fields(architecture):
         value = getattr(architecture, item.name)
         constant = format.implied.get(item.name, item.default)
@@ -250,6 +301,12 @@ def new_config(
         "use_cache": True,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if LOCAL_THETA in sizes:  # version 5's form, which both bases need
+        scaled = sizes["rope_scaling"] or {"rope_type": "default"}
+        content["rope_parameters"] = {
+            "full_attention": {"rope_theta": architecture.rope_theta, **scaled},
+            "sliding_attention": {"rope_theta": sizes[LOCAL_THETA], "rope_type": "default"},
+        }
     scaling = architecture.rope_scaling
     if scaling is not None and scaling.type == "yarn":
         # transformers 4.53 ignores the factor and divides this by the original context
@@ -297,6 +354,7 @@ def rope_table(config: StoredJSON) -> StoredJSON:
     """Return the settings of the rotary embedding in a config.json, with our names of its numbers;
     raise CheckpointError if a key is unsupported, or a value is not a positive number."""
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    table = table.get("full_attention", table)
     rope = StoredJSON(config.path, {"rope_type": "default"})
     has_new_name = table.get("rope_type") is not None
     for key, value in table.items():

@@ -32,6 +32,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from torchtitan.base.device import to_device
 from torchtitan.models.interface import AttentionModule, Documents
+from torchtitan.models.norms import build_norm
 from torchtitan.models.rope import Rope
 from torchtitan.models.sizes import DecoderConfig
 
@@ -56,10 +57,15 @@ class Attention(AttentionModule):
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        self.joint_norm, has_norm = config.joint_qk_norm, config.joint_qk_norm or config.qk_norm
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
-            for _ in range(2)
+            build_norm(config, width if self.joint_norm else config.head_width)
+            if has_norm
+            else None
+            for width in (q_dim, kv_dim)
         )
+        scale = config.attention_scale
+        self.q_scale = 1.0 if scale is None else scale * config.head_width**0.5
         self.window = config.window
         self.attend = (
             causal_attention
@@ -75,12 +81,17 @@ class Attention(AttentionModule):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Attend from each token to those before it, including cached ones."""
+        q, k = self.wq(x_BSC), self.wk(x_BSC)
+        if self.joint_norm:
+            q, k = self._normalize(q, k)
         # heads are -1 because tensor parallelism gives each rank some of them
-        q_BSHD = self.wq(x_BSC).unflatten(-1, (-1, self.head_dim))
-        k_BSKD = self.wk(x_BSC).unflatten(-1, (-1, self.head_dim))
+        q_BSHD = q.unflatten(-1, (-1, self.head_dim))
+        k_BSKD = k.unflatten(-1, (-1, self.head_dim))
         v_BSKD = self.wv(x_BSC).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
+        if not self.joint_norm:
+            q_BSHD, k_BSKD = self._normalize(q_BSHD, k_BSKD)
+        if self.q_scale != 1.0:
+            q_BSHD = q_BSHD * self.q_scale
         q_BHSD, k, v = (x.transpose(1, 2) for x in (*rope.rotate(q_BSHD, k_BSKD), v_BSKD))
         if cache is None:
             out_BHSD = self.attend(q_BHSD, k, v, documents)
@@ -90,6 +101,11 @@ class Attention(AttentionModule):
                 q_BHSD, *keys_values, attend_prompts=self.attend, window=self.window
             )
         return self.wo(out_BHSD.transpose(1, 2).flatten(-2))
+
+    def _normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
 
 def causal_attention(

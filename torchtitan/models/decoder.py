@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.attention import Attention
 from torchtitan.models.interface import Documents, LanguageModel, Output, TiedOutput
+from torchtitan.models.norms import build_norm
 from torchtitan.models.rope import Rope, build_rope
 from torchtitan.models.sizes import DecoderConfig
 
@@ -51,29 +52,40 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return product
 
 
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, in the tanh approximation."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
+    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x). GeGLU has gelu in place of silu."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
         self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
         self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.activate = swiglu if config.activation == "silu" else geglu
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """Transform each token independently."""
-        return self.w2(swiglu(self.w1(x_BSC), self.w3(x_BSC)))
+        return self.w2(self.activate(self.w1(x_BSC), self.w3(x_BSC)))
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a norm before it and a residual connection."""
+    """Attention and feed-forward, each with a residual connection, and a norm before it, after it
+    or both."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        has_pre, has_post = config.norm_placement != "post", config.norm_placement != "pre"
+        self.attention_norm = build_norm(config) if has_pre else nn.Identity()
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.post_attention_norm = build_norm(config) if has_post else nn.Identity()
+        self.ffn_norm = build_norm(config) if has_pre else nn.Identity()
         self.feed_forward = FeedForward(config)
+        self.post_ffn_norm = build_norm(config) if has_post else nn.Identity()
+        self.scale = config.residual_scale or 1
 
     def forward(
         self,
@@ -83,8 +95,10 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Apply the block. Only decoding passes a cache."""
-        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, documents, cache)
-        return x_BSC + self.transform(self.ffn_norm(x_BSC))
+        attended_BSC = self.attention(self.attention_norm(x_BSC), rope, documents, cache)
+        x_BSC = torch.add(x_BSC, self.post_attention_norm(attended_BSC), alpha=self.scale)
+        transformed_BSC = self.transform(self.ffn_norm(x_BSC))
+        return torch.add(x_BSC, self.post_ffn_norm(transformed_BSC), alpha=self.scale)
 
     def transform(self, x_BSC: Tensor) -> Tensor:
         """Transform each token independently."""
@@ -103,8 +117,10 @@ class Decoder(LanguageModel):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config.of_kind(config.kind(i))) for i in range(config.num_layers)}
+        )
+        self.norm = build_norm(config)
         self.output = (
             TiedOutput()
             if config.tie_embeddings
@@ -137,18 +153,30 @@ class Decoder(LanguageModel):
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
             if cache is not None:
                 positions = torch.tensor(cache.positions, device=tokens_BS.device)
-        rope = build_rope(
-            positions,
-            head_dim=self.config.head_width,
-            theta=self.config.rope_theta,
-            scaling=self.config.rope_scaling,
-        )
         x_BSC = tokens_BS
         if self.tok_embeddings is not None and not self.embedding_is_copy:
             x_BSC = self.tok_embeddings(tokens_BS)
+            if (factor := self.config.embedding_factor) != 1.0:
+                x_BSC = x_BSC * x_BSC.new_full((), factor)  # rounded like the rows
+        ropes: dict[str, Rope] = {}
         for name, block in self.layers.items():
-            x_BSC = block(x_BSC, rope, documents, None if cache is None else cache.layers[name])
+            kind = self.config.kind(int(name))
+            if kind not in ropes:
+                ropes[kind] = self._build_rope(positions, kind)
+            layer_cache = None if cache is None else cache.layers[name]
+            x_BSC = block(x_BSC, ropes[kind], documents, layer_cache)
         if self.norm is None or self.output is None:
             return x_BSC
         x_BSC = self.norm(x_BSC if cache is None else x_BSC[:, cache.ends])
+        if self.config.logits_divisor is not None:
+            x_BSC = x_BSC / self.config.logits_divisor
         return self.head(x_BSC, labels)
+
+    def _build_rope(self, positions: Tensor, kind: str) -> Rope:
+        sizes = self.config.of_kind(kind)
+        return build_rope(
+            positions if kind != "N" else torch.zeros_like(positions),
+            head_dim=sizes.head_width,
+            theta=sizes.rope_theta,
+            scaling=sizes.rope_scaling,
+        )

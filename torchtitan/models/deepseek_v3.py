@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchtitan.models import llama3, qwen3_moe
-from torchtitan.models.init import Constant, Init, Normal
+from torchtitan.models.init import Init, Normal
 from torchtitan.models.mla import LatentAttention
 from torchtitan.models.sizes import DecoderConfig, MLAConfig, RopeScaling
 from torchtitan.models.spec import HFFormat, ModelSpec, Size, TensorRole
@@ -227,8 +227,6 @@ class DeepSeekV3(qwen3_moe.Qwen3MoE):
         match name.split("."):
             case ["layers", _, "attention", "wq_a" | "wq_b" | "wkv_a" | "wkv_b", "weight"]:
                 return Normal(std=0.02)
-            case ["layers", _, "attention", "q_norm" | "kv_norm", "weight"]:
-                return Constant(1.0)
         return super().initial(name)
 
 

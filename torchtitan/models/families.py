@@ -56,6 +56,11 @@ MODELS = Families(
         "deepseek_v3": "torchtitan.models.deepseek_v3",
         "deepseek_v2": "torchtitan.models.deepseek_v2",
         "mistral": "torchtitan.models.mistral",
+        "gemma3": "torchtitan.models.gemma3",
+        "olmo2": "torchtitan.models.olmo2",
+        "olmo3": "torchtitan.models.olmo3",
+        "smollm3": "torchtitan.models.smollm3",
+        "granite": "torchtitan.models.granite",
     }
 )
 
@@ -165,7 +170,7 @@ def find_spec(settings: ModelConfig) -> ModelSpec:
 
 
 def _has_size(spec: ModelSpec, key: str) -> bool:
-    """Return whether a family has a size. A family without Hugging Face files may have a window."""
-    if key != "window":
-        return any(size.name == key for size in fields(spec.sizes))
-    return not spec.hf.names or any(size.field == "window" for size in spec.hf.sizes.values())
+    """Return whether a family has a size."""
+    [*size] = (size for size in fields(spec.sizes) if size.name == key)
+    in_files = not spec.hf.names or any(stored.field == key for stored in spec.hf.sizes.values())
+    return bool(size) and (in_files or not size[0].metadata.get("of_files"))

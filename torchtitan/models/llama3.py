@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
@@ -92,6 +93,16 @@ FLAVORS = {
     ),
 }
 
+
+def small_flavors(config: DecoderConfig, **sizes: Any) -> dict[str, DecoderConfig]:
+    """Return the flavors for tests of a family: `config` in Llama's sizes, and with `sizes`."""
+    names = ("dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim", "vocab_size")
+    return {
+        flavor: replace(config, **{n: getattr(FLAVORS[flavor], n) for n in names}, **sizes)
+        for flavor in ("tiny", "tiny8", "debugmodel")
+    }
+
+
 TENSOR_PLAN: dict[str, TensorRole] = {
     "tok_embeddings": "vocabulary",
     "layers.*.attention_norm": "norm",
@@ -155,14 +166,15 @@ class Llama3(Decoder):
         """Return torchtitan's standard deviations, truncated at 3.
 
         A tied embedding has 0.02, as in published models: wider rows would make a token predict
-        itself.
+        itself. Embedded tokens that are multiplied start as large as those that are not.
         Matrices that write into the residual stream (wo, w2, and w3, which scales w2's input) are
-        smaller in deeper layers, so that the variance of the stream does not grow with depth.
+        smaller in deeper layers, so that the variance of the stream does not grow with depth. Norms
+        start as 1, biases as 0.
         """
-        tied, width = self.config.tie_embeddings, self.config.dim
+        tied, factor = self.config.tie_embeddings, self.config.embedding_factor
         match name.split("."):
             case ["tok_embeddings", "weight"]:
-                return Normal(std=0.02 if tied else 1.0)
+                return Normal(std=(0.02 if tied else 1.0) / factor)
             case ["layers", _, "attention", "wq" | "wk" | "wv", "weight"]:
                 return Normal(std=0.02)
             case ["layers", _, "feed_forward", "w1", "weight"]:
@@ -171,10 +183,12 @@ class Llama3(Decoder):
                 return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
             case ["layers", layer, "feed_forward", "w2" | "w3", "weight"]:
                 return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
-            case ["layers", _, "attention_norm" | "ffn_norm", "weight"] | ["norm", "weight"]:
-                return Constant(1.0)
+            case [*_, norm, "weight"] if norm.endswith("norm"):
+                return Constant(0.0 if self.config.norm_offset else 1.0)
+            case [*_, "bias"]:
+                return Constant(0.0)
             case ["output", "weight"]:
-                return Normal(std=width**-0.5)
+                return Normal(std=self.config.dim**-0.5)
         raise AssertionError(f"no rule initializes the parameter {name}")
 
 

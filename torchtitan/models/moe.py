@@ -381,5 +381,9 @@ class MoEDecoder(Decoder):
     def __init__(self, config: DecoderConfig) -> None:
         assert isinstance(config, MoEConfig)
         super().__init__(config)
-        sparse = {name: MoEBlock(config) for name in self.layers if config.has_experts(int(name))}
+        sparse = {
+            name: MoEBlock(config.of_kind(config.kind(int(name))))
+            for name in self.layers
+            if config.has_experts(int(name))
+        }
         self.layers = nn.ModuleDict({**self.layers, **sparse})

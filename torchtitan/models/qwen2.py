@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchtitan.models import llama3
-from torchtitan.models.init import Constant, Init
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import HFFormat, ModelSpec
 
@@ -69,21 +68,10 @@ HF = HFFormat(
 )
 
 
-class Qwen2(llama3.Llama3):
-    """The decoder with Qwen2's initial weights."""
-
-    def initial(self, name: str) -> Init:
-        """Return how a parameter is initialized: biases with 0, all else as in Llama."""
-        match name.split("."):
-            case ["layers", _, "attention", "wq" | "wk" | "wv", "bias"]:
-                return Constant(0.0)
-        return super().initial(name)
-
-
 SPEC = ModelSpec(
     name="qwen2",
     flavors=FLAVORS,
-    build=Qwen2,
+    build=llama3.Llama3,
     tensor_plan=llama3.TENSOR_PLAN,
     stages=True,
     hf=HF,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchtitan.models import llama3
-from torchtitan.models.init import Constant, Init
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
 
@@ -93,21 +92,10 @@ HF = HFFormat(
 )
 
 
-class Qwen3(llama3.Llama3):
-    """The decoder with Qwen3's initial weights."""
-
-    def initial(self, name: str) -> Init:
-        """Return how a parameter is initialized: norms of heads with 1, all else as in Llama."""
-        match name.split("."):
-            case ["layers", _, "attention", "q_norm" | "k_norm", "weight"]:
-                return Constant(1.0)
-        return super().initial(name)
-
-
 SPEC = ModelSpec(
     name="qwen3",
     flavors=FLAVORS,
-    build=Qwen3,
+    build=llama3.Llama3,
     tensor_plan=TENSOR_PLAN,
     stages=True,
     hf=HF,

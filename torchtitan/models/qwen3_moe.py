@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from torchtitan.models import qwen3
+from torchtitan.models import llama3, qwen3
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.moe import MoEDecoder
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
@@ -93,7 +93,7 @@ HF = HFFormat(
 )
 
 
-class Qwen3MoE(MoEDecoder, qwen3.Qwen3):
+class Qwen3MoE(MoEDecoder, llama3.Llama3):
     """The decoder with experts and Qwen3's initial weights."""
 
     def initial(self, name: str) -> Init:

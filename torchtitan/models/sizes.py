@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, Any, Literal
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, TypeVar
 
 from torchtitan.base.errors import Violation
 from torchtitan.config.settings import SET, FinitePositive, PositiveInt, Range, Requires, finite
 
 OF_FAMILY = {"of_family": True}
 """Marks a field that the family sets and no job can change, because it changes the module."""
+OF_FILES = {"of_files": True}
+"""Marks a field that a family with Hugging Face files has only if its config.json has it."""
+LAYER_KINDS = "LGN"
+"""L: attends to the last `window` tokens, G: to all of them, N: to all, without positions."""
 EXPERT_SCORES = ("softmax", "sigmoid")
 
 
@@ -118,9 +122,15 @@ class RopeScaling:
                 )
 
 
+C = TypeVar("C", bound="DecoderConfig")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes of a decoder-only transformer with GQA, RoPE, SwiGLU and RMSNorm."""
+    """Sizes of a decoder-only transformer with GQA, RoPE, SwiGLU and RMSNorm.
+
+    Layers may differ: `kind` is a layer's letter, `of_kind` are its sizes.
+    """
 
     dim: int
     """Width of the residual stream."""
@@ -148,8 +158,55 @@ class DecoderConfig:
     """Each query and key head is normalized before it is rotated."""
     qkv_bias: bool = field(default=False, metadata=OF_FAMILY)
     """The projections to queries, keys and values have a bias."""
-    window: int | None = None
+    window: int | None = field(default=None, metadata=OF_FILES)
     """Number of tokens that a token attends to, itself included. Default: all up to itself."""
+    layer_pattern: str | None = field(default=None, metadata=OF_FILES)
+    """The kind of each layer, repeated over the layers: L attends to the last `window` tokens, G to
+    all, N to all and without positions. Default: all L with a window, else all G."""
+    local_rope_theta: float | None = field(default=None, metadata=OF_FILES)
+    """Base of the rotary wavelengths in the L layers of a pattern, which are not scaled. Default:
+    rope_theta."""
+    embedding_scale: float | None = field(default=None, metadata=OF_FILES)
+    """The embedded tokens are multiplied by this. Default: 1."""
+    residual_scale: float | None = field(default=None, metadata=OF_FILES)
+    """What a block adds to the residual stream is multiplied by this. Default: 1."""
+    attention_scale: float | None = field(default=None, metadata=OF_FILES)
+    """The products of queries and keys are multiplied by this. Default: 1 / sqrt(head width)."""
+    logits_divisor: float | None = field(default=None, metadata=OF_FILES)
+    """The logits are divided by this. Default: 1."""
+    scales_embedding: bool = field(default=False, metadata=OF_FAMILY)
+    """The embedded tokens are multiplied by sqrt(dim)."""
+    norm_placement: Literal["pre", "post", "both"] = field(default="pre", metadata=OF_FAMILY)
+    """Attention and feed-forward have a norm before them, after them, or both."""
+    norm_offset: bool = field(default=False, metadata=OF_FAMILY)
+    """Norms multiply by 1 + weight."""
+    joint_qk_norm: bool = field(default=False, metadata=OF_FAMILY)
+    """The queries of all heads are normalized as one vector before they are rotated, keys too."""
+    activation: Literal["silu", "gelu"] = field(default="silu", metadata=OF_FAMILY)
+    """Activation of the feed-forward's gate. gelu is its tanh approximation."""
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor on the embedded tokens."""
+        return (self.embedding_scale or 1.0) * (self.dim**0.5 if self.scales_embedding else 1.0)
+
+    def kind(self, layer: int) -> str:
+        """Return the letter of a layer, one of `LAYER_KINDS`."""
+        pattern = self.layer_pattern or ("G" if self.window is None else "L")
+        return pattern[layer % len(pattern)]
+
+    def of_kind(self: C, kind: str) -> C:
+        """Return the sizes of a layer of this kind, without a pattern."""
+        if self.layer_pattern is None:
+            return self
+        is_local, theta = kind == "L", self.local_rope_theta or self.rope_theta
+        return replace(
+            self,
+            layer_pattern=None,
+            window=self.window if is_local else None,
+            rope_theta=theta if is_local else self.rope_theta,
+            rope_scaling=self.rope_scaling if kind == "G" else None,
+        )
 
     def given(self, *, of_family: bool) -> dict[str, Any]:
         """Return the fields that are not None, set by the family or by a job."""
@@ -180,11 +237,23 @@ class DecoderConfig:
     def violations(self) -> Iterator[Violation]:
         """Yield each rule that these sizes break, with keys as in [model]."""
         yield from self._head_violations()
+        yield from self._pattern_violations()
         if self.num_heads % self.num_kv_heads:
             yield Violation(
                 ("num_kv_heads", "num_heads"),
                 f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}",
             )
+
+    def _pattern_violations(self) -> Iterator[Violation]:
+        pattern, keys = self.layer_pattern, ("layer_pattern", "num_layers", "window")
+        if pattern is None:
+            return
+        if not 1 <= len(pattern) <= self.num_layers or not set(pattern) <= set(LAYER_KINDS):
+            rule = f"must be 1 to {self.num_layers} letters of {LAYER_KINDS}"
+            yield Violation(keys, f"{rule}, got '{pattern}'")
+        elif ("L" in pattern) != (self.window is not None):
+            rule = "must have an L if there is a window, and only then"
+            yield Violation(keys, f"{rule}, got '{pattern}' and {self.window}")
 
     def _head_violations(self) -> Iterator[Violation]:
         if self.head_dim is None and self.dim % self.num_heads:

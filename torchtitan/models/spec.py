@@ -27,6 +27,7 @@ TensorRole = Literal[
     "vocabulary",
     "norm",
     "head_norm",
+    "joint_norm",
     "gather",
     "column",
     "gathered_column",
@@ -43,6 +44,7 @@ TensorRole = Literal[
 - vocabulary: an embedding, sharded by rows.
 - norm: works on each token independently. Its weights are replicated.
 - head_norm: works on each attention head (B, S, H, D) independently. A rank has its own heads.
+- joint_norm: works on the heads of all ranks together, which it gathers.
 - gather: contains matrices, and gathers the sequence for all of them.
 - column: a matrix sharded by its output channels.
 - gathered_column: a column that gathers its own input.
@@ -71,11 +73,18 @@ class Size:
     field: str
     """Field of the family's sizes."""
     type: type = int
-    """int, float, bool, or list: the numbers of the first layers, from 0, which `field` counts."""
+    """int, float, bool, or list: the numbers of the first layers, from 0, which `field` counts.
+    str: a list with one of `kinds` per layer."""
     default: object = REQUIRED
-    """Value that transformers uses if the key is missing, or the key that has it."""
+    """Value that transformers uses if the key is missing, the key that has it, or a pattern."""
     none_as: int | None = None
     """Value in the file where the size is None here, such as `n_group: 1`."""
+    kinds: Mapping[str, object] | None = None
+    """Values in the file of the letters of `layer_pattern`."""
+    interval: str = ""
+    """Key for the length of the pattern, whose last letter is another kind than the rest."""
+    power: float = 1
+    """The value in the file to this power is the size: -0.5 for a scale that is 1 / sqrt(value)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,6 +199,8 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
             return ReplicatedNorm(stream)
         case "head_norm":
             return ReplicatedNorm(Shard(2))  # the matrices before it are sharded by heads
+        case "joint_norm":
+            return JointNorm()
         case "gather":
             return GatherInput(stream)
         case "column":
@@ -264,6 +266,26 @@ class ReplicatedNorm(StreamStyle):
             lambda _, inputs: to_dtensor(inputs[0], device_mesh, self.stream)
         )
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
+
+
+class JointNorm(ParallelStyle):
+    """Replicates the weights of a norm of all heads. Each rank has the heads of its own columns.
+
+    The heads are gathered, so every rank computes the same norm and complete gradients.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replicate_parameters(module, device_mesh)
+        sharded = Shard(2)
+        module.register_forward_pre_hook(
+            lambda _, inputs: to_dtensor(inputs[0], device_mesh, sharded).redistribute(
+                placements=[Replicate()]
+            )
+        )
+        module.register_forward_hook(
+            lambda _, inputs, output: output.redistribute(placements=[sharded]).to_local()
+        )
         return module
 
 

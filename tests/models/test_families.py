@@ -1,0 +1,150 @@
+"""Families against transformers: folders that it wrote, both ways, and the same training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.models.test_transformers import batch, ten_steps, write_folder
+from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.hf.config import TOKEN_IDS, architecture_of, family_of, read_config, sizes_of
+from torchtitan.hf.export import HFExport, export
+from torchtitan.hf.folder import open_folder
+from torchtitan.hf.names import Names
+from torchtitan.models.families import MODELS, find_model
+from torchtitan.models.interface import LanguageModel
+from torchtitan.models.settings import ModelSection
+from torchtitan.models.spec import ModelSpec
+from torchtitan.optim.loss import build_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8, "rope_scaling": YARN},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0},
+}
+
+
+def read(folder: Path) -> tuple[LanguageModel, ModelSpec]:
+    """Read the model of a folder."""
+    config = read_config(folder)
+    spec = family_of(config, models=MODELS)
+    architecture = architecture_of(config, spec=spec)
+    model = spec.build_meta(architecture).to_empty(device="cpu")
+    weights = open_folder(folder, spec=spec, architecture=architecture, group=None)
+    weights.read(dict(model.named_parameters()))
+    assert model.output is not None
+    model.output.loss = build_loss(None)
+    return model, spec
+
+
+def write(model: LanguageModel, spec: ModelSpec, folder: Path) -> Path:
+    """Export a model."""
+    writer = dcp.FileSystemWriter(folder / "step" / "model")
+    dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
+    settings = HFExport(names=Names(spec.hf, model.config), carried=dict.fromkeys(TOKEN_IDS))
+    export(folder / "step", folder / "out", settings=settings, group=None)
+    return folder / "out"
+
+
+@pytest.mark.promise("hf", "round-trip")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back(family: str, tmp_path: Path) -> None:
+    theirs = write_folder(tmp_path / "theirs", family, **FAMILIES[family])
+    ours, spec = read(tmp_path / "theirs")
+    out = write(ours, spec, tmp_path)
+    stored, written = (load_file(f / "model.safetensors") for f in (tmp_path / "theirs", out))
+    assert stored.keys() == written.keys()
+    assert all(torch.equal(stored[name], written[name]) for name in stored)
+    again = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    assert type(again) is type(theirs)
+    tokens, _ = batch(0)
+    expected = theirs(tokens).logits
+    assert torch.equal(again(tokens).logits, expected)
+    torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5)
+    assert sizes_of(read(out)[0].config, spec.hf) == sizes_of(ours.config, spec.hf)
+
+
+@pytest.mark.promise("hf")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_gradient(family: str, tmp_path: Path) -> None:
+    theirs = write_folder(tmp_path / "theirs", family, **FAMILIES[family])
+    ours, spec = read(tmp_path / "theirs")
+    tokens, labels = batch(0)
+    theirs(tokens, labels=labels, shift_labels=labels).loss.backward()
+    (ours(tokens, labels=labels) / labels.numel()).backward()
+    for parameter in (*theirs.parameters(), *ours.parameters()):
+        parameter.data = parameter.grad  # and written as weights, under the same names
+    theirs.save_pretrained(tmp_path / "gradients")
+    expected = load_file(tmp_path / "gradients" / "model.safetensors")
+    for name, gradient in load_file(write(ours, spec, tmp_path) / "model.safetensors").items():
+        difference = (gradient - expected[name]).norm()
+        assert difference <= 1e-5 * expected[name].norm() + 1e-8, name
+
+
+@pytest.mark.promise("hf")
+@pytest.mark.slow(gate=["gemma3_text"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_steps(family: str, tmp_path: Path) -> None:
+    theirs = write_folder(tmp_path, family, **FAMILIES[family])
+    ten_steps(theirs, read(tmp_path)[0])
+
+
+def change(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return partial(dict.update, **changes)
+
+
+LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong", "key"),
+    [
+        ("gemma3_text", change(layer_types=["full_attention"] * 3), "layer_types"),
+        ("gemma3_text", change(layer_types=["chunked_attention"] * 7), "layer_types"),
+        ("gemma3_text", change(layer_types=["full_attention"] * 7), "layer_pattern"),
+        ("gemma3_text", change(sliding_window=None), "layer_pattern"),
+        ("gemma3_text", change(final_logit_softcapping=30.0), "final_logit_softcapping"),
+        ("gemma3_text", change(rope_parameters=LOCAL), "sliding_attention"),
+        ("smollm3", change(no_rope_layers=[1, 0, 2, 0]), "no_rope_layers"),
+        ("smollm3", change(layer_types=["sliding_attention"] * 4), "layer_types"),
+        ("granite", change(logits_scaling=0.0), "logits_scaling"),
+        ("olmo2", change(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+    ],
+)
+def test_facts_that_do_not_fit(
+    family: str, wrong: Callable[[dict[str, Any]], None], key: str, tmp_path: Path
+) -> None:
+    write_folder(tmp_path, family, **FAMILIES[family])
+    content = json.loads((tmp_path / "config.json").read_text())
+    wrong(content)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=key):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gemma3", {"layer_pattern": "LX"}),
+        ("gemma3", {"layer_pattern": "LLG"}),  # of two layers
+        ("gemma3", {"window": 0}),
+        ("llama3", {"layer_pattern": "GN"}),
+        ("llama3", {"logits_divisor": 2.0}),
+    ],
+)
+def test_sizes_that_do_not_fit(name: str, sizes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(sizes))):
+        find_model(ModelSection(name=name, flavor="tiny", **sizes))
