@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.mesh.settings import Balancer
+from torchtitan.models import attention
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.interface import Documents
 from torchtitan.parallel.context.attention import Method, Ranks, build_attention
@@ -38,6 +40,7 @@ class Case:
     batch: int = 2
     head_dim: int = 16
     documents: tuple[tuple[int, ...], ...] | None = None
+    window: int | None = None
 
 
 def inputs(case: Case) -> list[Tensor]:
@@ -101,8 +104,12 @@ def setup(case: Case) -> tuple[Attention, Tensor]:
     """Attention over all ranks, and the places of this rank's tokens: (B, S)."""
     group = dist.group.WORLD
     assert group is not None
-    layout = SequenceLayout(degree=dist.get_world_size(), balancer=case.balancer)
-    attend = build_attention(case.method, ranks=Ranks(group=group, layout=layout))
+    layout = SequenceLayout(
+        degree=dist.get_world_size(), balancer=case.balancer, window=case.window
+    )
+    local = partial(causal_attention, window=case.window)
+    ranks = Ranks(group=group, layout=layout)
+    attend = build_attention(case.method, ranks=ranks, local_attend=local)
     return attend, places(layout, dist.get_rank(), case)
 
 
@@ -136,20 +143,24 @@ def together(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 # of 192 tokens: longer than a rank's part, single tokens, boundaries inside chunks, rows that
 # differ, one without any boundary
 MIXED = ((131, 1, 1, 35, 24), (7, 1, 184), (192,))
+WINDOWS = (None, 1, 5, 26, 100)  # 100 is more than a rank holds
 PAIRS = [(m, b) for m in METHODS for b in BALANCERS if (m, b) != ("ulysses", "balanced")]
 
 
 def cases(method: Method, balancer: Balancer) -> list[Case]:
     return [
-        Case(method, balancer, dtype, kv_heads * heads, kv_heads, 192, *documents)
+        Case(method, balancer, dtype, kv_heads * heads, kv_heads, 192, 3, 16, documents, window)
         for dtype in (torch.float32, torch.bfloat16)
         for heads, kv_heads in ((2, 4), (1, 4))
-        for documents in ((), (3, 16, MIXED))
+        for documents in (None, MIXED)
+        for window in (WINDOWS if heads > 1 else (None,))
     ]
 
 
 def split_all(given: list[Case]) -> list[dict[str, Tensor]]:
-    return [split(case) for case in given]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "MIN_WINDOW_BLOCK", 8)
+        return [split(case) for case in given]
 
 
 @pytest.mark.promise("cp")
@@ -165,10 +176,15 @@ def test_output_and_gradients(
     for number, case in enumerate(given):
         ours = together(case, [part[number] for part in parts])
         tensors, documents = inputs(case), documents_of(case)
-        exact = results(in_float64, [tensor.double() for tensor in tensors], documents)
-        alone = results(causal_attention, tensors, documents)
+        exact = results(
+            partial(in_float64, window=case.window), [x.double() for x in tensors], documents
+        )
+        alone = results(partial(causal_attention, window=case.window), tensors, documents)
         for name, expected in exact.items():
             assert ours[name].dtype == case.dtype
+            if case.window == 1 and name in ("dq", "dk"):  # 0 to rounding, as weights are 1
+                assert ours[name].abs().max() < 1e-5
+                continue
             is_bf16 = case.dtype == torch.bfloat16
             tolerance = 1.5 * error(alone[name], expected) if is_bf16 else 1e-5
             assert error(ours[name], expected) <= tolerance, (case, name)
@@ -238,15 +254,17 @@ def largest_tensor(case: Case) -> int:
 
 
 @pytest.mark.promise("no-square")
+@pytest.mark.parametrize("window", [None, 1000])
 @pytest.mark.parametrize("documents", [None, ((3001, 1, 2998),)])
 @pytest.mark.parametrize(("method", "balancer"), PAIRS)
 def test_no_tensor_grows_with_the_square(
     method: Method,
     balancer: Balancer,
     documents: tuple[tuple[int, ...], ...] | None,
+    window: int | None,
     ranks: RankPool,
 ) -> None:
-    case = Case(method, balancer, torch.float32, 4, 2, 6000, 1, 8, documents)
+    case = Case(method, balancer, torch.float32, 4, 2, 6000, 1, 8, documents, window)
     for largest in ranks.run(largest_tensor, case, world=2):
         assert 0 < largest < case.seq_len**2 / 64
 

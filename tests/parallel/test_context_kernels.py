@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,25 +24,31 @@ ALIGNMENT = 32
 SEED = torch.zeros((), dtype=torch.int64)
 
 
-def scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
+def scores(q: Tensor, k: Tensor, *, causal: bool, bias: Tensor | None = None) -> Tensor:
     found = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+    if bias is not None:  # what the CUDA kernel asks of it
+        assert bias.dtype == q.dtype
+        assert bias.shape == found.shape
+        assert bias.stride()[:2] == (0, 0)
+        assert (bias.stride(2) % 16, bias.stride(3)) == (0, 1)
+        found = found + bias
     later = torch.ones(found.shape[-2:], dtype=torch.bool).triu(1)
     return found.masked_fill(later, -math.inf) if causal else found
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> tuple[Tensor, Tensor]:
     assert q.shape[1] == k.shape[1] == v.shape[1]
-    found = scores(q, k, causal=causal)
+    found = scores(q, k, **mask)
     return (found.softmax(-1) @ v.float()).to(q.dtype), found.logsumexp(-1)
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **mask: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
     assert out.is_contiguous()
-    p = (scores(q, k, causal=causal) - lse[..., None]).exp()
+    p = (scores(q, k, **mask) - lse[..., None]).exp()
     delta = (grad.float() * out.float()).sum(-1, keepdim=True)
     ds = p * (grad.float() @ v.float().mT - delta) / math.sqrt(q.shape[-1])
     dq, dk, dv = ds @ k.float(), ds.mT @ q.float(), p.mT @ grad.float()
@@ -66,11 +73,10 @@ def flash_backward(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_
 
 
 def efficient(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None):  # type: ignore[no-untyped-def]
-    assert q.dtype == torch.float32
-    assert bias is None
+    assert q.dtype == torch.float32 or bias is not None
     assert compute_lse
     assert dropout_p == 0
-    out, lse = forward(q, k, v, causal=is_causal)
+    out, lse = forward(q, k, v, causal=is_causal, bias=bias)
     padded = F.pad(lse, (0, -lse.shape[-1] % ALIGNMENT), value=math.inf)
     return out, padded, SEED.clone(), SEED.clone()
 
@@ -82,7 +88,8 @@ def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout_p, w
     assert torch.isposinf(lse[..., length:]).all()
     assert wanted == [True, True, True, False]
     assert dropout_p == 0
-    grads = backward(grad, q, k, v, out, lse[..., :length].contiguous(), causal=is_causal)
+    lse = lse[..., :length].contiguous()
+    grads = backward(grad, q, k, v, out, lse, causal=is_causal, bias=bias)
     return *grads, torch.empty(0)
 
 
@@ -103,36 +110,40 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.promise("cp")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_two_blocks_of_grouped_heads_are_attention_in_float64(
+def test_blocks_of_grouped_heads_are_attention_in_float64(
     kernels: None, dtype: torch.dtype, bound: float
 ) -> None:
-    """A causal block and a complete one, of another length, as a ring's rank meets them."""
+    """A causal block, a complete one of another length, and one that a window cuts."""
     torch.manual_seed(0)
-    length, other = 24, 40
+    length, other, cut = 24, 40, 21
     q, grad = (torch.randn(2, 4, length, 16).to(dtype) for _ in range(2))
-    pairs = [[torch.randn(2, 2, n, 16).to(dtype) for _ in "kv"] for n in (length, other)]
+    pairs = [[torch.randn(2, 2, n, 16).to(dtype) for _ in "kv"] for n in (length, other, cut)]
+    kinds = [(True, None), (False, None), (False, (-3, 5))]
     out, lse = torch.zeros(q.shape), torch.full(q.shape[:-1], -math.inf)
-    for (k, v), causal in zip(pairs, (True, False), strict=True):
-        piece, piece_lse = attend(q, k, v, causal=causal)
+    for (k, v), (causal, band) in zip(pairs, kinds, strict=True):
+        piece, piece_lse = attend(q, k, v, causal=causal, band=band)
         assert piece.dtype == dtype
         assert piece_lse.dtype == torch.float32
         assert piece_lse.shape == q.shape[:-1]
         merge(out, lse, piece_BHSD=piece, piece_lse_BHS=piece_lse)
     found = [
-        attend_backward(grad, q, k, v, out_BHSD=out.to(dtype), lse_BHS=lse, causal=causal)
-        for (k, v), causal in zip(pairs, (True, False), strict=True)
+        attend_backward(
+            grad, q, k, v, out_BHSD=out.to(dtype), lse_BHS=lse, causal=causal, band=band
+        )
+        for (k, v), (causal, band) in zip(pairs, kinds, strict=True)
     ]
 
-    leaves = [x.double().requires_grad_() for x in (q, *pairs[0], *pairs[1])]
-    keys, values = (torch.cat([leaves[i], leaves[i + 2]], 2) for i in (1, 2))
-    mask = torch.ones(length, length + other, dtype=torch.bool)
+    leaves = [x.double().requires_grad_() for x in (q, *pairs[0], *pairs[1], *pairs[2])]
+    keys, values = (torch.cat(leaves[i::2], 2) for i in (1, 2))
+    mask = torch.ones(length, length + other + cut, dtype=torch.bool)
     mask[:, :length] = mask[:, :length].tril()
+    mask[:, -cut:] = mask[:, -cut:].tril(5).triu(-3)
     expected = F.scaled_dot_product_attention(
         leaves[0], keys, values, attn_mask=mask, enable_gqa=True
     )
     expected.backward(grad.double())
     grads = [x.grad for x in leaves]
-    ours = [found[0][0].float() + found[1][0].float(), *found[0][1:], *found[1][1:]]
+    ours = [sum(part[0].float() for part in found), *(x for part in found for x in part[1:])]
     assert error_of(out, expected.detach()) < bound
     for one, other_one in zip(ours, grads, strict=True):
         assert other_one is not None

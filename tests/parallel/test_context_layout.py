@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import get_args
 
 import pytest
 import torch
 
 from torchtitan.mesh.settings import Balancer
+from torchtitan.models import attention
+from torchtitan.models.attention import window_block
 from torchtitan.models.interface import Documents
 from torchtitan.parallel.context.layout import SequenceLayout
 from torchtitan.parallel.context.shard import SequenceShard
@@ -45,24 +49,49 @@ def seen_pairs(
         for block in layout.blocks(rank, source=source, seq_len=seq_len, documents=documents):
             for sample in range(num)[block.samples]:
                 rows, cols = queries[sample, block.rows], keys[sample, block.cols]
-                ones = torch.ones(len(rows), len(cols), dtype=torch.int64)
-                met[sample, rows[:, None], cols] += ones.tril() if block.causal else ones
+                low, high = block.band or (-seq_len, 0 if block.causal else seq_len)
+                seen = torch.ones(len(rows), len(cols), dtype=torch.int64).triu(low).tril(high)
+                assert seen.any(1).all(), "kernels return NaN for a query without keys"
+                met[sample, rows[:, None], cols] += seen
     return met
 
 
 @pytest.mark.promise("cp")
+@pytest.mark.parametrize("window", [None, 1, 5, 26, 60])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS.keys())
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_causal_pair_meets_once(
-    layout: SequenceLayout, lengths: tuple[tuple[int, ...], ...] | None
+    layout: SequenceLayout,
+    lengths: tuple[tuple[int, ...], ...] | None,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of each document, where there are any."""
+    """Of each document, where there are any, and each window."""
+    monkeypatch.setattr(attention, "MIN_WINDOW_BLOCK", 10)
+    layout = replace(layout, window=window)
     documents = None if lengths is None else Documents(lengths)
     met = sum(
         seen_pairs(layout, rank, seq_len=SEQ_LEN, documents=documents)
         for rank in range(layout.degree)
     )
-    assert torch.equal(met, torch.stack([mask(row) for row in lengths or ((SEQ_LEN,),)]))
+    expected = torch.stack([mask(row) for row in lengths or ((SEQ_LEN,),)])
+    assert torch.equal(met, expected if window is None else expected.triu(1 - window))
+
+
+@pytest.mark.promise("no-square")
+@pytest.mark.parametrize("window", [100, 1600])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_window_bounds_the_products_per_token(layout: SequenceLayout, window: int) -> None:
+    layout = replace(layout, window=window)
+    for seq_len in (4800, 19_200):
+        blocks = [
+            block
+            for rank, source in product(range(layout.degree), repeat=2)
+            for block in layout.blocks(rank, source=source, seq_len=seq_len)
+        ]
+        sizes = [[s.stop - s.start for s in (block.rows, block.cols)] for block in blocks]
+        products = sum(rows * cols for rows, cols in sizes)
+        assert window / 2 < products / seq_len < window + window_block(window)
 
 
 def mask(lengths: tuple[int, ...]) -> torch.Tensor:

@@ -202,7 +202,7 @@ def window_attention(
     seq_len = q_BHSD.shape[2]
     if window is None or seq_len <= window:
         return fused_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=seq_len > 1)
-    block = max(MIN_WINDOW_BLOCK, window // 4)
+    block = window_block(window)
     first, *blocks = q_BHSD.split(
         [window, *(min(block, seq_len - at) for at in range(window, seq_len, block))], dim=2
     )
@@ -217,6 +217,11 @@ def window_attention(
         mask_ST = torch.ones(shape, dtype=torch.bool, device=q.device).tril(window - 1).triu()
         outs.append(fused_attention(q, k_BKSD[keys], v_BKSD[keys], mask_ST=mask_ST))
     return torch.cat(outs, dim=2)
+
+
+def window_block(window: int) -> int:
+    """Return the largest number of queries per block of windowed attention."""
+    return max(MIN_WINDOW_BLOCK, window // 4)
 
 
 def fused_attention(

@@ -23,7 +23,8 @@ heads, in their own dtype, as one message. Gradients are summed and sent in floa
 the log-sum-exp of each block's scores next to its output (arXiv:2205.14135). PyTorch's public
 attention does not return it, so the operators below it are called, one per kind of device and
 dtype. Backward takes the *merged* output and log-sum-exp, so the gradients of a block are right
-without the other blocks. No kernel stores a matrix of scores or takes a mask.
+without the other blocks. No kernel stores a matrix of scores. Only a block that a window
+cuts takes a mask, of its size, and on CUDA the kernel for float32, which flash attention lacks.
 
 The 16-bit kernel needs a head width that is a multiple of 8.
 
@@ -34,7 +35,7 @@ N ranks. 2 is keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -46,15 +47,9 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.attention import causal_attention
-from torchtitan.models.interface import (
-    Attend,
-    AttentionModule,
-    Documents,
-    LanguageModel,
-    has_window,
-)
+from torchtitan.models.interface import Attend, AttentionModule, Documents, LanguageModel
 from torchtitan.parallel.activation import keep_for_recomputation
-from torchtitan.parallel.context.layout import Block, SequenceLayout, find_blocks
+from torchtitan.parallel.context.layout import Band, Block, SequenceLayout, find_blocks
 
 Method = Literal["allgather", "ring", "alltoall", "ulysses"]
 DEGREE, METHOD = (f"parallelism.context_parallel_{name}" for name in ("degree", "rotate_method"))
@@ -63,7 +58,7 @@ DEGREE, METHOD = (f"parallelism.context_parallel_{name}" for name in ("degree", 
 def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> None:
     """Raise ConfigError unless the model's attention can be sharded over ranks.
 
-    A window needs Ulysses, and Ulysses a multiple of its degree times tp as the number of heads.
+    Ulysses needs a multiple of its degree times tp as the number of heads.
     """
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     for name, block in model.layers.items():
@@ -73,11 +68,7 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
                 f"must be 1 for a model with its own kind of attention, got {cp}: layers.{name} "
                 f"contains no AttentionModule (torchtitan.models.interface)",
             )
-    method = parallelism.context_parallel_rotate_method
-    if method != "ulysses":
-        if has_window(model):
-            rule = 'must be "ulysses" for a model with sliding-window attention'
-            raise ConfigError.at(METHOD, f'{rule}, got "{method}"; or set {DEGREE} = 1')
+    if parallelism.context_parallel_rotate_method != "ulysses":
         return
     heads = {"query": model.config.num_heads, "key/value": model.config.num_kv_heads}
     for name, count in heads.items():
@@ -95,12 +86,12 @@ def apply_context_parallel(
 ) -> None:
     """Make the attention of `model` reach the keys and values of other ranks, in place."""
     layout = SequenceLayout.from_config(parallelism)
-    ranks = Ranks(group=mesh.data.get_group("cp"), layout=layout)
+    group = mesh.data.get_group("cp")
     for module in model.modules():
         if isinstance(module, AttentionModule):
             module.attend = build_attention(
                 parallelism.context_parallel_rotate_method,
-                ranks=ranks,
+                ranks=Ranks(group=group, layout=replace(layout, window=module.window)),
                 keep_output=keep_output,
                 local_attend=module.attend,
             )
@@ -259,6 +250,7 @@ class _Attention(torch.autograd.Function):
                     out_BHSD=out_BHSD[rows],
                     lse_BHS=lse_BHS[rows],
                     causal=block.causal,
+                    band=block.band,
                 )
                 dq_BHSD[rows] += dq
                 dk_BKSD[cols] += dk
@@ -282,9 +274,8 @@ def _attend_all(
     for source, (k, v) in transport(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
         for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2], documents=documents):
             rows, cols = block.slices
-            piece_BHSD, piece_lse_BHS = attend(q_BHSD[rows], k[cols], v[cols], causal=block.causal)
-            piece = {"piece_BHSD": piece_BHSD, "piece_lse_BHS": piece_lse_BHS}
-            merge(out_BHSD[rows], lse_BHS[rows], **piece)
+            out, lse = attend(q_BHSD[rows], k[cols], v[cols], causal=block.causal, band=block.band)
+            merge(out_BHSD[rows], lse_BHS[rows], piece_BHSD=out, piece_lse_BHS=lse)
     return out_BHSD.to(q_BHSD.dtype), lse_BHS
 
 
@@ -358,18 +349,23 @@ def build_attention(
 aten = torch.ops.aten
 LSE_ALIGNMENT = 32
 """The CUDA kernel for float32 pads its log-sum-exp to a multiple of this many rows."""
+MASK_ALIGNMENT = 16
+"""It needs masks whose rows are a multiple of this many elements apart."""
 
 
 def attend(
-    q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, causal: bool
+    q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, causal: bool, band: Band | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the output, like q, and the log-sum-exp of the scores, float32 (B, H, S)."""
+    mask_BHST = None if band is None else _mask(q_BHSD, k_BKTD, band)
     if _is_on_cpu(q_BHSD):
-        return aten._scaled_dot_product_flash_attention_for_cpu(q_BHSD, k_BKTD, v_BKTD, 0.0, causal)
-    if q_BHSD.dtype == torch.float32:
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHSD, k_BKTD, v_BKTD, 0.0, causal, attn_mask=mask_BHST
+        )
+    if q_BHSD.dtype == torch.float32 or mask_BHST is not None:
         k_BHTD, v_BHTD = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
         out_BHSD, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q_BHSD, k_BHTD, v_BHTD, None, True, 0.0, causal
+            q_BHSD, k_BHTD, v_BHTD, mask_BHST, True, 0.0, causal
         )
         return out_BHSD, lse[..., : q_BHSD.shape[2]]
     out_BHSD, lse_BHS, *_ = aten._scaled_dot_product_flash_attention(
@@ -387,22 +383,24 @@ def attend_backward(
     out_BHSD: Tensor,
     lse_BHS: Tensor,
     causal: bool,
+    band: Band | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this block's gradients of q, k and v from the merged output and log-sum-exp."""
     grad, out, lse = grad_BHSD.contiguous(), out_BHSD.contiguous(), lse_BHS.contiguous()
+    mask_BHST = None if band is None else _mask(q_BHSD, k_BKTD, band)
     if _is_on_cpu(q_BHSD):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q_BHSD, k_BKTD, v_BKTD, out, lse, 0.0, causal
+            grad, q_BHSD, k_BKTD, v_BKTD, out, lse, 0.0, causal, attn_mask=mask_BHST
         )
     # the 16-bit kernel groups heads too, but rounds the sums of their gradients to 16 bits
     k, v = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
     unused = torch.zeros((), dtype=torch.int64, device=q_BHSD.device)  # dropout state
-    if q_BHSD.dtype == torch.float32:
+    if q_BHSD.dtype == torch.float32 or mask_BHST is not None:
         # padding rows get an infinite sum, so that their probabilities are 0
         lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=torch.inf)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q_BHSD, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False],
-            causal,
+            grad, q_BHSD, k, v, mask_BHST, out, lse, unused, unused, 0.0,
+            [True, True, True, False], causal,
         )  # fmt: skip
     else:
         lengths = q_BHSD.shape[2], k.shape[2]
@@ -410,6 +408,15 @@ def attend_backward(
             grad, q_BHSD, k, v, out, lse, None, None, *lengths, 0.0, causal, unused, unused
         )
     return dq, _sum_heads(dk, like=k_BKTD), _sum_heads(dv, like=v_BKTD)
+
+
+def _mask(q_BHSD: Tensor, k_BKTD: Tensor, band: Band) -> Tensor:
+    """Return 0 in the band and -inf outside, one (S, T) tensor for all sequences and heads."""
+    num_keys = k_BKTD.shape[2]
+    padded = num_keys + -num_keys % MASK_ALIGNMENT
+    hidden_ST = q_BHSD.new_full((q_BHSD.shape[2], padded), -torch.inf)
+    mask_ST = hidden_ST.tril(band[0] - 1) + hidden_ST.triu(band[1] + 1)
+    return mask_ST[:, :num_keys].expand(*q_BHSD.shape[:2], -1, -1)
 
 
 def merge(out_BHSD: Tensor, lse_BHS: Tensor, *, piece_BHSD: Tensor, piece_lse_BHS: Tensor) -> None:

@@ -14,6 +14,9 @@ gaps. One rule then covers all layouts: a rank attends causally to its own part 
 stretch of its queries attends fully to all earlier tokens of their document on another rank. A list
 of rectangles takes the place of a mask. Nothing in this file knows of devices or processes.
 
+With a window, queries are cut into blocks of `window_block` tokens. Of the keys before a block, all
+queries see the nearest, and only the first queries see the rest, through a mask.
+
 **Balancing.** A token attends to the tokens of its document up to itself, so its cost is its
 position in the document, counted from 1. No fixed pattern is even for documents of mixed lengths,
 so chunks are assigned by cost, the same number to each rank because memory must be even too. The
@@ -28,16 +31,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import torch
 from torch import Tensor
 
 from torchtitan.mesh.settings import CHUNKS_A_RANK, Balancer, ParallelismConfig
+from torchtitan.models.attention import window_block
 from torchtitan.models.interface import Documents
 
 Ranges = tuple[tuple[int, int], ...]
 """Start and end of stretches of a sequence, in ascending order."""
+Band = tuple[int, int]
+"""Lowest and highest index of a key minus that of a query that attends to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Block:
     cols: slice
     causal: bool
     """Each query attends to the keys up to its own index in the block. Otherwise to all keys."""
+    band: Band | None = None
 
     @property
     def slices(self) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:
@@ -63,6 +70,8 @@ class SequenceLayout:
 
     degree: int
     balancer: Balancer
+    window: int | None = None
+    """Number of keys that a query attends to, itself included. None: all up to itself."""
 
     @classmethod
     def from_config(cls, parallelism: ParallelismConfig) -> SequenceLayout:
@@ -143,6 +152,8 @@ class SequenceLayout:
         self, lengths: tuple[int, ...], rank: int, *, source: int, samples: slice
     ) -> list[Block]:
         """Return the blocks of one sequence."""
+        if self.window is not None and self.window < max(lengths):
+            return list(self._window_blocks(self.window, lengths, rank, source, samples))
         own = self.ranges(rank, lengths=lengths)
         keys = self.ranges(source, lengths=lengths)
         blocks: list[Block] = []
@@ -166,6 +177,28 @@ class SequenceLayout:
             if cols.start < cols.stop:
                 blocks.append(Block(samples, slice(first, end), cols, source == rank))
         return blocks
+
+    def _window_blocks(
+        self, window: int, lengths: tuple[int, ...], rank: int, source: int, samples: slice
+    ) -> Iterator[Block]:
+        """Yield the blocks of one sequence. Each query sees a key, and each key is seen."""
+        own, held = (self.ranges(number, lengths=lengths) for number in (rank, source))
+        size = window_block(window)
+        for document, begin, end in _parts(own, lengths=lengths):
+            for start in range(begin, end, size):
+                stop = min(start + size, end)
+                seen_by_all = (stop - window, start) if stop - start <= window else ()
+                cuts = start - window + 1, *seen_by_all, stop
+                for (first, last), (low, high) in product(pairwise(cuts), held):
+                    low, high = max(low, first, document), min(high, last)
+                    if low < high:
+                        q_low, q_high = max(start, low), min(stop, high + window - 1)
+                        rows = slice(_num_before(q_low, own), _num_before(q_high, own))
+                        cols = slice(_num_before(low, held), _num_before(high, held))
+                        causal = (q_low, q_high) == (low, high) and high <= low + window
+                        band = q_low - low - window + 1, q_low - low
+                        has_mask = q_high > low + window or (high > q_low + 1 and not causal)
+                        yield Block(samples, rows, cols, causal, band if has_mask else None)
 
 
 def find_blocks(
