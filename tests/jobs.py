@@ -172,7 +172,8 @@ FEATURES = {
     "bfloat16": Model(("--training.mixed_precision_param=bfloat16",)),
 }
 EXPERTS, DEEPSEEK = "--model.name=qwen3_moe", "--model.name=deepseek_v3"
-MISTRAL, MUON = "--model.name=mistral", ("--optimizer.name=Muon", "--optimizer.lr=0.02")
+MISTRAL, MIXTRAL = "--model.name=mistral", "--model.name=mixtral"
+MUON = ("--optimizer.name=Muon", "--optimizer.lr=0.02")
 GROUPS = '--optimizer.groups=[{params = ["tok*", "*.0.*"], lr = 1e-3}, {params = "*", lr = 5e-4}]'
 ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
 OF_ATTENTION = (*ADAPTER, '--lora.modules=["layers.*.attention.w*"]')
@@ -214,6 +215,8 @@ FAMILIES = {
     # windows of 7 tokens
     "Mistral": Model((MISTRAL,)),
     "Mistral, documents": Model((MISTRAL, *DOCUMENTS), reads_texts=True),
+    "Mixtral": Model((MIXTRAL, "--model.num_layers=2")),
+    "Mixtral in four layers": Model((MIXTRAL,)),
     "Muon": Model(MUON),
     "Muon, in sixes": Model((*MUON, *IN_SIXES)),
     "Muon, adapters": Model((*MUON, *ADAPTER, "--optimizer.muon_excluded_params=output.*")),

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
+    "mixtral": {"sliding_window": 8, "num_local_experts": 5},
     "olmo2": {},
     "olmo3": {"sliding_window": 8, "rope_scaling": YARN},
     "smollm3": {"no_rope_layer_interval": 2},
@@ -121,6 +122,7 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "fac
         ("smollm3", change(no_rope_layers=[1, 0, 2, 0]), "no_rope_layers"),
         ("smollm3", change(layer_types=["sliding_attention"] * 4), "layer_types"),
         ("granite", change(logits_scaling=0.0), "logits_scaling"),
+        ("mixtral", change(router_jitter_noise=0.1), "router_jitter_noise"),
         ("olmo2", change(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
     ],
 )

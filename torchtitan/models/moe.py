@@ -314,7 +314,7 @@ class Experts(GroupedExperts, CastsWeights):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        num, dim, hidden_dim = config.num_experts, config.dim, config.expert_hidden_dim
+        num, dim, hidden_dim = config.num_experts, config.dim, config.expert_width
         self.num_chosen = config.num_experts_per_token
         self.w1 = nn.Parameter(torch.empty(num, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden_dim))
@@ -344,7 +344,7 @@ class MoE(MoELayer, CastsWeights):
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config)
-        shared = (config.num_shared_experts or 0) * config.expert_hidden_dim
+        shared = (config.num_shared_experts or 0) * config.expert_width
         self.shared_experts = FeedForward(replace(config, hidden_dim=shared)) if shared else None
         self.expert_bias = None
         if config.expert_bias:

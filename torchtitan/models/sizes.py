@@ -279,8 +279,8 @@ class MoEConfig(DecoderConfig):
     """Number of experts per layer."""
     num_experts_per_token: int
     """Number of experts that a token is sent to."""
-    expert_hidden_dim: int
-    """Width of an expert. hidden_dim is the width of layers without experts."""
+    expert_hidden_dim: int | None = None
+    """Width of an expert. hidden_dim is the width of layers without experts. Default: the same."""
     norm_expert_weights: bool = True
     """The weights of a token's experts are divided by their sum."""
     num_dense_layers: int | None = None
@@ -297,6 +297,11 @@ class MoEConfig(DecoderConfig):
     """How the router scores experts: softmax over all experts, or sigmoid for each expert."""
     expert_weight_scale: float = 1.0
     """The weights of experts are multiplied by this after all else."""
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert."""
+        return self.expert_hidden_dim or self.hidden_dim
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts."""
