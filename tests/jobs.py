@@ -174,6 +174,7 @@ FEATURES = {
 EXPERTS, DEEPSEEK = "--model.name=qwen3_moe", "--model.name=deepseek_v3"
 MISTRAL, MIXTRAL = "--model.name=mistral", "--model.name=mixtral"
 MUON = ("--optimizer.name=Muon", "--optimizer.lr=0.02")
+GEMMA = "--model.name=gemma3"
 GROUPS = '--optimizer.groups=[{params = ["tok*", "*.0.*"], lr = 1e-3}, {params = "*", lr = 5e-4}]'
 ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
 OF_ATTENTION = (*ADAPTER, '--lora.modules=["layers.*.attention.w*"]')
@@ -217,6 +218,14 @@ FAMILIES = {
     "Mistral, documents": Model((MISTRAL, *DOCUMENTS), reads_texts=True),
     "Mixtral": Model((MIXTRAL, "--model.num_layers=2")),
     "Mixtral in four layers": Model((MIXTRAL,)),
+    # windows of 7 tokens in every second layer
+    "OLMo 3": Model(("--model.name=olmo3",)),
+    "OLMo 3, adapters": Model(("--model.name=olmo3", *OF_ATTENTION)),
+    "Gemma": Model((GEMMA,)),
+    "Gemma, documents": Model((GEMMA, *DOCUMENTS), reads_texts=True),
+    "OLMo 2": Model(("--model.name=olmo2",)),
+    "SmolLM3": Model(("--model.name=smollm3",)),
+    "Granite": Model(("--model.name=granite",)),
     "Muon": Model(MUON),
     "Muon, in sixes": Model((*MUON, *IN_SIXES)),
     "Muon, adapters": Model((*MUON, *ADAPTER, "--optimizer.muon_excluded_params=output.*")),

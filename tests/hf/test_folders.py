@@ -225,6 +225,12 @@ def llama_rope(factor: float) -> dict[str, Any]:
     return {"rope_scaling": {**table, "high_freq_factor": 4.0, "low_freq_factor": 1.0}}
 
 
+LOCAL = "sliding_attention"
+GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+GEMMA |= {"rope_local_base_freq": 10_000, "sliding_window": 512, "attn_logit_softcapping": None}
+OLMO = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+OLMO |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
+GRANITE = {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0}
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "vocab_size", "rms_norm_eps", "rope_theta")
 FULL = {"use_sliding_window": False, "max_window_layers": 99, "sliding_window": None}
@@ -258,6 +264,37 @@ PUBLISHED: list[tuple[str, str, tuple[float, ...], dict[str, Any]]] = [
     ("mistral", "7B-v0.1", (4096, 14_336, 32, 32, 8, 32_000, 1e-5, 1e4), {"sliding_window": 4096}),
     ("mistral", "7B-v0.1", (4096, 14_336, 32, 32, 8, 32_000, 1e-5, 1e4), {}),  # the same by default
     ("mistral", "7B", (4096, 14_336, 32, 32, 8, 32_768, 1e-5, 1e6), {"sliding_window": None}),
+    (
+        "gemma3",
+        "1B",
+        (1152, 6912, 26, 4, 1, 262_144, 1e-6, 1e6),
+        {**GEMMA, "sliding_window_pattern": 6},
+    ),
+    (
+        "gemma3",
+        "270M",
+        (640, 2048, 18, 4, 1, 262_144, 1e-6, 1e6),
+        {**GEMMA, "layer_types": ([LOCAL] * 5 + ["full_attention"]) * 3},
+    ),
+    ("olmo2", "1B", (2048, 8192, 16, 16, 16, 100_352, 1e-6, 5e5), {"rope_scaling": None}),
+    (
+        "olmo3",
+        "7B",
+        (4096, 11_008, 32, 32, 32, 100_278, 1e-6, 5e5),
+        {"rope_scaling": OLMO, "layer_types": ([LOCAL] * 3 + ["full_attention"]) * 8},
+    ),
+    (
+        "smollm3",
+        "3B",
+        (2048, 11_008, 36, 16, 4, 128_256, 1e-6, 5e6),
+        {**FULL, **TIED, "no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4},
+    ),
+    (
+        "granite",
+        "2B",
+        (2048, 8192, 40, 32, 8, 49_159, 1e-5, 1e7),
+        {**TIED, **GRANITE, "residual_multiplier": 0.22},
+    ),
     ("mixtral", "8x7B", (4096, 14_336, 32, 32, 8, 32_000, 1e-5, 1e6), {**MIXTRAL, **FEW}),
     ("mixtral", "8x7B", (4096, 14_336, 32, 32, 8, 32_000), MIXTRAL),  # by default
     ("mixtral", "8x22B", (6144, 16_384, 56, 48, 8, 32_768, 1e-5, 1e6), {**MIXTRAL, **FEW}),

@@ -150,6 +150,10 @@ def family_name(config: DecoderConfig) -> str:
         return "deepseek_v3" if config.expert_score == "sigmoid" else "deepseek_v2"
     if isinstance(config, MoEConfig):
         return "qwen3_moe"
+    if config.norm_placement == "both":
+        return "gemma3"
+    if config.layer_pattern is not None:
+        return "smollm3"
     if config.window is not None:
         return "mistral"
     return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama3"

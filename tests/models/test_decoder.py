@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from tests.models.reference import TINY, VARIANTS, random_decoder, reference_of
 from torchtitan.models.cache import KVCache
 from torchtitan.models.decoder import Decoder, swiglu
+from torchtitan.models.families import MODELS
 
 
 def some_tokens(batch: int, length: int) -> torch.Tensor:
@@ -61,11 +62,13 @@ def test_swiglu_equals_plain_autograd_and_keeps_only_its_factors(dtype):
 @pytest.mark.promise("generation")
 @pytest.mark.parametrize("prompt", [1, 2, 11])
 @pytest.mark.parametrize(
-    "variant", ["scaled", "biased", "window", "experts", "latent", "latent, wide values"]
+    "variant",
+    ["scaled", "biased", "window", "experts", "latent", "latent, wide values", "gemma3", "smollm3"],
 )
 @torch.no_grad()
 def test_the_cache_changes_no_logit(prompt, variant):
-    model = random_decoder(VARIANTS[variant])
+    config = VARIANTS.get(variant) or MODELS[variant].flavors["tiny"]
+    model = random_decoder(config)
     tokens = some_tokens(2, 20)
     cache = KVCache(model.config, prompt_lens=[prompt, prompt])
     parts = [model(tokens[:, :prompt].reshape(1, -1), cache=cache).transpose(0, 1)]
