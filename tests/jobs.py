@@ -174,7 +174,7 @@ FEATURES = {
 EXPERTS, DEEPSEEK = "--model.name=qwen3_moe", "--model.name=deepseek_v3"
 MISTRAL, MIXTRAL = "--model.name=mistral", "--model.name=mixtral"
 MUON = ("--optimizer.name=Muon", "--optimizer.lr=0.02")
-GEMMA = "--model.name=gemma3"
+GEMMA, GLM = "--model.name=gemma3", "--model.name=glm4_moe"
 GROUPS = '--optimizer.groups=[{params = ["tok*", "*.0.*"], lr = 1e-3}, {params = "*", lr = 5e-4}]'
 ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
 OF_ATTENTION = (*ADAPTER, '--lora.modules=["layers.*.attention.w*"]')
@@ -210,6 +210,8 @@ FAMILIES = {
     "DeepSeek in four layers": Model((DEEPSEEK,)),
     "DeepSeek, documents": Model((DEEPSEEK, *DOCUMENTS, THREE_LAYERS), reads_texts=True),
     "DeepSeek, adapters": Model((DEEPSEEK, *OF_ATTENTION, THREE_LAYERS)),
+    "GLM": Model((GLM, THREE_LAYERS)),
+    "GLM in four layers": Model((GLM,)),
     "Qwen2": Model(("--model.name=qwen2",)),
     "Qwen2, adapters": Model(("--model.name=qwen2", "--lora.rank=4")),
     "Qwen3": Model(("--model.name=qwen3",)),

@@ -111,7 +111,7 @@ def build_theirs(model: Decoder, spec: ModelSpec) -> nn.Module:
     names = Names(spec.hf, model.config)
     weights: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
-        rows = to_their_rows(weight, head_dim=names.rope_head_dim(name)).contiguous()
+        rows = to_their_rows(weight, heads=names.rope_heads(name)).contiguous()
         their_name = names.to_hf(name)
         if EACH in their_name:
             weights |= {their_name.replace(EACH, str(i)): x.clone() for i, x in enumerate(rows)}

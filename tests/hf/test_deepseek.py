@@ -1,4 +1,4 @@
-"""DeepSeek's folders: published sizes, biases in float32, layers that are not read, float8."""
+"""DeepSeek's and GLM's folders: published sizes, biases in float32, extra layers, float8."""
 
 from __future__ import annotations
 
@@ -54,12 +54,34 @@ V2_LITE = COMMON | json.loads("""{
 "mscale_all_dim": 0.707}, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group":
 1, "topk_method": "greedy", "vocab_size": 102400
 }""")
+AIR = json.loads("""{
+"architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+"eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act":
+"silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944,
+"max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408,
+"n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": true,
+"num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads":
+8, "num_nextn_predict_layers": 1, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+"rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+"tie_word_embeddings": false, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": true,
+"use_qk_norm": false, "vocab_size": 151552
+}""")
+GLM = AIR | json.loads("""{
+"first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288,
+"moe_intermediate_size": 1536, "n_routed_experts": 160, "num_hidden_layers": 92,
+"routed_scaling_factor": 2.5, "use_qk_norm": true
+}""")
 
 
 @pytest.mark.parametrize(
     ("said", "family", "flavor"),
-    [(V3, "deepseek_v3", "671B"), (V2_LITE, "deepseek_v2", "16B")],
-    ids=["V3", "V2-Lite"],
+    [
+        (V3, "deepseek_v3", "671B"),
+        (V2_LITE, "deepseek_v2", "16B"),
+        (AIR, "glm4_moe", "106B-A12B"),
+        (GLM, "glm4_moe", "355B-A32B"),
+    ],
+    ids=["V3", "V2-Lite", "GLM-4.5-Air", "GLM-4.5"],
 )
 def test_published_models_find_their_flavor(
     said: dict[str, Any], family: str, flavor: str, tmp_path: Path
@@ -94,7 +116,8 @@ def test_what_was_read_is_written_byte_for_byte(
     biases = [name for name in found if name.endswith("mlp.gate.e_score_correction_bias")]
     assert len(biases) == (2 if variant == "latent" else 0)
     found = {name: t if name in biases else t.to(dtype) for name, t in found.items()}
-    save_file(found, folder / "model.safetensors")
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(1)} if biases else {}  # is not read
+    save_file({**found, **extra}, folder / "model.safetensors")
     # trained in float32, and in 16 bits, of which the biases are none
     for kind in {torch.float32, dtype}:
         model = imported(folder, config)

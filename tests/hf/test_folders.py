@@ -132,12 +132,14 @@ def test_any_rows_of_ours_are_found_in_theirs() -> None:
     """By transformers' own formula for Meta's weights, also where a shard cuts a head."""
     ours = torch.randn(18, 5)
     reordered = ours.view(3, 6 // 2, 2, 5).transpose(1, 2).reshape(18, 5)
-    assert torch.equal(to_their_rows(ours, head_dim=6), reordered)
+    assert torch.equal(to_their_rows(ours, heads=(6, 6)), reordered)
+    partly = ours.view(3, 6, 5)[:, [0, 2, 1, 3, 4, 5]].reshape(18, 5)
+    assert torch.equal(to_their_rows(ours, heads=(6, 4)), partly)
     for start in range(18):
         for stop in range(start, 19):
-            for head_dim, there in ((6, reordered), (None, ours)):
+            for heads, there in (((6, 6), reordered), ((6, 4), partly), (None, ours)):
                 piece = torch.full((stop - start, 5), float("nan"))
-                for rows, places in runs(start, stop - start, head_dim=head_dim):
+                for rows, places in runs(start, stop - start, heads=heads):
                     piece[places] = there[rows]
                 assert torch.equal(piece, ours[start:stop])
 

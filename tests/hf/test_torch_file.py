@@ -41,7 +41,7 @@ def test_every_spelling_is_the_same_model(spelling: str, variant: str, tmp_path:
         tmp_path / "weights",
         settings=CheckpointConfig(),
         spec=spec,
-        rope_head_dim=Names(spec.hf, model.config).rope_head_dim,
+        rope_heads=Names(spec.hf, model.config).rope_heads,
         filter=ALL,
         group=None,
     )

@@ -28,6 +28,8 @@ from torchtitan.optim.loss import build_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GLM = {"attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3}
+GLM |= {"moe_intermediate_size": 24, "rope_theta": 100.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
     "mixtral": {"sliding_window": 8, "num_local_experts": 5},
@@ -35,6 +37,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 8, "rope_scaling": YARN},
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0},
+    "glm4_moe": {**GLM, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+    "glm4_moe of plain heads": {**GLM, "partial_rotary_factor": 0.4, "n_group": 4, "topk_group": 2},
 }
 
 
@@ -87,7 +91,8 @@ def test_every_gradient(family: str, tmp_path: Path) -> None:
     theirs(tokens, labels=labels, shift_labels=labels).loss.backward()
     (ours(tokens, labels=labels) / labels.numel()).backward()
     for parameter in (*theirs.parameters(), *ours.parameters()):
-        parameter.data = parameter.grad  # and written as weights, under the same names
+        if parameter.requires_grad:
+            parameter.data = parameter.grad  # and written as weights, under the same names
     theirs.save_pretrained(tmp_path / "gradients")
     expected = load_file(tmp_path / "gradients" / "model.safetensors")
     for name, gradient in load_file(write(ours, spec, tmp_path) / "model.safetensors").items():
@@ -124,6 +129,12 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "fac
         ("granite", change(logits_scaling=0.0), "logits_scaling"),
         ("mixtral", change(router_jitter_noise=0.1), "router_jitter_noise"),
         ("olmo2", change(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        ("glm4_moe", change(rope_parameters={"partial_rotary_factor": 0.2}), "got 3 by 0.2"),
+        ("glm4_moe", change(rope_parameters=None, partial_rotary_factor=0.1), "got 1 by 0.1"),
+        ("glm4_moe", change(rope_parameters={"partial_rotary_factor": 0.01}), "got 0 by 0.01"),
+        ("glm4_moe", change(rope_parameters={"partial_rotary_factor": 2}), "got 32 by 2"),
+        ("glm4_moe", change(attention_bias=False), "attention_bias"),
+        ("glm4_moe", change(use_qk_norm=False), "q_norm"),
     ],
 )
 def test_facts_that_do_not_fit(
@@ -145,6 +156,10 @@ def test_facts_that_do_not_fit(
         ("gemma3", {"window": 0}),
         ("llama3", {"layer_pattern": "GN"}),
         ("llama3", {"logits_divisor": 2.0}),
+        ("glm4_moe", {"partial_rotary_factor": 0.2}),  # 3 of 16
+        ("glm4_moe", {"partial_rotary_factor": 0.0}),
+        ("deepseek_v3", {"partial_rotary_factor": 0.5}),
+        ("qwen3_moe", {"qk_norm": False}),
     ],
 )
 def test_sizes_that_do_not_fit(name: str, sizes: dict[str, Any]) -> None:

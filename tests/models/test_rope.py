@@ -27,17 +27,21 @@ def test_rotation_is_that_of_complex_numbers_in_float64():
     torch.testing.assert_close(*rope.rotate(x), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [6, 10])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_gradient_is_turned_back_in_float64(compiled):
+def test_the_gradient_is_turned_back_in_float64(compiled, width):
+    """Of the first channels. The others of a wider head are not changed."""
     rope = build_rope(torch.tensor([0, 3, 131_071]), head_dim=6, theta=10_000.0, scaling=None)
     given = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(2, 3, 5, 6, generator=given) for _ in range(2))
+    x, grad = (torch.randn(2, 3, 5, width, generator=given) for _ in range(2))
     x.requires_grad_()
     rotate = torch.compile(rope.rotate, backend="eager") if compiled else rope.rotate
-    rotate(x)[0].backward(grad)
+    (turned,) = rotate(x)
+    turned.backward(grad)
+    assert torch.equal(turned[..., 6:], x[..., 6:])
     back = torch.complex(rope.cos.double(), -rope.sin.double())[:, None]
-    expected = torch.view_as_complex(grad.double().unflatten(-1, (-1, 2))) * back
-    expected = torch.view_as_real(expected).flatten(-2).float()
+    expected = torch.view_as_complex(grad[..., :6].double().unflatten(-1, (-1, 2))) * back
+    expected = torch.cat((torch.view_as_real(expected).flatten(-2).float(), grad[..., 6:]), -1)
     torch.testing.assert_close(x.grad, expected, rtol=0, atol=1e-6)
 
 

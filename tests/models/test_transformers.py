@@ -77,11 +77,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 def write_folder(folder: Path, family: str, **sizes: Any) -> Any:
     """Write a small model with random weights; return transformers' own."""
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **sizes})
+    config = AutoConfig.for_model(
+        family.split()[0], **{**SIZES, **FAMILIES.get(family, {}), **sizes}
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
-        for parameter in model.parameters():
+        biases = (buffer for name, buffer in model.named_buffers() if name.endswith("bias"))
+        for parameter in (*model.parameters(), *biases):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(folder)
     return model.eval()

@@ -35,7 +35,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file
-from torchtitan.checkpoint.rows import HeadDim, overlap
+from torchtitan.checkpoint.rows import Heads, HeadsOf, overlap
 from torchtitan.checkpoint.storage import METADATA, paused_gc
 from torchtitan.mesh.ranks import on_every_rank, on_first_rank, reason, union
 from torchtitan.models.init import local_part
@@ -167,14 +167,14 @@ class Region:
     name: str
     into: Tensor
     start: Sequence[int]
-    head_dim: int | None = None
-    """Rows per head if the tensor is stored in half-split order (`rows.py`)."""
+    heads: Heads | None = None
+    """Heads if the tensor is stored in half-split order (`rows.py`)."""
 
     def may_overlap(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
         """Return the pieces that have rows of the same heads: few of those of 1,000 ranks."""
         if not self.start:  # a scalar
             return pieces
-        unit = self.head_dim or 1
+        unit = self.heads[0] if self.heads else 1
         first = self.start[0] // unit * unit
         last = -(-(self.start[0] + len(self.into)) // unit) * unit
         return [p for p in pieces if p.offsets[0] < last and p.offsets[0] + p.sizes[0] > first]
@@ -208,7 +208,7 @@ class PieceReader:
                         region.into.shape,
                         offsets=piece.offsets,
                         sizes=piece.sizes,
-                        head_dim=region.head_dim,
+                        heads=region.heads,
                     )
                 )
                 if areas:
@@ -378,11 +378,11 @@ def fill(
     *,
     reader: PieceReader,
     group: dist.ProcessGroup | None,
-    rope_head_dim: HeadDim = lambda name: None,
+    rope_heads: HeadsOf = lambda name: None,
 ) -> None:
     """Fill this rank's parts of tensors in place. Collective over `group`.
 
-    `rope_head_dim` returns the head width of a tensor that is stored in half-split order
+    `rope_heads` returns the heads of a tensor that is stored in half-split order
     (`rows.py`), None for interleaved order. Raises CheckpointError if a file is missing, damaged or
     refused.
     """
@@ -394,7 +394,7 @@ def fill(
                 _, start = compute_local_shape_and_global_offset(
                     tensor.shape, tensor.device_mesh, tensor.placements
                 )
-            yield Region(name, local_part(tensor).detach(), start, rope_head_dim(name))
+            yield Region(name, local_part(tensor).detach(), start, rope_heads(name))
 
     on_every_rank(lambda: reader.read(regions()), group=group)
 
@@ -419,12 +419,12 @@ def read_tensors(
     group: dist.ProcessGroup | None,
     may_skip: Callable[[str], bool] = lambda name: True,
     accepts: Collection[str] = (),
-    rope_head_dim: HeadDim = lambda name: None,
+    rope_heads: HeadsOf = lambda name: None,
 ) -> None:
     """Fill tensors in place from a component that any layout saved.
 
     A stored tensor that is not in `into` stays unread if `may_skip` allows it. Types must be those
-    of `into` or one of `accepts`, e.g. torch.bfloat16. `rope_head_dim`: as in `fill`. Raises
+    of `into` or one of `accepts`, e.g. torch.bfloat16. `rope_heads`: as in `fill`. Raises
     CheckpointError if names, shapes or types differ, or a file is missing, damaged or refused.
     """
     folder = checkpoint / component
@@ -440,7 +440,7 @@ def read_tensors(
     }
     check_match(folder, stored, wanted, may_skip=may_skip)
     reader = TensorReader(folder, entries)
-    fill(into, reader=reader, group=group, rope_head_dim=rope_head_dim)
+    fill(into, reader=reader, group=group, rope_heads=rope_heads)
 
 
 def check_match(

@@ -2,7 +2,8 @@
 
 Rotary embeddings rotate pairs of channels of a head. Here, as in Meta's weights, a pair is
 (2i, 2i + 1); Hugging Face pairs i with i + D/2. So row 2i + p of a head is their row p D/2 + i.
-Names and shapes are the same: read in the wrong order, a model loads without an error and generates
+Of heads whose first R channels are rotated, only those are in another order, with R for D. Names
+and shapes are the same: read in the wrong order, a model loads without an error and generates
 nonsense.
 
 A rank reads only the rows of its shard, which may start or end within a head. So the order is
@@ -15,28 +16,33 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-HeadDim = Callable[[str], int | None]
-"""Head width of a parameter in half-split order; None for interleaved order."""
+Heads = tuple[int, int]
+"""Width of a head, and the number of its first channels that are rotated."""
+HeadsOf = Callable[[str], Heads | None]
+"""Heads of a parameter in half-split order; None for interleaved order."""
 Copy = tuple[tuple[slice, ...], tuple[slice, ...]]
 """Destination and source region of a copy."""
 
 
-def runs(start: int, count: int, *, head_dim: int | None) -> Iterator[tuple[slice, slice]]:
+def runs(start: int, count: int, *, heads: Heads | None) -> Iterator[tuple[slice, slice]]:
     """Yield runs of rows in the file and their places among our rows [start, start + count)."""
-    if head_dim is None:
+    if heads is None:
         yield slice(start, start + count), slice(0, count)
         return
-    half = head_dim // 2
-    for head in range(start // head_dim, -(-(start + count) // head_dim)):
-        row = head * head_dim
-        first, last = max(start - row, 0), min(start + count - row, head_dim)
+    width, rotated = heads
+    for head in range(start // width, -(-(start + count) // width)):
+        row = head * width
+        first, last = max(start - row, 0), min(start + count - row, width)
         for p in (0, 1):
             # the pairs i with first <= 2i + p < last
-            begin, end = (first - p + 1) // 2, (last - p + 1) // 2
+            begin, end = ((min(at, rotated) - p + 1) // 2 for at in (first, last))
             if begin < end:
                 target = row + 2 * begin + p - start
-                theirs = slice(row + p * half + begin, row + p * half + end)
+                theirs = slice(row + p * rotated // 2 + begin, row + p * rotated // 2 + end)
                 yield theirs, slice(target, target + 2 * (end - begin) - 1, 2)
+        if last > rotated:
+            kept = row + max(first, rotated)
+            yield slice(kept, row + last), slice(kept - start, row + last - start)
 
 
 def overlap(
@@ -45,7 +51,7 @@ def overlap(
     *,
     offsets: Sequence[int],
     sizes: Sequence[int],
-    head_dim: int | None,
+    heads: Heads | None,
 ) -> Iterator[Copy]:
     """Yield the copies from a stored piece to a region of our tensor.
 
@@ -63,7 +69,7 @@ def overlap(
             return
         columns.append((slice(first - ours, last - ours), slice(first - theirs, last - theirs)))
     into, out_of = tuple(a for a, _ in columns), tuple(b for _, b in columns)
-    for rows, target in runs(start[0], lengths[0], head_dim=head_dim):
+    for rows, target in runs(start[0], lengths[0], heads=heads):
         first, last = max(rows.start, offsets[0]), min(rows.stop, offsets[0] + sizes[0])
         if first < last:
             step = target.step or 1
@@ -72,8 +78,10 @@ def overlap(
             yield (ours_rows, *into), (slice(first - offsets[0], last - offsets[0]), *out_of)
 
 
-def to_their_rows(weight: Tensor, *, head_dim: int | None) -> Tensor:
+def to_their_rows(weight: Tensor, *, heads: Heads | None) -> Tensor:
     """Permute the rows of a parameter from interleaved to half-split order."""
-    if head_dim is None:
+    if heads is None:
         return weight
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    width, rotated = heads
+    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, width)]
+    return weight.unflatten(0, (-1, width))[:, order].flatten(0, 1)

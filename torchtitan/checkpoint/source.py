@@ -27,7 +27,7 @@ from torchtitan.base.files import StoredJSON
 from torchtitan.base.patterns import matches
 from torchtitan.checkpoint.checksums import read_manifest
 from torchtitan.checkpoint.reader import Shape, read_tensors, stored_shapes
-from torchtitan.checkpoint.rows import HeadDim
+from torchtitan.checkpoint.rows import HeadsOf
 from torchtitan.checkpoint.settings import COMPONENTS
 from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
 from torchtitan.checkpoint.storage import STATE, read_state, step_of
@@ -135,8 +135,8 @@ class DCPFolder:
     group: dist.ProcessGroup | None
     """Ranks that read together. None: this process only."""
     filter: ParameterFilter
-    rope_head_dim: HeadDim
-    """Head width of the parameters that are stored in the half-split order."""
+    rope_heads: HeadsOf
+    """Heads of the parameters that are stored in the half-split order."""
 
     def shapes(self) -> Mapping[str, Shape | None]:
         """Return the shapes of all entries."""
@@ -163,7 +163,7 @@ class DCPFolder:
             into=wanted,
             group=self.group,
             may_skip=is_skipped,
-            rope_head_dim=self.rope_head_dim,
+            rope_heads=self.rope_heads,
         )
         if is_tied:
             embedding = wanted.get(EMBEDDING)  # None on a pipeline's later stages

@@ -26,7 +26,7 @@ from torchtitan.base.files import StoredJSON
 from torchtitan.base.urls import is_url
 from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
 from torchtitan.checkpoint.manager import CheckpointIO
-from torchtitan.checkpoint.rows import HeadDim
+from torchtitan.checkpoint.rows import HeadsOf
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import (
     Checkpoint,
@@ -356,13 +356,13 @@ def open_step(
     *,
     settings: CheckpointConfig,
     spec: ModelSpec,
-    rope_head_dim: HeadDim,
+    rope_heads: HeadsOf,
     filter: ParameterFilter,
     group: dist.ProcessGroup,
 ) -> WeightSource:
     """Open a checkpoint of this library, or a DCP folder.
 
-    `rope_head_dim` returns the head width of a parameter that may be stored in the half-split
+    `rope_heads` returns the heads of a parameter that may be stored in the half-split
     order, else None. Raises CheckpointError if it does not exist, is damaged, or its order of rows
     is unknown.
     """
@@ -378,5 +378,5 @@ def open_step(
     if is_ours:
         return Checkpoint(path=step, filter=filter, group=group)
     logger.info("%s has no checksums and no sizes: the sizes of model.flavor are used", step)
-    head_dim: HeadDim = rope_head_dim if order != "interleaved" else lambda name: None
-    return DCPFolder(path=step, rope_head_dim=head_dim, filter=filter, group=group)
+    heads: HeadsOf = rope_heads if order != "interleaved" else lambda name: None
+    return DCPFolder(path=step, rope_heads=heads, filter=filter, group=group)

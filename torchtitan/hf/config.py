@@ -89,14 +89,14 @@ def check_family(config: StoredJSON, *, format: HFFormat) -> None:
             f'{config.get("architectures")}; set model.flavor = "hf" without model.name'
         )
     find_quantization(config)
-    partial = rope_table(config).get("partial_rotary_factor", 1.0)
-    options = {"partial_rotary_factor": partial, **config}
-    wrong = []
+    options, wrong = {**config, **rope_table(config)}, []
     for key, supported in {
+        "partial_rotary_factor": 1.0,
         **format.fixed,
         **format.each_layer,
-        "partial_rotary_factor": 1.0,
     }.items():
+        if key in format.sizes:
+            continue
         value = options.get(key, supported)
         is_listed = key in format.each_layer and isinstance(value, list)
         if any(item != supported for item in (value if is_listed else [value])):
@@ -111,7 +111,7 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
     aliases, rope = spec.hf.aliases, rope_table(config)
     content = StoredJSON(config.path, {aliases.get(key, key): v for key, v in config.items()})
     sizes = {"rope_theta": Size("rope_theta", float, default=DEFAULT_THETA), **spec.hf.sizes}
-    content |= {key: rope[key] for key in ["rope_theta"] if key in rope}
+    content |= rope
     if (local := _read_local_theta(config)) is not None:
         content[LOCAL_THETA] = local
     values = {size.field: _read(content, key, size) for key, size in sizes.items()}

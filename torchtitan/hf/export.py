@@ -238,7 +238,7 @@ def _read(tensor: PlannedTensor, *, reader: TensorReader, settings: HFExport) ->
         weight = adapter.merge_into(weight, *(into[factor] for factor in factors))
     if name in VOCABULARY:
         weight = add_rows(weight, settings.add_tokens)
-    return to_their_rows(weight.to(tensor.dtype), head_dim=settings.names.rope_head_dim(name))
+    return to_their_rows(weight.to(tensor.dtype), heads=settings.names.rope_heads(name))
 
 
 def _write_other_files(checkpoint: Path, target: Path, plan: Plan, *, settings: HFExport) -> None:

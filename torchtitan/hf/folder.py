@@ -148,10 +148,8 @@ def _read_headers(
                     f"memory; save_pretrained of transformers writes one tensor per expert"
                 )
             slot = names.from_hf(name) or (name, None)
-            head_dim = names.rope_head_dim(slot[0])
-            tensor = StoredTensor(
-                name=name, shape=shape, dtype=dtype, rope_head_dim=head_dim, file=file
-            )
+            heads = names.rope_heads(slot[0])
+            tensor = StoredTensor(name=name, shape=shape, dtype=dtype, rope_heads=heads, file=file)
             if block is not None and name.endswith(SCALE):
                 scales[name] = tensor
             else:

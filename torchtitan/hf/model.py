@@ -22,7 +22,7 @@ from torchtitan.hf.folder import is_hf_folder
 from torchtitan.hf.names import CONFIG, Names
 from torchtitan.models.families import MODELS, find_spec, to_settings
 from torchtitan.models.interface import LanguageModel
-from torchtitan.models.settings import ALL_SIZES, HF, ModelConfig, given_sizes
+from torchtitan.models.settings import HF, AllSizes, ModelConfig, given_sizes
 from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def read_model(path: Path, settings: ModelConfig) -> ModelConfig:
 
 def with_model_of(stored_model: ModelConfig, settings: ModelConfig) -> ModelConfig:
     """Return the settings with family and sizes of `stored_model`, where these give none."""
-    sizes_type = ALL_SIZES if settings.name == HF else find_spec(settings).sizes
+    sizes_type = AllSizes if settings.name == HF else find_spec(settings).sizes
     options = {**stored_model.options, **settings.options}
     stored, own = (
         given_sizes(replace(model, options={}), of=sizes_type) for model in (stored_model, settings)

@@ -16,6 +16,7 @@ import torch
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import StoredJSON, read_json
+from torchtitan.checkpoint.rows import Heads
 from torchtitan.finetune.lora import adapted_weight
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import EACH, HFFormat
@@ -59,10 +60,11 @@ class Names:
         stacked = _translate(name[: number.start()] + EACH + name[number.end() :], table)
         return None if stacked is None else (stacked, int(number[1]))
 
-    def rope_head_dim(self, name: str) -> int | None:
-        """Return the head width of a parameter in half-split row order, None for other orders."""
+    def rope_heads(self, name: str) -> Heads | None:
+        """Return the heads of a parameter in half-split row order, None for other orders."""
         is_half_split = _any_layer(adapted_weight(name)) in self.format.rotary
-        return self.architecture.head_width if is_half_split else None
+        sizes = self.architecture
+        return (sizes.head_width, sizes.rotary_dim) if is_half_split else None
 
     def is_extra_layer(self, name: str, *, num_layers: int) -> bool:
         """Return whether a tensor is part of an extra layer after the last, which is not read."""

@@ -62,5 +62,5 @@ def open_initial(
             f"{INITIAL_PATH} {path} is a Hugging Face folder; to start from its weights write "
             f"checkpoint.initial_load_in_hf = true"
         )
-    head_dim = Names(spec.hf, architecture).rope_head_dim
-    return open_step(path, settings=settings, spec=spec, rope_head_dim=head_dim, **options)
+    heads = Names(spec.hf, architecture).rope_heads
+    return open_step(path, settings=settings, spec=spec, rope_heads=heads, **options)

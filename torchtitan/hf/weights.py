@@ -23,6 +23,7 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.reader import Piece, PieceReader, TensorEntry, fill
 from torchtitan.checkpoint.reader import check_match as check_tensors
+from torchtitan.checkpoint.rows import Heads
 from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.data.sampler import Permutation
 from torchtitan.hf.names import Names, Slot
@@ -52,8 +53,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """Type by its name in safetensors."""
-    rope_head_dim: int | None = None
-    """Head width if the rows are in half-split order."""
+    rope_heads: Heads | None = None
+    """Heads if the rows are in half-split order."""
     file: str = ""
     """Name of the file in the folder."""
     parts: tuple[StoredTensor, ...] = ()
@@ -159,7 +160,7 @@ class HFWeights:
             wanted,
             reader=_HFReader(self),
             group=self.group,
-            rope_head_dim=lambda name: self.tensors[name].rope_head_dim,
+            rope_heads=lambda name: self.tensors[name].rope_heads,
         )
 
 

@@ -176,7 +176,7 @@ class Decoder(LanguageModel):
         sizes = self.config.of_kind(kind)
         return build_rope(
             positions if kind != "N" else torch.zeros_like(positions),
-            head_dim=sizes.head_width,
+            head_dim=sizes.rotary_dim,
             theta=sizes.rope_theta,
             scaling=sizes.rope_scaling,
         )

@@ -14,9 +14,9 @@ from torchtitan.base.custom import is_import_path, load_object
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
 from torchtitan.base.files import read_json
 from torchtitan.models.settings import (
-    ALL_SIZES,
     HF,
     TRANSFORMERS,
+    AllSizes,
     ModelConfig,
     ModelSection,
     given_sizes,
@@ -62,6 +62,7 @@ MODELS = Families(
         "olmo3": "torchtitan.models.olmo3",
         "smollm3": "torchtitan.models.smollm3",
         "granite": "torchtitan.models.granite",
+        "glm4_moe": "torchtitan.models.glm4_moe",
     }
 )
 
@@ -101,7 +102,7 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
     note = f"; other sizes are from {settings.flavor}" if sizes else ""
     wrong = [replace(broken, rule=broken.rule + note) for broken in architecture.violations()]
     built_in = replace(settings, options={})
-    keys = {*given_sizes(built_in, of=ALL_SIZES), *architecture.given(of_family=False)}
+    keys = {*given_sizes(built_in, of=AllSizes), *architecture.given(of_family=False)}
     wrong += [
         Violation((key, "name"), f"is no size of {spec.name}; remove it")
         for key in sorted(keys)
@@ -174,4 +175,5 @@ def _has_size(spec: ModelSpec, key: str) -> bool:
     """Return whether a family has a size."""
     [*size] = (size for size in fields(spec.sizes) if size.name == key)
     in_files = not spec.hf.names or any(stored.field == key for stored in spec.hf.sizes.values())
-    return bool(size) and (in_files or not size[0].metadata.get("of_files"))
+    tags = size[0].metadata if size else {"of_family": True}
+    return not tags.get("of_family") and (in_files or not tags.get("of_files"))

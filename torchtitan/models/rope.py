@@ -8,13 +8,13 @@ blocks use real numbers, which inductor fuses.
 
 Cosines and sines are computed from integer positions once per forward, not kept in a buffer. A
 complex buffer is destroyed by `model.to(dtype)`, a real one is rounded by it, and either needs care
-on the meta device. Computing them costs S x D/2 cosines, which is negligible beside one layer.
+on the meta device. Computing them costs S x P cosines, which is negligible beside one layer.
 Angles are float64, since float32 is off by 0.008 rad at position 131072. The rotation is float32 in
 every dtype of the model.
 
 For contexts longer than in pretraining the frequencies are scaled (`RopeScaling`).
 
-Shapes: B batch, S sequence, H heads, D width of a head, P = D/2 pairs.
+Shapes: B batch, S sequence, H heads, D width of a head, P pairs, R = 2 P rotated channels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rope:
         self.turn, self.turn_back = torch.complex(cos, sin), torch.complex(cos, -sin)
 
     def rotate(self, *xs_BSHD: Tensor) -> tuple[Tensor, ...]:
-        """Rotate the channel pairs of queries and keys, and return them in their dtype."""
+        """Rotate the first 2 P channels of queries and keys, and return them in their dtype."""
         if torch.compiler.is_compiling():
             return tuple(self._rotate_real(x) for x in xs_BSHD)
         turned: tuple[Tensor, ...] = _Rotated.apply(self, *xs_BSHD)
@@ -54,9 +54,11 @@ class Rope:
 
     def _rotate_real(self, x_BSHD: Tensor) -> Tensor:
         cos, sin = self.cos[..., None, :], self.sin[..., None, :]  # the same for all heads
-        even_BSHP, odd_BSHP = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+        pairs, kept = x_BSHD.tensor_split((2 * cos.shape[-1],), -1)
+        even_BSHP, odd_BSHP = pairs.float().unflatten(-1, (-1, 2)).unbind(-1)
         turned = (even_BSHP * cos - odd_BSHP * sin, even_BSHP * sin + odd_BSHP * cos)
-        return torch.stack(turned, dim=-1).flatten(-2).type_as(x_BSHD)
+        turned_BSHR = torch.stack(turned, dim=-1).flatten(-2).type_as(x_BSHD)
+        return torch.cat((turned_BSHR, kept), -1) if kept.shape[-1] else turned_BSHR
 
 
 class _Rotated(torch.autograd.Function):
@@ -78,7 +80,8 @@ def _turn(xs_BSHD: Sequence[Tensor], turn: Tensor) -> tuple[Tensor, ...]:
     exact_BSHD = torch.empty(batch, length, sum(heads), width, device=turn.device)
     for part, x_BSHD in zip(exact_BSHD.split(heads, dim=2), xs_BSHD, strict=True):
         part.copy_(x_BSHD)
-    torch.view_as_complex(exact_BSHD.unflatten(-1, (-1, 2))).mul_(turn[..., None, :])
+    pairs_BSHP2 = exact_BSHD[..., : 2 * turn.shape[-1]].unflatten(-1, (-1, 2))
+    torch.view_as_complex(pairs_BSHP2).mul_(turn[..., None, :])
     return exact_BSHD.to(xs_BSHD[0].dtype).split(heads, dim=2)
 
 

@@ -25,15 +25,18 @@ from torchtitan.config.settings import (
     convert,
     finite,
 )
-from torchtitan.models.sizes import DecoderConfig, MLAConfig, RopeScaling
+from torchtitan.models.sizes import DecoderConfig, GLMConfig, MLAConfig, RopeScaling
 
 HF = "hf"
 """The flavor, and the name, of a job whose model comes from a Hugging Face folder."""
 TRANSFORMERS = "transformers"
 """The name of a model that the library transformers builds (`models/transformers.py`)."""
 OWN_SIZES = Rule("= package.module:NAME", lambda name: name == TRANSFORMERS or is_import_path(name))
-ALL_SIZES = MLAConfig
-"""Has the sizes of every built-in family."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllSizes(GLMConfig, MLAConfig):
+    """Has the sizes of every built-in family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,4 +124,4 @@ def _with_sizes(section: type, *, of: type[DecoderConfig]) -> type:
 if TYPE_CHECKING:
     ModelSection = ModelConfig
 else:
-    ModelSection = _with_sizes(ModelConfig, of=ALL_SIZES)
+    ModelSection = _with_sizes(ModelConfig, of=AllSizes)

@@ -166,6 +166,8 @@ class DecoderConfig:
     local_rope_theta: float | None = field(default=None, metadata=OF_FILES)
     """Base of the rotary wavelengths in the L layers of a pattern, which are not scaled. Default:
     rope_theta."""
+    partial_rotary_factor: float | None = field(default=None, metadata=OF_FILES)
+    """Share of a head's channels that are rotated: its first ones. Default: 1."""
     embedding_scale: float | None = field(default=None, metadata=OF_FILES)
     """The embedded tokens are multiplied by this. Default: 1."""
     residual_scale: float | None = field(default=None, metadata=OF_FILES)
@@ -227,8 +229,14 @@ class DecoderConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of the rotated part of an attention head."""
+        """Width of an attention head."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of channels of a head that are rotated."""
+        share = self.partial_rotary_factor
+        return self.head_width if share is None else int(self.head_width * share)
 
     def has_parameter(self, name: str) -> bool:
         """Return whether a model of these sizes has one of the family's parameters."""
@@ -267,6 +275,12 @@ class DecoderConfig:
                 ("head_dim", "num_heads", "dim"),
                 f"head_dim (default: dim / num_heads) must be even, because channels are rotated "
                 f"in pairs, got {self.head_width}",
+            )
+        elif self.rotary_dim not in range(2, self.head_width + 1, 2):
+            yield Violation(
+                ("partial_rotary_factor", "head_dim"),
+                f"partial_rotary_factor times head_dim must be an even number of channels from 2 "
+                f"to {self.head_width}, got {self.rotary_dim} by {self.partial_rotary_factor}",
             )
 
 
@@ -358,6 +372,19 @@ class MoEConfig(DecoderConfig):
                 ("num_limited_groups", "num_experts_per_token"),
                 f"leaves a token {in_groups} experts to choose {chosen} from",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GLMConfig(MoEConfig):
+    """Sizes of a decoder with experts that may normalize heads: GLM-4.5's."""
+
+    qk_norm: bool = False
+    """Each query and key head is normalized before it is rotated."""
+
+    def has_parameter(self, name: str) -> bool:
+        """Return whether a model of these sizes has one of the family's parameters."""
+        is_norm = name.endswith(("attention.q_norm.weight", "attention.k_norm.weight"))
+        return super().has_parameter(name) and (self.qk_norm or not is_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
