@@ -25,72 +25,36 @@ from torchtitan.models.spec import HFFormat, ModelSpec, Size, TensorRole
 LLAMA_31 = RopeScaling(type="llama3", factor=8.0, original_max_position=8192)
 LLAMA_32 = RopeScaling(type="llama3", factor=32.0, original_max_position=8192)
 
+LARGE = DecoderConfig(
+    dim=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    hidden_dim=14_336,
+    vocab_size=128_256,
+    rope_scaling=LLAMA_31,
+)
+TIED = replace(LARGE, hidden_dim=8192, rope_scaling=LLAMA_32, tie_embeddings=True)
+"""Common to Llama 3.2's text models."""
 SMALL = DecoderConfig(
     dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048
 )
+TINY = replace(SMALL, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96)
 
 FLAVORS = {
-    "tiny": DecoderConfig(
-        dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=263
-    ),
-    "tiny8": DecoderConfig(
-        dim=32, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=96, vocab_size=264
-    ),
-    "narrow": DecoderConfig(
-        dim=64, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=192, vocab_size=2048
-    ),
+    "tiny": replace(TINY, vocab_size=263),
+    "tiny8": replace(TINY, num_layers=8, num_heads=8, num_kv_heads=4, vocab_size=264),
+    "narrow": replace(TINY, dim=64, num_heads=2, num_kv_heads=1, hidden_dim=192),
     "small": SMALL,
     "debugmodel": replace(SMALL, rope_scaling=LLAMA_31),
     "100M": DecoderConfig(
         dim=768, num_layers=12, num_heads=12, num_kv_heads=4, hidden_dim=2048, vocab_size=16_384
     ),
-    "1B": DecoderConfig(
-        dim=2048,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        hidden_dim=8192,
-        vocab_size=128_256,
-        rope_scaling=LLAMA_32,
-        tie_embeddings=True,
-    ),
-    "3B": DecoderConfig(
-        dim=3072,
-        num_layers=28,
-        num_heads=24,
-        num_kv_heads=8,
-        hidden_dim=8192,
-        vocab_size=128_256,
-        rope_scaling=LLAMA_32,
-        tie_embeddings=True,
-    ),
-    "8B": DecoderConfig(
-        dim=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        hidden_dim=14_336,
-        vocab_size=128_256,
-        rope_scaling=LLAMA_31,
-    ),
-    "70B": DecoderConfig(
-        dim=8192,
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        hidden_dim=28_672,
-        vocab_size=128_256,
-        rope_scaling=LLAMA_31,
-    ),
-    "405B": DecoderConfig(
-        dim=16_384,
-        num_layers=126,
-        num_heads=128,
-        num_kv_heads=8,
-        hidden_dim=53_248,
-        vocab_size=128_256,
-        rope_scaling=LLAMA_31,
-    ),
+    "1B": replace(TIED, dim=2048, num_layers=16),
+    "3B": replace(TIED, dim=3072, num_layers=28, num_heads=24),
+    "8B": LARGE,
+    "70B": replace(LARGE, dim=8192, num_layers=80, num_heads=64, hidden_dim=28_672),
+    "405B": replace(LARGE, dim=16_384, num_layers=126, num_heads=128, hidden_dim=53_248),
 }
 
 

@@ -34,12 +34,8 @@ INSTRUCT = {
 }
 
 FLAVORS = {
-    "tiny": replace(
-        LARGE, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=263
-    ),
-    "tiny8": replace(
-        TIED, dim=32, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=96, vocab_size=264
-    ),
+    "tiny": llama3.small_flavors(LARGE)["tiny"],
+    "tiny8": llama3.small_flavors(TIED)["tiny8"],
     "debugmodel": replace(
         TIED, dim=256, num_layers=6, num_heads=16, num_kv_heads=4, hidden_dim=768, vocab_size=2048
     ),

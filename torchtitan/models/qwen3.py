@@ -30,26 +30,8 @@ TIED = replace(LARGE, tie_embeddings=True)
 """Common to the sizes up to 4B."""
 
 FLAVORS = {
-    "tiny": replace(
-        LARGE,
-        dim=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        hidden_dim=96,
-        vocab_size=263,
-        head_dim=12,
-    ),
-    "tiny8": replace(
-        TIED,
-        dim=32,
-        num_layers=8,
-        num_heads=8,
-        num_kv_heads=4,
-        hidden_dim=96,
-        vocab_size=264,
-        head_dim=6,
-    ),
+    "tiny": llama3.small_flavors(LARGE, head_dim=12)["tiny"],
+    "tiny8": llama3.small_flavors(TIED, head_dim=6)["tiny8"],
     "small": replace(
         LARGE,
         dim=256,
