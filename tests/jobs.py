@@ -228,6 +228,7 @@ FAMILIES = {
     "OLMo 2": Model(("--model.name=olmo2",)),
     "SmolLM3": Model(("--model.name=smollm3",)),
     "Granite": Model(("--model.name=granite",)),
+    "Phi": Model(("--model.name=phi3",)),
     "Muon": Model(MUON),
     "Muon, in sixes": Model((*MUON, *IN_SIXES)),
     "Muon, adapters": Model((*MUON, *ADAPTER, "--optimizer.muon_excluded_params=output.*")),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.distributed import hf_jobs, jobs
 from tests.distributed import test_reference as by_torch
@@ -18,9 +18,12 @@ from tests.hf.test_deepseek import float8_folder
 from tests.hf.test_folders import imported
 from tests.jobs import TINY
 from tests.models.reference import LATENT, new_decoder, random_decoder, reference_of
+from tests.models.test_families import read
+from torchtitan.hf.config import TOKEN_IDS, new_config
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
+from torchtitan.models.interface import LanguageModel
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +33,16 @@ SMALL, LAYERS = {"num_layers": 2}, "--model.num_layers=2"
 
 def folder_of(
     path: Path, flavor: str = "tiny", *, family: str = "llama3", **changes: Any
-) -> tuple[Path, Decoder]:
+) -> tuple[Path, LanguageModel]:
     """A folder of random weights that transformers wrote, in files of 20 KB, and the model."""
-    model = random_decoder(dataclasses.replace(MODELS[family].flavors[flavor], **changes))
+    config = dataclasses.replace(MODELS[family].flavors[flavor], **changes)
+    if f"{NAME}{family}" == PHI3:
+        ids = dict.fromkeys(TOKEN_IDS)
+        content = new_config(config, format=MODELS[family].hf, dtype=torch.float32, carried=ids)
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
+        theirs.save_pretrained(path, max_shard_size="20KB")
+        return path, read(path)[0]
+    model = random_decoder(config)
     reference_of(model).save_pretrained(path, max_shard_size="20KB")
     return path, model
 
@@ -51,7 +61,7 @@ TP2 = "--parallelism.tensor_parallel_degree=2"
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 NAME = "--model.name="
 QWEN2, QWEN3, QWEN3_MOE = f"{NAME}qwen2", f"{NAME}qwen3", f"{NAME}qwen3_moe"
-DEEPSEEK = f"{NAME}deepseek_v3"
+DEEPSEEK, PHI3 = f"{NAME}deepseek_v3", f"{NAME}phi3"
 LAYOUTS = {
     # 32 rows of wq, heads of 8: shards of 11 rows cut them
     "fsdp 3": (3, "tiny", {}, ("--training.global_batch_size=-1",)),
@@ -60,6 +70,9 @@ LAYOUTS = {
     "fsdp 3, qwen3": (3, "tiny", {}, (QWEN3, "--training.global_batch_size=-1")),
     # biases of 32 elements, heads of 4: shards of 8 are of two heads
     "fsdp 2, tp 2, qwen2": (4, "tiny8", SMALL, (QWEN2, TP2, LAYERS)),
+    # 64 rows of wq, wk and wv in one tensor: shards of 11, 6 and 6
+    "fsdp 3, phi3": (3, "tiny", {}, (PHI3, "--training.global_batch_size=-1")),
+    "fsdp 2, tp 2, phi3": (4, "tiny8", SMALL, (PHI3, TP2, LAYERS)),
     # eight experts: three, three and two
     "fsdp 3, experts": (3, "tiny", {}, (QWEN3_MOE, "--training.global_batch_size=-1")),
     "fsdp 2, tp 2, ep 2, deepseek": (

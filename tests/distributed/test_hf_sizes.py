@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -41,6 +43,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, rope_theta=7777.0, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=18),
     "mistral": MistralConfig(**SIZES, sliding_window=9, head_dim=10),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, head_dim=10),
+    "phi3": Phi3Config(**SIZES, sliding_window=9, pad_token_id=None),
     "qwen3_moe": Qwen3MoeConfig(
         **SIZES,
         head_dim=18,
@@ -69,6 +73,7 @@ DIFFERENT = {  # what a config.json says beyond the model, or says in another wa
     "max_window_layers": "see layer_types",
     "sliding_window": "read only where windows are used",
     "num_local_experts": "another name of num_experts",
+    "original_max_position_embeddings": "of LongRoPE",
     "output_router_logits": "a switch of their forward",
     "router_aux_loss_coef": "of their training",
 }
@@ -112,6 +117,8 @@ def job_of(folder: Path, source: Path, *options: str) -> list[str]:
         ("qwen3", PP2),
         ("mistral", TP2),
         ("qwen2", PP2),
+        ("mixtral", EP2),
+        ("phi3", TP2),
         ("qwen3_moe", EP2),
     ],
 )

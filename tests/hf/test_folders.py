@@ -241,6 +241,10 @@ EXPERT = {"norm_topk_prob": True, "num_experts_per_tok": 8, "decoder_sparse_step
 EXPERT |= {"mlp_only_layers": [], "router_aux_loss_coef": 0.001, "output_router_logits": False}
 MIXTRAL = {"sliding_window": None, "router_jitter_noise": 0.0, "router_aux_loss_coef": 0.02}
 FEW = {"num_local_experts": 8, "num_experts_per_tok": 2}
+PHI = {"attention_bias": False, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "rope_scaling": None}
+WHOLE = {"sliding_window": None, "partial_rotary_factor": 1.0, "attention_dropout": 0.0}
+WHOLE |= {"max_position_embeddings": 16_384, "original_max_position_embeddings": 16_384}
+WINDOW = {"sliding_window": 2047, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}
 PUBLISHED: list[tuple[str, str, tuple[float, ...], dict[str, Any]]] = [
     ("llama3", "1B", (2048, 8192, 16, 32, 8, 128_256, 1e-5, 5e5), {**TIED, **llama_rope(32.0)}),
     ("llama3", "3B", (3072, 8192, 28, 24, 8, 128_256, 1e-5, 5e5), {**TIED, **llama_rope(32.0)}),
@@ -300,6 +304,8 @@ PUBLISHED: list[tuple[str, str, tuple[float, ...], dict[str, Any]]] = [
     ("mixtral", "8x7B", (4096, 14_336, 32, 32, 8, 32_000, 1e-5, 1e6), {**MIXTRAL, **FEW}),
     ("mixtral", "8x7B", (4096, 14_336, 32, 32, 8, 32_000), MIXTRAL),  # by default
     ("mixtral", "8x22B", (6144, 16_384, 56, 48, 8, 32_768, 1e-5, 1e6), {**MIXTRAL, **FEW}),
+    ("phi3", "mini-4k", (3072, 8192, 32, 32, 32, 32_064, 1e-5, 1e4), {**PHI, **WINDOW}),
+    ("phi3", "phi-4", (5120, 17_920, 40, 40, 10, 100_352, 1e-5, 250_000), {**PHI, **WHOLE}),
     *(
         (
             "qwen3_moe",

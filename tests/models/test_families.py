@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.models.test_transformers import batch, ten_steps, write_folder
+from torchtitan import load_config
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.build import describe_export
+from torchtitan.finetune.lora import apply_lora, is_adapter
 from torchtitan.hf.config import TOKEN_IDS, architecture_of, family_of, read_config, sizes_of
 from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import Names
+from torchtitan.hf.peft import AdapterExport
 from torchtitan.models.families import MODELS, find_model
 from torchtitan.models.interface import LanguageModel
 from torchtitan.models.settings import ModelSection
@@ -35,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": 8, "num_local_experts": 5},
     "olmo2": {},
     "olmo3": {"sliding_window": 8, "rope_scaling": YARN},
+    "phi3": {"sliding_window": 8},
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0},
     "glm4_moe": {**GLM, "use_qk_norm": True, "routed_scaling_factor": 2.5},
@@ -55,11 +60,13 @@ def read(folder: Path) -> tuple[LanguageModel, ModelSpec]:
     return model, spec
 
 
-def write(model: LanguageModel, spec: ModelSpec, folder: Path) -> Path:
+def write(model: LanguageModel, spec: ModelSpec, folder: Path, **more: Any) -> Path:
     """Export a model."""
     writer = dcp.FileSystemWriter(folder / "step" / "model")
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
-    settings = HFExport(names=Names(spec.hf, model.config), carried=dict.fromkeys(TOKEN_IDS))
+    settings = HFExport(
+        names=Names(spec.hf, model.config), carried=dict.fromkeys(TOKEN_IDS), **more
+    )
     export(folder / "step", folder / "out", settings=settings, group=None)
     return folder / "out"
 
@@ -108,6 +115,34 @@ def test_ten_steps(family: str, tmp_path: Path) -> None:
     ten_steps(theirs, read(tmp_path)[0])
 
 
+def test_adapters_of_a_fused_tensor(tmp_path: Path) -> None:
+    theirs = write_folder(tmp_path / "theirs", "phi3")
+    ours, spec = read(tmp_path / "theirs")
+    apply_lora(ours, rank=3, alpha=6.0, patterns=["layers.*.w[qv13]"])
+    for name, parameter in ours.named_parameters():
+        if is_adapter(name):
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapter = AdapterExport(rank=3, alpha=6.0, merge=True)
+    out = write(ours, spec, tmp_path, adapter=adapter)
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    tokens, _ = batch(0)
+    torch.testing.assert_close(merged(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(merged(tokens).logits, theirs(tokens).logits, atol=0.1)
+    settings: dict[str, Any] = {"lora.rank": 3, "lora.export_format": "adapter"}
+    settings |= {"model.name": "phi3", "checkpoint.last_save_in_hf": True}
+    with pytest.raises(ConfigError, match=r"export_format.*Phi3ForCausalLM"):
+        describe_export(load_config(**settings), dtype=None)
+
+
+@pytest.mark.parametrize("num_rows", [127, 129])
+def test_a_fused_tensor_has_the_rows_of_its_parameters(num_rows: int, tmp_path: Path) -> None:
+    write_folder(tmp_path, "phi3")
+    name, file = "model.layers.3.self_attn.qkv_proj.weight", tmp_path / "model.safetensors"
+    save_file({**load_file(file), name: torch.ones(num_rows, 64)}, file)
+    with pytest.raises(CheckpointError, match=rf"{name}.* 128 rows.*\[{num_rows}, 64\]"):
+        read(tmp_path)
+
+
 def change(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return partial(dict.update, **changes)
 
@@ -124,6 +159,10 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "fac
         ("gemma3_text", change(sliding_window=None), "layer_pattern"),
         ("gemma3_text", change(final_logit_softcapping=30.0), "final_logit_softcapping"),
         ("gemma3_text", change(rope_parameters=LOCAL), "sliding_attention"),
+        ("phi3", change(resid_pdrop=0.1), "resid_pdrop"),
+        ("phi3", change(partial_rotary_factor=0.75, rope_parameters=None), "partial_rotary_factor"),
+        ("phi3", change(rope_scaling={"type": "longrope"}, rope_parameters=None), "longrope"),
+        ("phi3", change(rope_scaling=YARN, rope_parameters=None), "rope_scaling"),
         ("smollm3", change(no_rope_layers=[1, 0, 2, 0]), "no_rope_layers"),
         ("smollm3", change(layer_types=["sliding_attention"] * 4), "layer_types"),
         ("granite", change(logits_scaling=0.0), "logits_scaling"),

@@ -221,6 +221,7 @@ def find_inexpressible(architecture: DecoderConfig, format: HFFormat) -> str | N
     if format.config:
         return None
     stored = {"rope_theta", "rope_scaling", *(size.field for size in format.sizes.values())}
+    stored -= format.implied.keys()
     wrong = [
         f"{size.field} must have no letters but {', '.join(size.kinds)}, got {pattern}"
         for size in format.sizes.values()

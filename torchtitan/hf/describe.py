@@ -13,7 +13,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import STATE
@@ -55,7 +55,11 @@ def describe_export(
 ) -> HFExport:
     """Describe the Hugging Face folder of a run's weights, in `dtype`; None as they are stored;
     raise UserError if the tokenizer, or the folder that the run started from, is damaged or
-    missing."""
+    missing, or PEFT cannot store the adapters."""
+    is_fused = len({*spec.hf.names.values()}) < len(spec.hf.names)
+    if lora.export_format == "adapter" and is_fused:  # PEFT's A is one for all rows of a tensor
+        rule = f'must be "merged" for {spec.hf.architecture}, whose tensors fuse several matrices'
+        raise ConfigError.at("lora.export_format", f'{rule}, got "adapter"')
     base = None if checkpoint.initial_load_path is None else Path(checkpoint.initial_load_path)
     tokenizer, file = build_tokenizer(tokenizer_path), tokenizer_file(tokenizer_path)
     carried = find_carried(

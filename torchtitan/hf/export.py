@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.checksums import HashingFile, write_json
-from torchtitan.checkpoint.reader import TensorEntry, TensorReader, fill
+from torchtitan.checkpoint.reader import Entries, TensorReader, fill
 from torchtitan.checkpoint.rows import to_their_rows
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.checkpoint.storage import commit, draft_of
@@ -97,7 +97,8 @@ class HFExport:
 class PlannedTensor:
     """A tensor to write."""
 
-    parameter: str
+    parameters: tuple[str, ...]
+    """Parameters whose rows it has, one after another."""
     name: str
     """Name in the file."""
     dtype: torch.dtype
@@ -177,7 +178,7 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> Plan:
     for parameter in sorted(reader.entries, key=order):
         if settings.is_adapter(parameter) != settings.adapter_only:
             continue
-        for tensor in _plan_tensors(parameter, reader.entries[parameter], settings=settings):
+        for tensor in _plan_tensors(parameter, reader.entries, settings=settings):
             if files[-1] and size + tensor.num_bytes > limit:
                 files.append([])
                 size = 0
@@ -186,23 +187,29 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> Plan:
     return files
 
 
-def _plan_tensors(
-    parameter: str, entry: TensorEntry | None, *, settings: HFExport
-) -> list[PlannedTensor]:
-    """Return the tensors of a parameter: one, or one per entry of its first dimension."""
-    assert entry is not None, f"{parameter} is not a parameter"
-    names, shape = settings.names, entry.shape
-    if parameter in VOCABULARY:
-        shape = (shape[0] + settings.add_tokens, *shape[1:])
-    dtype = names.stored_dtype(parameter, settings.dtype or entry.dtype)
+def _plan_tensors(parameter: str, entries: Entries, *, settings: HFExport) -> list[PlannedTensor]:
+    """Return the tensors of a parameter: one, or one per entry of its first dimension.
+
+    A fused tensor is one of its first parameter, and none of the others.
+    """
+    names, parts = settings.names, [parameter]
     if settings.adapter_only and settings.adapter is not None:
         name = settings.adapter.to_hf(parameter, names=names)
     else:
         name = names.to_hf(parameter)
+        parts = names.parts_of(name)
+    if parameter != parts[0]:
+        return []
+    stored = [entry for part in parts if (entry := entries[part]) is not None]
+    assert len(stored) == len(parts), f"{name} is not made of parameters only"
+    shape = (sum(entry.shape[0] for entry in stored), *stored[0].shape[1:])
+    if parameter in VOCABULARY:
+        shape = (shape[0] + settings.add_tokens, *shape[1:])
+    dtype = names.stored_dtype(parameter, settings.dtype or stored[0].dtype)
     stacked = [None] if EACH not in name else list(range(shape[0]))
     num_bytes = math.prod(shape) * dtype.itemsize // len(stacked)
     return [
-        PlannedTensor(parameter, name.replace(EACH, str(index)), dtype, num_bytes, index)
+        PlannedTensor(tuple(parts), name.replace(EACH, str(index)), dtype, num_bytes, index)
         for index in stacked
     ]
 
@@ -213,9 +220,11 @@ def _write_file(
     """Write a safetensors file."""
     weights: dict[str, Tensor] = {}
     # entries of a parameter are adjacent, so that it is read once for all of them
-    for _, group in groupby(tensors, key=lambda tensor: tensor.parameter):
+    for parameters, group in groupby(tensors, key=lambda tensor: tensor.parameters):
         entries = list(group)
-        weight = _read(entries[0], reader=reader, settings=settings)
+        dtype = entries[0].dtype
+        parts = [_read(n, dtype=dtype, reader=reader, settings=settings) for n in parameters]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         for entry in entries:
             part = weight if entry.index is None else weight[entry.index]
             weights[entry.name] = part.contiguous()
@@ -224,9 +233,9 @@ def _write_file(
         os.fsync(file.fileno())
 
 
-def _read(tensor: PlannedTensor, *, reader: TensorReader, settings: HFExport) -> Tensor:
+def _read(name: str, *, dtype: torch.dtype, reader: TensorReader, settings: HFExport) -> Tensor:
     """Return a full parameter with merged adapter, in the file's row order and type."""
-    stored, name, adapter = reader.entries, tensor.parameter, settings.adapter
+    stored, adapter = reader.entries, settings.adapter
     factors: Sequence[str] = ()
     if adapter is not None and adapter.merge:
         factors = [factor for factor in adapter.factors_of(name) if factor in stored]
@@ -238,7 +247,7 @@ def _read(tensor: PlannedTensor, *, reader: TensorReader, settings: HFExport) ->
         weight = adapter.merge_into(weight, *(into[factor] for factor in factors))
     if name in VOCABULARY:
         weight = add_rows(weight, settings.add_tokens)
-    return to_their_rows(weight.to(tensor.dtype), heads=settings.names.rope_heads(name))
+    return to_their_rows(weight.to(dtype), heads=settings.names.rope_heads(name))
 
 
 def _write_other_files(checkpoint: Path, target: Path, plan: Plan, *, settings: HFExport) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from torchtitan.hf.weights import (
     attach_scales,
     check_match,
     open_slice,
+    split_fused,
     stack_parts,
 )
 from torchtitan.mesh.ranks import on_first_rank, reason
@@ -85,10 +86,13 @@ def open_folder(
         exempt = {*may_differ, *(VISIBLE_IN_SHAPES if filter.exclude else ())}
         config = read_config(path)
         in_file = check_sizes(config, spec=spec, architecture=architecture, may_differ=exempt)
+        names, model = Names(spec.hf, architecture), spec.build_meta(architecture)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         # not the job's number: layers that a smaller job lacks are not extra layers
         stored_tensors = _read_headers(
             path,
-            names=Names(spec.hf, architecture),
+            names=names,
+            shapes=shapes,
             block=find_quantization(config),
             num_layers=in_file.num_layers,
         )
@@ -100,7 +104,7 @@ def open_folder(
                     f"{path} has tie_word_embeddings = true, and {head.name} differs from the "
                     f"embedding: write false into {CONFIG} to use it, or remove it from the files"
                 )
-        check_match(path, stored_tensors, spec=spec, architecture=architecture, filter=filter)
+        check_match(path, stored_tensors, names=names, shapes=shapes, filter=filter)
         return stored_tensors
 
     tensors = on_first_rank(survey, group=group)
@@ -124,7 +128,12 @@ def _are_equal(path: Path, one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _read_headers(
-    path: Path, *, names: Names, block: tuple[int, int] | None, num_layers: int
+    path: Path,
+    *,
+    names: Names,
+    shapes: Mapping[str, tuple[int, ...]],
+    block: tuple[int, int] | None,
+    num_layers: int,
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a folder by parameter."""
     index = _read_index(path)
@@ -163,6 +172,7 @@ def _read_headers(
         logger.info(text, path, len(extra), min(extra))
     if block is not None:
         stored_tensors = attach_scales(path, stored_tensors, scales, block=block)
+    stored_tensors = split_fused(path, stored_tensors, names=names, shapes=shapes)
     return stack_parts(path, stored_tensors)
 
 

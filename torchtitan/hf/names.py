@@ -1,14 +1,15 @@
 """Names of files and tensors in Hugging Face folders, and the folder's end tokens.
 
-Hugging Face's tensors differ from our parameters in three ways, which `HFFormat` of a family
-describes: names, the row order of some parameters (`checkpoint/rows.py`), and experts, which are
-one tensor each there and stacked in one parameter here.
+Hugging Face's tensors differ from our parameters in four ways, which `HFFormat` of a family
+describes: names, the row order of some parameters (`checkpoint/rows.py`), experts, which are one
+tensor each there and stacked in one parameter here, and fused tensors: the rows of several
+parameters here, one after another.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,25 +45,30 @@ class Names:
 
     def to_hf(self, name: str) -> str:
         """Return the tensor name of a parameter, with `EACH` in place of an index."""
-        translated = _translate(name, self.format.names)
+        translated, layer = self.format.names.get(any_layer(name)), _LAYER.search(name)
         assert translated is not None, f"{self.format.architecture} has no name for {name}"
-        return translated
+        return translated if layer is None else translated.replace("*", layer[1])
 
     def from_hf(self, name: str) -> Slot | None:
-        """Return the parameter that a tensor fills, None if the model has no such parameter."""
-        table = {value: key for key, value in self.format.names.items()}
-        if (parameter := _translate(name, table)) is not None:
-            return parameter, None
+        """Return the parameter that a tensor fills, None if it fills no parameter, or several."""
+        if parts := self.parts_of(name):
+            return (parts[0], None) if len(parts) == 1 else None
         layer = _LAYER.search(name)
         number = _NUMBER.search(name, 0 if layer is None else layer.end())
         if number is None:
             return None
-        stacked = _translate(name[: number.start()] + EACH + name[number.end() :], table)
-        return None if stacked is None else (stacked, int(number[1]))
+        stacked = self.parts_of(name[: number.start()] + EACH + name[number.end() :])
+        return (stacked[0], int(number[1])) if stacked else None
+
+    def parts_of(self, name: str) -> list[str]:
+        """Return the parameters whose rows a tensor has, in order; several if it is fused."""
+        stored, layer = any_layer(name), _LAYER.search(name)
+        parts = [ours for ours, theirs in self.format.names.items() if theirs == stored]
+        return parts if layer is None else [part.replace("*", layer[1]) for part in parts]
 
     def rope_heads(self, name: str) -> Heads | None:
         """Return the heads of a parameter in half-split row order, None for other orders."""
-        is_half_split = _any_layer(adapted_weight(name)) in self.format.rotary
+        is_half_split = any_layer(adapted_weight(name)) in self.format.rotary
         sizes = self.architecture
         return (sizes.head_width, sizes.rotary_dim) if is_half_split else None
 
@@ -74,7 +80,7 @@ class Names:
 
     def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the type of a parameter in a file whose weights have type `dtype`."""
-        return torch.float32 if _any_layer(name) in self.format.float32 else dtype
+        return torch.float32 if any_layer(name) in self.format.float32 else dtype
 
     def find_mismatch(self, parameters: Collection[str]) -> str | None:
         """Describe parameters without a name and names without a parameter.
@@ -102,12 +108,8 @@ class Names:
         return "; ".join(translated) or None
 
 
-def _translate(name: str, table: Mapping[str, str]) -> str | None:
-    translated, layer = table.get(_any_layer(name)), _LAYER.search(name)
-    return translated if translated is None or layer is None else translated.replace("*", layer[1])
-
-
-def _any_layer(name: str) -> str:
+def any_layer(name: str) -> str:
+    """Return a name with a star in place of the layer."""
     return _LAYER.sub("layers.*.", name)
 
 

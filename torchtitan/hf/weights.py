@@ -1,6 +1,7 @@
 """Hugging Face tensors as a source of weights: each rank reads the parts of its own shards.
 
-A parameter is stored as one tensor, or as one tensor per entry of its first dimension (experts).
+A parameter is stored as one tensor, as one tensor per entry of its first dimension (experts), or as
+some rows of a tensor that it shares with others (fused).
 DeepSeek's matrices are in float8 with a scale per block of 128 x 128. They are multiplied by their
 scales in float32 and rounded once, to the type of the parameter.
 """
@@ -11,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,8 @@ from torchtitan.checkpoint.reader import check_match as check_tensors
 from torchtitan.checkpoint.rows import Heads
 from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.data.sampler import Permutation
-from torchtitan.hf.names import Names, Slot
+from torchtitan.hf.names import Names, Slot, any_layer
 from torchtitan.mesh.ranks import reason
-from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import ModelSpec
 
 DTYPES = {
     "F64": torch.float64,
@@ -46,13 +46,15 @@ FLOAT8, SCALE = "F8_E4M3", "_scale_inv"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor on disk, or several that are stacked."""
+    """One tensor on disk, some of its rows, or several tensors that are stacked."""
 
     name: str
     """Name in the file."""
     shape: tuple[int, ...]
     dtype: str
     """Type by its name in safetensors."""
+    first_row: int = 0
+    """Row of the tensor in the file where this one begins."""
     rope_heads: Heads | None = None
     """Heads if the rows are in half-split order."""
     file: str = ""
@@ -74,6 +76,35 @@ def add_once(
             f"{path} must store '{slot[0]}' once, got '{by_slot[slot].name}' and '{tensor.name}'"
         )
     by_slot[slot] = tensor
+
+
+def split_fused(
+    path: Path,
+    by_slot: Mapping[Slot, StoredTensor],
+    *,
+    names: Names,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[Slot, StoredTensor]:
+    """Return the tensors with the rows of fused ones by parameter; raise CheckpointError if they
+    are not as many as those of the parameters, whose `shapes` are given."""
+    num_rows = {any_layer(name): shape[0] for name, shape in shapes.items()}
+    split: dict[Slot, StoredTensor] = {}
+    for slot, tensor in by_slot.items():
+        parts = names.parts_of(tensor.name)
+        if len(parts) < 2:
+            add_once(split, slot, tensor, path=path)
+            continue
+        ends = [*accumulate((num_rows[any_layer(part)] for part in parts), initial=0)]
+        if tensor.shape[:1] != (ends[-1],):
+            raise CheckpointError(
+                f"{path}: '{tensor.name}' must have {ends[-1]} rows, those of {', '.join(parts)}, "
+                f"got shape {[*tensor.shape]}"
+            )
+        for part, (first, end) in zip(parts, pairwise(ends), strict=True):
+            shape, heads = (end - first, *tensor.shape[1:]), names.rope_heads(part)
+            rows = replace(tensor, shape=shape, first_row=first, rope_heads=heads)
+            add_once(split, (part, None), rows, path=path)
+    return split
 
 
 def stack_parts(path: Path, by_slot: Mapping[Slot, StoredTensor]) -> dict[str, StoredTensor]:
@@ -190,6 +221,9 @@ class _HFReader(PieceReader):
 def _entry(tensor: StoredTensor) -> TensorEntry:
     start, shape = (0,) * len(tensor.shape), tensor.shape
     pieces = [Piece(start, shape, tensor.file)]
+    if tensor.first_row:  # the piece is the tensor in the file, which begins before our first row
+        end = tensor.first_row + shape[0]
+        pieces = [Piece((-tensor.first_row, *start[1:]), (end, *shape[1:]), tensor.file)]
     if tensor.parts:
         pieces = [
             Piece((index, *start[1:]), (1, *shape[1:]), part.file)
@@ -257,12 +291,11 @@ def check_match(
     path: Path,
     by_slot: Mapping[str, StoredTensor],
     *,
-    spec: ModelSpec,
-    architecture: DecoderConfig,
+    names: Names,
+    shapes: Mapping[str, tuple[int, ...]],
     filter: ParameterFilter,
 ) -> None:
     """Raise CheckpointError if names, shapes or types of tensors differ from the model's."""
-    names = Names(spec.hf, architecture)
 
     def both_names(name: str) -> str:
         hf_name = by_slot[name].name if name in by_slot else names.to_hf(name)
@@ -271,11 +304,7 @@ def check_match(
     check_tensors(
         path,
         {name: (tensor.shape, tensor.dtype) for name, tensor in by_slot.items()},
-        {
-            name: (tuple(parameter.shape), DTYPES)
-            for name, parameter in spec.build_meta(architecture).named_parameters()
-            if not filter.excludes(name)
-        },
+        {name: (shape, DTYPES) for name, shape in shapes.items() if not filter.excludes(name)},
         may_skip=filter.excludes,
         spell=both_names,
     )

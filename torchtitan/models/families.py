@@ -57,6 +57,7 @@ MODELS = Families(
         "deepseek_v2": "torchtitan.models.deepseek_v2",
         "mistral": "torchtitan.models.mistral",
         "mixtral": "torchtitan.models.mixtral",
+        "phi3": "torchtitan.models.phi3",
         "gemma3": "torchtitan.models.gemma3",
         "olmo2": "torchtitan.models.olmo2",
         "olmo3": "torchtitan.models.olmo3",

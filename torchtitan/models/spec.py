@@ -6,8 +6,8 @@ a registry with decorators would hide where an entry comes from and depend on th
 
 Three rules hold for every family. All state is parameters, because nothing would fill, cast, move
 or save a buffer. Tensor parallelism places every parameter, or is refused
-(`ModelSpec.tensor_plan`). A tensor of Hugging Face is one parameter, or one entry of a parameter
-along its first dimension.
+(`ModelSpec.tensor_plan`). A tensor of Hugging Face is one parameter, one entry of a parameter
+along its first dimension, or the rows of several parameters.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class HFFormat:
     """`model_type` in config.json."""
     names: Mapping[str, str]
     """Hugging Face's name of each parameter by our name. A star in both is the layer. A # means
-    that each entry along the first dimension, such as an expert, is a tensor of its own."""
+    that each entry along the first dimension, such as an expert, is a tensor of its own.
+    Parameters with one name are the rows of one tensor, in the order of this table."""
     rotary: frozenset[str]
     """Our names of the parameters whose rows or elements are rotated channels of heads, which are
     in another order there."""
