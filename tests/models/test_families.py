@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,9 @@ def test_facts_that_do_not_fit(
 def test_sizes_that_do_not_fit(name: str, sizes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(sizes))):
         find_model(ModelSection(name=name, flavor="tiny", **sizes))
+
+
+def test_layers_with_experts_have_a_kind_too() -> None:
+    spec = MODELS["mixtral"]
+    model = spec.build_meta(replace(spec.flavors["tiny"], layer_pattern="LG", window=5))
+    assert [block.attention.window for block in model.layers.values()] == [5, None]

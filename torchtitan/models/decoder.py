@@ -117,15 +117,19 @@ class Decoder(LanguageModel):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict(
-            {str(i): Block(config.of_kind(config.kind(i))) for i in range(config.num_layers)}
-        )
+        sizes = [config.of_kind(config.kind(layer)) for layer in range(config.num_layers)]
+        blocks = {str(layer): self.build_block(layer, own) for layer, own in enumerate(sizes)}
+        self.layers = nn.ModuleDict(blocks)
         self.norm = build_norm(config)
         self.output = (
             TiedOutput()
             if config.tie_embeddings
             else Output(config.dim, config.vocab_size, bias=False)
         )
+
+    def build_block(self, layer: int, sizes: DecoderConfig) -> Block:
+        """Return the block of a layer with these sizes."""
+        return Block(sizes)
 
     def forward(
         self,

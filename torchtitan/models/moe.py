@@ -378,12 +378,7 @@ class MoEBlock(Block):
 class MoEDecoder(Decoder):
     """The decoder with experts in all layers but the first `num_dense_layers`."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        assert isinstance(config, MoEConfig)
-        super().__init__(config)
-        sparse = {
-            name: MoEBlock(config.of_kind(config.kind(int(name))))
-            for name in self.layers
-            if config.has_experts(int(name))
-        }
-        self.layers = nn.ModuleDict({**self.layers, **sparse})
+    def build_block(self, layer: int, sizes: DecoderConfig) -> Block:
+        """Return the block of a layer, with experts if the layer has some."""
+        assert isinstance(sizes, MoEConfig)
+        return MoEBlock(sizes) if sizes.has_experts(layer) else Block(sizes)
