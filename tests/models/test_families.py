@@ -20,7 +20,14 @@ from torchtitan import load_config
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.build import describe_export
 from torchtitan.finetune.lora import apply_lora, is_adapter
-from torchtitan.hf.config import TOKEN_IDS, architecture_of, family_of, read_config, sizes_of
+from torchtitan.hf.config import (
+    TOKEN_IDS,
+    architecture_of,
+    family_of,
+    find_inexpressible,
+    read_config,
+    sizes_of,
+)
 from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import Names
@@ -28,6 +35,7 @@ from torchtitan.hf.peft import AdapterExport
 from torchtitan.models.families import MODELS, find_model
 from torchtitan.models.interface import LanguageModel
 from torchtitan.models.settings import ModelSection
+from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.loss import build_loss
 
@@ -148,7 +156,55 @@ def change(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return partial(dict.update, **changes)
 
 
-LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LOCAL = {"full_attention": {}, "sliding_attention": {"type": "linear", "factor": 2.0}}
+GLOBAL = ["full_attention"] * 7
+V4 = {"rope_parameters": None, "rope_theta": 300.0}
+
+
+@pytest.mark.promise("hf")
+@pytest.mark.parametrize(
+    ("family", "also"),
+    [
+        ("gemma3_text", {"layer_types": GLOBAL}),  # then no layer has the window
+        ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 3}),
+        ("gemma3_text", {**V4, "rope_local_base_freq": 50.0, "rope_scaling": LINEAR}),
+        ("olmo3", {**V4, "rope_scaling": YARN}),
+        ("olmo3", {"rope_parameters": None}),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3}),
+        ("granite", {"residual_multiplier": 1.0}),
+    ],
+)
+def test_other_forms_of_a_config(family: str, also: dict[str, Any], tmp_path: Path) -> None:
+    """As transformers reads them."""
+    write_folder(tmp_path, family, **FAMILIES[family])
+    content = json.loads((tmp_path / "config.json").read_text()) | also
+    content = {k: v for k, v in content.items() if v is not None or k == "pad_token_id"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens, _ = batch(0)
+    ours = read(tmp_path)[0](tokens)
+    torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "can"),
+    [
+        ("gemma3", {"attention_scale": 0.4}, False),  # 1 / sqrt of no integer
+        ("gemma3", {"layer_pattern": None}, False),  # the wavelengths would be others
+        ("gemma3", {"layer_pattern": "G", "window": None}, True),
+        ("gemma3", {"layer_pattern": "LN"}, False),
+        ("gemma3", {"attention_scale": None}, True),
+        ("granite", {"embedding_scale": None, "logits_divisor": None}, True),
+        ("glm4_moe", {"expert_hidden_dim": None, "partial_rotary_factor": None}, True),
+        ("phi3", {"rope_scaling": RopeScaling(type="linear", factor=2.0)}, False),
+        ("qwen3_moe", {"num_shared_experts": 1}, False),
+    ],
+)
+def test_an_export_says_what_it_cannot_store(name: str, sizes: dict[str, Any], can: bool) -> None:
+    spec = MODELS[name]
+    problem = find_inexpressible(replace(spec.flavors["tiny"], **sizes), spec.hf)
+    assert (problem is None) == can, problem
 
 
 @pytest.mark.parametrize(
@@ -156,14 +212,21 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "fac
     [
         ("gemma3_text", change(layer_types=["full_attention"] * 3), "layer_types"),
         ("gemma3_text", change(layer_types=["chunked_attention"] * 7), "layer_types"),
-        ("gemma3_text", change(layer_types=["full_attention"] * 7), "layer_pattern"),
         ("gemma3_text", change(sliding_window=None), "layer_pattern"),
         ("gemma3_text", change(final_logit_softcapping=30.0), "final_logit_softcapping"),
         ("gemma3_text", change(rope_parameters=LOCAL), "sliding_attention"),
+        ("gemma3_text", change(rope_parameters={"sliding_attention": 5}), "object"),
+        ("gemma3_text", change(rope_parameters={"rope_theta": 500.0}), "full_attention"),
+        ("gemma3_text", change(rope_scaling=LINEAR), "rope_type"),  # beside the other table
+        ("gemma3_text", change(layer_types=None, sliding_window_pattern=-2), "sliding_window_patt"),
+        ("olmo2", change(rope_parameters={"full_attention": {}}), "full_attention"),
+        ("olmo2", change(rope_parameters={"rope_theta": 1.0}), "rope_theta"),
+        ("olmo3", change(original_max_position_embeddings=8), "original_max_position"),
+        ("glm4_moe", change(attention_bias=None), "attention_bias"),
         ("phi3", change(resid_pdrop=0.1), "resid_pdrop"),
         ("phi3", change(partial_rotary_factor=0.75, rope_parameters=None), "partial_rotary_factor"),
         ("phi3", change(rope_scaling={"type": "longrope"}, rope_parameters=None), "longrope"),
-        ("phi3", change(rope_scaling=YARN, rope_parameters=None), "rope_scaling"),
+        ("phi3", change(rope_scaling=LINEAR, rope_parameters=None), "rope_type"),
         ("smollm3", change(no_rope_layers=[1, 0, 2, 0]), "no_rope_layers"),
         ("smollm3", change(layer_types=["sliding_attention"] * 4), "layer_types"),
         ("granite", change(logits_scaling=0.0), "logits_scaling"),
@@ -197,7 +260,7 @@ def test_facts_that_do_not_fit(
         ("llama3", {"layer_pattern": "GN"}),
         ("llama3", {"logits_divisor": 2.0}),
         ("glm4_moe", {"partial_rotary_factor": 0.2}),  # 3 of 16
-        ("glm4_moe", {"partial_rotary_factor": 0.0}),
+        ("gemma3", {"local_rope_theta": 0.5}),
         ("deepseek_v3", {"partial_rotary_factor": 0.5}),
         ("qwen3_moe", {"qk_norm": False}),
     ],

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
-from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, RopeScaling
-from torchtitan.models.spec import REQUIRED, UNUSED, HFFormat, ModelSpec, Size
+from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, MoEConfig, RopeScaling
+from torchtitan.models.spec import NESTED_THETA, REQUIRED, UNUSED, HFFormat, ModelSpec, Size
 
 logger = logging.getLogger(__name__)
 VISIBLE_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
@@ -37,7 +37,7 @@ CARRIED = (
 """Keys of a base model's config.json that an export keeps. No other key may name code to load."""
 MAX_COUNT, MAX_LAYERS = 10**8, 10**4
 """Limits of counts in a file, because the model is built before its weights are read."""
-ORIGINAL, LOCAL_THETA = "original_max_position_embeddings", "rope_local_base_freq"
+ORIGINAL, ROPE = "original_max_position_embeddings", "rope_parameters"
 ROPE_REQUIRED = ("factor", "original_max_position", "low_freq_factor", "high_freq_factor")
 ROPE_NUMBERS = {
     "rope_theta",
@@ -89,7 +89,7 @@ def check_family(config: StoredJSON, *, format: HFFormat) -> None:
             f'{config.get("architectures")}; set model.flavor = "hf" without model.name'
         )
     find_quantization(config)
-    options, wrong = {**config, **rope_table(config)}, []
+    options, wrong = {**config, **rope_table(config, format=format)}, []
     for key, supported in {
         "partial_rotary_factor": 1.0,
         **format.fixed,
@@ -97,7 +97,7 @@ def check_family(config: StoredJSON, *, format: HFFormat) -> None:
     }.items():
         if key in format.sizes:
             continue
-        value = options.get(key, supported)
+        value = options.get(key, None if key in format.required else supported)
         is_listed = key in format.each_layer and isinstance(value, list)
         if any(item != supported for item in (value if is_listed else [value])):
             wrong.append(f"{key} must be {supported!r}, got {value!r:.80}")
@@ -108,20 +108,42 @@ def check_family(config: StoredJSON, *, format: HFFormat) -> None:
 def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
     """Return the sizes in a config.json of the family `spec`; raise CheckpointError if a size is
     missing or impossible, or the rope scaling is unsupported."""
-    aliases, rope = spec.hf.aliases, rope_table(config)
-    content = StoredJSON(config.path, {aliases.get(key, key): v for key, v in config.items()})
-    sizes = {"rope_theta": Size("rope_theta", float, default=DEFAULT_THETA), **spec.hf.sizes}
-    content |= rope
-    if (local := _read_local_theta(config)) is not None:
-        content[LOCAL_THETA] = local
-    values = {size.field: _read(content, key, size) for key, size in sizes.items()}
-    values |= {**spec.hf.implied, "rope_scaling": read_scaling(rope)}
+    values = _read_sizes(config, spec.hf)
     if values.get("head_dim", 0) is None:
         values["head_dim"] = values["dim"] // values["num_heads"]
     architecture = spec.sizes(**values, **spec.of_family)
     if wrong := next(architecture.violations(), None):
         raise CheckpointError(f"{config.path} has impossible sizes: {wrong}")
     return architecture
+
+
+def _read_sizes(config: StoredJSON, format: HFFormat) -> dict[str, Any]:
+    """Return the sizes in a config.json by their names here."""
+    rope = rope_table(config, format=format)
+    content = StoredJSON(config.path, {format.aliases.get(k, k): v for k, v in config.items()})
+    content |= rope
+    if (key := _local_theta_key(format)) is not None:
+        local = _parse_rope(config.path, (config.get(ROPE) or {}).get("sliding_attention") or {})
+        if local["rope_type"] != "default" or local.keys() - {"rope_type", "rope_theta"}:
+            rule = "sliding_attention must have rope_type default and no key but rope_theta"
+            raise CheckpointError(f"{config.path}: {rule}, got {dict(local)!r:.80}")
+        if "rope_theta" in local:
+            content[key] = local["rope_theta"]
+    sizes = {"rope_theta": Size("rope_theta", float, default=DEFAULT_THETA), **format.sizes}
+    values = {size.field: _read(content, key, size) for key, size in sizes.items()}
+    if "L" not in values.get("layer_pattern", "L"):
+        values["window"] = None  # no layer has the window in the file
+    scaling = read_scaling(rope)
+    if format.implied.get("rope_scaling", scaling) != scaling:
+        got = f"got {rope['rope_type']!r:.60}"
+        raise CheckpointError(f"{config.path}: rope_type must be default, {got}")
+    return values | {"rope_scaling": scaling, **format.implied}
+
+
+def _local_theta_key(format: HFFormat) -> str | None:
+    """Return the key for the rope base of layers with a window, None if they have none."""
+    keys = (key for key, size in format.sizes.items() if size.field == "local_rope_theta")
+    return next(keys, None)
 
 
 def _read(content: StoredJSON, key: str, size: Size) -> Any:
@@ -158,10 +180,13 @@ def _read_pattern(content: StoredJSON, key: str, size: Size, kinds: Mapping[str,
     num_layers, letters, values = content["num_hidden_layers"], [*kinds], [*kinds.values()]
     kind_of_layer = content.get(key)
     if kind_of_layer is None:
-        default = str(size.default)
-        if type(length := content.get(size.interval)) is int and 0 < length <= MAX_LAYERS:
-            default = default[0] * (length - 1) + default[-1]
-        pattern = (default * num_layers)[:num_layers]
+        pattern = str(size.default)
+        if (length := content.get(size.interval)) is not None:
+            if type(length) is not int or length < 1:
+                rule = f"{size.interval} must be an integer from 1, got {length!r:.60}"
+                raise CheckpointError(f"{content.path}: {rule}")
+            pattern = pattern[0] * min(length - 1, num_layers) + pattern[-1]
+        pattern = (pattern * num_layers)[:num_layers]
     elif (
         isinstance(kind_of_layer, list)
         and len(kind_of_layer) == num_layers
@@ -171,67 +196,83 @@ def _read_pattern(content: StoredJSON, key: str, size: Size, kinds: Mapping[str,
     else:
         rule = f"must be {num_layers} of {', '.join(map(repr, values))}"
         raise CheckpointError(f"{content.path}: {key} {rule}, got {kind_of_layer!r:.80}")
-    lengths = range(1, num_layers + 1)
-    period = next(n for n in lengths if (pattern[:n] * num_layers).startswith(pattern))
-    return pattern[:period]
-
-
-def _read_local_theta(config: StoredJSON) -> object:
-    """Return the rope base of layers with a window in version 5's form; raise CheckpointError if
-    their wavelengths are scaled."""
-    rope = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise CheckpointError(
-            f"{config.path}: rope_type of sliding_attention must be default, got "
-            f"{rope['rope_type']!r:.60}"
-        )
-    return rope.get("rope_theta")
+    return next(pattern[:n] for n in range(1, num_layers + 1) if pattern.startswith(pattern[n:]))
 
 
 def _is_positive(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value < 1e300  # type: ignore[operator] # true is an int
+    return type(value) in (int, float) and 0 < value < 1e38  # type: ignore[operator] # true is an int
 
 
 def sizes_of(architecture: DecoderConfig, format: HFFormat) -> dict[str, Any]:
     """Return the sizes of a model as its config.json stores them."""
+    resolved = _resolve(architecture)
     sizes: dict[str, Any] = {"rope_theta": architecture.rope_theta}
+    has_local = any("L" in (size.kinds or ()) for size in format.sizes.values())
     for key, size in format.sizes.items():
-        value = getattr(architecture, size.field)
+        value = resolved[size.field]
         if size.type is list:
             value = [*range(value or 0)]
         if size.kinds is not None:
             layers = range(architecture.num_layers)
             value = [size.kinds.get(architecture.kind(layer)) for layer in layers]
-        elif value is None and isinstance(size.default, str):
-            value = sizes[size.default]
+        elif size.field == "window" and value is None and has_local:
+            value = size.default  # of no layer, but transformers needs one
         if size.power != 1:
             value = round(value ** (1 / size.power))
         sizes[key] = size.none_as if value is None else value
-    if "head_dim" in sizes:
-        sizes["head_dim"] = architecture.head_width
     return {**sizes, "rope_scaling": scaling_table(architecture.rope_scaling)}
 
 
+def _resolve(architecture: DecoderConfig) -> dict[str, Any]:
+    """Return the sizes with what None means for those that follow from others."""
+    sizes, width = dict(vars(architecture)), architecture.head_width
+    sizes |= {"head_dim": width, "attention_scale": architecture.attention_scale or width**-0.5}
+    sizes["local_rope_theta"] = architecture.local_rope_theta or architecture.rope_theta
+    if isinstance(architecture, MoEConfig):
+        sizes["expert_hidden_dim"] = architecture.expert_width
+    return sizes
+
+
+def _facts(architecture: DecoderConfig) -> dict[str, Any]:
+    """Return all that a model computes with, by a size that it depends on."""
+    kinds = [architecture.kind(layer) for layer in range(architecture.num_layers)]
+    layers = [architecture.of_kind(kind) for kind in kinds]
+    return _resolve(architecture) | {
+        "rope_scaling": scaling_table(architecture.rope_scaling),
+        "layer_pattern": [kind == "N" for kind in kinds],
+        "window": [layer.window for layer in layers],
+        "local_rope_theta": [
+            (layer.rope_theta, scaling_table(layer.rope_scaling)) for layer in layers
+        ],
+    }
+
+
 def find_inexpressible(architecture: DecoderConfig, format: HFFormat) -> str | None:
-    """Describe the sizes that a config.json of the family cannot store.
+    """Describe the sizes that a config.json of the family cannot store: those that differ after it
+    is written and read.
 
     Returns:
-        None if it stores all sizes that differ from the family's constants.
+        None if it stores all.
     """
     if format.config:
         return None
-    stored = {"rope_theta", "rope_scaling", *(size.field for size in format.sizes.values())}
-    stored -= format.implied.keys()
+    content = new_config(architecture, format=format, dtype=torch.float32, carried={})
+    kept = {k: value for k, value in content.items() if value is not None or k in NULLABLE}
+    try:
+        values = _read_sizes(StoredJSON(Path(CONFIG), kept), format)
+    except CheckpointError as error:
+        return f"in a {format.architecture} {error}"
+    constants = {
+        item.name: item.default
+        for item in fields(architecture)
+        if item.default is not MISSING and not item.metadata.get("of_family")
+    }
+    ours, read = _facts(architecture), _facts(replace(architecture, **{**constants, **values}))
     wrong = [
-        f"{size.field} must have no letters but {', '.join(size.kinds)}, got {pattern}"
-        for size in format.sizes.values()
-        if size.kinds and (pattern := architecture.layer_pattern or "").strip("".join(size.kinds))
+        f"{name} must be {read[name]!r:.60}, got {value!r:.60}"
+        for name, value in ours.items()
+        if read[name] != value
     ]
-    for item in fields(architecture):
-        value = getattr(architecture, item.name)
-        constant = format.implied.get(item.name, item.default)
-        if item.name not in stored and not item.metadata.get("of_family") and value != constant:
-            wrong.append(f"{item.name} must be {constant}, got {value}")
     return f"in a {format.architecture} {'; '.join(wrong)}" if wrong else None
 
 
@@ -302,12 +343,13 @@ def new_config(
         "use_cache": True,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    if LOCAL_THETA in sizes:  # version 5's form, which both bases need
+    if (key := _local_theta_key(format)) is not None:  # version 5 reads all of this form only
         scaled = sizes["rope_scaling"] or {"rope_type": "default"}
-        content["rope_parameters"] = {
+        content[ROPE] = {
             "full_attention": {"rope_theta": architecture.rope_theta, **scaled},
-            "sliding_attention": {"rope_theta": sizes[LOCAL_THETA], "rope_type": "default"},
+            "sliding_attention": {"rope_theta": sizes[key], "rope_type": "default"},
         }
+        content.pop(NESTED_THETA, None)
     scaling = architecture.rope_scaling
     if scaling is not None and scaling.type == "yarn":
         # transformers 4.53 ignores the factor and divides this by the original context
@@ -351,25 +393,47 @@ def find_quantization(config: StoredJSON) -> tuple[int, int] | None:
     )
 
 
-def rope_table(config: StoredJSON) -> StoredJSON:
+def rope_table(config: StoredJSON, *, format: HFFormat) -> StoredJSON:
     """Return the settings of the rotary embedding in a config.json, with our names of its numbers;
-    raise CheckpointError if a key is unsupported, or a value is not a positive number."""
-    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    table = table.get("full_attention", table)
-    rope = StoredJSON(config.path, {"rope_type": "default"})
+    raise CheckpointError if settings contradict each other, a key is unsupported, or a value is not
+    a positive number."""
+    table, scaling = config.get(ROPE) or {}, config.get("rope_scaling") or {}
+    if table and _local_theta_key(format) is not None:
+        if not table.keys() <= {"full_attention", "sliding_attention"}:
+            rule = f"{ROPE} must have full_attention and sliding_attention, got {table!r:.80}"
+            raise CheckpointError(f"{config.path}: {rule}")
+        table = table.get("full_attention") or {}
+    rope = _parse_rope(config.path, table or scaling)
+    others: dict[str, Any] = {}
+    if table and scaling:
+        others |= _parse_rope(config.path, scaling)
+    if "original_max_position" in rope and ORIGINAL in config:
+        others["original_max_position"] = config[ORIGINAL]
+    for key, other in others.items():
+        if rope.get(key) != other:
+            rule = f"{key} must be the same wherever it stands, got {rope.get(key)!r} and {other!r}"
+            raise CheckpointError(f"{config.path}: {rule:.200}")
+    return rope
+
+
+def _parse_rope(path: Path, table: Any) -> StoredJSON:
+    """Return one table of a rotary embedding with our names of its numbers."""
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path}: a rope must be an object, got {table!r:.60}")
+    rope = StoredJSON(path, {"rope_type": "default"})
     has_new_name = table.get("rope_type") is not None
     for key, value in table.items():
         if value is None or (key == "type" and has_new_name):
             continue
         if key == "attn_factor":  # of DeepSeek-R1-0528-Qwen3-8B
-            logger.info("%s: %s has no effect, as in transformers", config.path, key)
+            logger.info("%s: %s has no effect, as in transformers", path, key)
             continue
-        name = {ORIGINAL: "original_max_position", "type": "rope_type"}.get(key, key)
+        name: str = {ORIGINAL: "original_max_position", "type": "rope_type"}.get(key, key)
         is_number = name in ROPE_NUMBERS and key != "original_max_position"
         is_supported = name == "rope_type" or (is_number and _is_positive(value))
         # yarn's ramp starts and ends at full pairs only
         if not is_supported and not (key == "truncate" and value is True):
-            raise CheckpointError(f"{config.path}: unsupported rope setting {key} = {value!r:.60}")
+            raise CheckpointError(f"{path}: unsupported rope setting {key} = {value!r:.60}")
         rope[name] = value
     return rope
 

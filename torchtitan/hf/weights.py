@@ -219,11 +219,9 @@ class _HFReader(PieceReader):
 
 
 def _entry(tensor: StoredTensor) -> TensorEntry:
-    start, shape = (0,) * len(tensor.shape), tensor.shape
-    pieces = [Piece(start, shape, tensor.file)]
-    if tensor.first_row:  # the piece is the tensor in the file, which begins before our first row
-        end = tensor.first_row + shape[0]
-        pieces = [Piece((-tensor.first_row, *start[1:]), (end, *shape[1:]), tensor.file)]
+    start, shape, skipped = (0,) * len(tensor.shape), tensor.shape, tensor.first_row
+    # the piece is the tensor in the file, which may begin before our first row
+    pieces = [Piece((-skipped, *start[1:]), (skipped + shape[0], *shape[1:]), tensor.file)]
     if tensor.parts:
         pieces = [
             Piece((index, *start[1:]), (1, *shape[1:]), part.file)

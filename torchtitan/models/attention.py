@@ -67,11 +67,7 @@ class Attention(AttentionModule):
         scale = config.attention_scale
         self.q_scale = 1.0 if scale is None else scale * config.head_width**0.5
         self.window = config.window
-        self.attend = (
-            causal_attention
-            if config.window is None
-            else partial(causal_attention, window=config.window)
-        )
+        self.attend = partial(causal_attention, window=config.window)
 
     def forward(
         self,

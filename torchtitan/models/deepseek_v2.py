@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchtitan.models import deepseek_v3
-from torchtitan.models.spec import HFFormat, ModelSpec, Size
+from torchtitan.models.spec import HFFormat, Size
 
 _TINY = replace(
     deepseek_v3.TINY,
@@ -60,11 +60,4 @@ HF = HFFormat(
     implied={"norm_expert_weights": False},
 )
 
-SPEC = ModelSpec(
-    name="deepseek_v2",
-    flavors=FLAVORS,
-    build=deepseek_v3.DeepSeekV3,
-    tensor_plan=deepseek_v3.TENSOR_PLAN,
-    stages=True,
-    hf=HF,
-)
+SPEC = replace(deepseek_v3.SPEC, name="deepseek_v2", flavors=FLAVORS, hf=HF)

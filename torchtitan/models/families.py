@@ -175,6 +175,8 @@ def find_spec(settings: ModelConfig) -> ModelSpec:
 def _has_size(spec: ModelSpec, key: str) -> bool:
     """Return whether a family has a size."""
     [*size] = (size for size in fields(spec.sizes) if size.name == key)
-    in_files = not spec.hf.names or any(stored.field == key for stored in spec.hf.sizes.values())
+    in_files = any(stored.field == key for stored in spec.hf.sizes.values())
+    if not spec.hf.names:  # its module has the sizes that a flavor sets, and windows
+        in_files = key == "window" or any(vars(f).get(key) for f in spec.flavors.values())
     tags = size[0].metadata if size else {"of_family": True}
     return not tags.get("of_family") and (in_files or not tags.get("of_files"))

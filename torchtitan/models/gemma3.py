@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
-from torchtitan.models.spec import HFFormat, ModelSpec, Size, TensorRole
+from torchtitan.models.spec import HFFormat, Size, TensorRole
 
 TEXT = DecoderConfig(
     dim=1152,
@@ -39,7 +39,7 @@ LARGE = replace(
     TEXT, vocab_size=262_208, window=1024, rope_scaling=RopeScaling(type="linear", factor=8.0)
 )
 FLAVORS = {
-    **llama3.small_flavors(TEXT, head_dim=None, attention_scale=0.3, window=7, layer_pattern="LG"),
+    **llama3.small_flavors(TEXT, head_dim=None, attention_scale=0.25, window=7, layer_pattern="LG"),
     "270M": replace(TEXT, dim=640, num_layers=18, hidden_dim=2048),
     "1B": TEXT,
     "4B": replace(LARGE, dim=2560, num_layers=34, num_heads=8, num_kv_heads=4, hidden_dim=10_240),
@@ -66,6 +66,7 @@ NORMS = {
     "layers.*.ffn_norm.weight": "model.layers.*.pre_feedforward_layernorm.weight",
     "layers.*.post_ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
 }
+KINDS = {"L": "sliding_attention", "G": "full_attention"}
 HF = HFFormat(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
@@ -87,7 +88,7 @@ HF = HFFormat(
             "layer_pattern",
             str,
             default="LLLLLG",
-            kinds={"L": "sliding_attention", "G": "full_attention"},
+            kinds=KINDS,
             interval="sliding_window_pattern",
         ),
         "query_pre_attn_scalar": Size("attention_scale", float, default=256.0, power=-0.5),
@@ -95,6 +96,4 @@ HF = HFFormat(
     },
 )
 
-SPEC = ModelSpec(
-    name="gemma3", flavors=FLAVORS, build=llama3.Llama3, tensor_plan=TENSOR_PLAN, stages=True, hf=HF
-)
+SPEC = replace(llama3.SPEC, name="gemma3", flavors=FLAVORS, tensor_plan=TENSOR_PLAN, hf=HF)

@@ -42,7 +42,7 @@ FLAVORS = {
 
 SIZES = {
     **{key: size for key, size in deepseek_v3.HF.sizes.items() if size.field in vars(AIR)},
-    "partial_rotary_factor": Size("partial_rotary_factor", float),
+    "partial_rotary_factor": Size("partial_rotary_factor", float, none_as=1),
     "use_qk_norm": Size("qk_norm", bool),
 }
 HF = replace(
@@ -56,6 +56,7 @@ HF = replace(
     },
     rotary=qwen3_moe.HF.rotary | qwen2.HF.rotary,
     fixed={"hidden_act": "silu", "attention_bias": True},
+    required=frozenset({"attention_bias"}),
     sizes={
         **{key: replace(size, default=vars(AIR)[size.field]) for key, size in SIZES.items()},
         "head_dim": llama3.SIZES["head_dim"],

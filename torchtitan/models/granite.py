@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torchtitan.models import llama3
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import HFFormat, ModelSpec, Size
+from torchtitan.models.spec import Size
 
 SMALL = DecoderConfig(
     dim=2048,
@@ -32,26 +32,17 @@ FLAVORS = {
     "8B": replace(SMALL, dim=4096, hidden_dim=12_800, attention_scale=1 / 128, logits_divisor=16.0),
 }
 
-HF = HFFormat(
+HF = replace(
+    llama3.HF,
     architecture="GraniteForCausalLM",
     model_type="granite",
-    names=llama3.HF.names,
-    rotary=llama3.HF.rotary,
-    fixed=llama3.HF.fixed,
     sizes={
         **llama3.SIZES,
-        "embedding_multiplier": Size("embedding_scale", float, default=1.0),
-        "residual_multiplier": Size("residual_scale", float, default=1.0),
+        "embedding_multiplier": Size("embedding_scale", float, default=1.0, none_as=1),
+        "residual_multiplier": Size("residual_scale", float, default=1.0, none_as=1),
         "attention_multiplier": Size("attention_scale", float, default=1.0),
-        "logits_scaling": Size("logits_divisor", float, default=1.0),
+        "logits_scaling": Size("logits_divisor", float, default=1.0, none_as=1),
     },
 )
 
-SPEC = ModelSpec(
-    name="granite",
-    flavors=FLAVORS,
-    build=llama3.Llama3,
-    tensor_plan=llama3.TENSOR_PLAN,
-    stages=True,
-    hf=HF,
-)
+SPEC = replace(llama3.SPEC, name="granite", flavors=FLAVORS, hf=HF)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torchtitan.models import llama3
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import HFFormat, ModelSpec, Size
+from torchtitan.models.spec import HFFormat, Size
 
 LARGE = DecoderConfig(
     dim=4096,
@@ -41,11 +41,4 @@ HF = HFFormat(
     sizes={**llama3.SIZES, "sliding_window": Size("window", default=4096)},
 )
 
-SPEC = ModelSpec(
-    name="mistral",
-    flavors=FLAVORS,
-    build=llama3.Llama3,
-    tensor_plan=llama3.TENSOR_PLAN,
-    stages=True,
-    hf=HF,
-)
+SPEC = replace(llama3.SPEC, name="mistral", flavors=FLAVORS, hf=HF)

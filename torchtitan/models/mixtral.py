@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torchtitan.models import llama3, qwen3_moe
 from torchtitan.models.sizes import MoEConfig
-from torchtitan.models.spec import HFFormat, ModelSpec, Size
+from torchtitan.models.spec import HFFormat, Size
 
 SMALL = MoEConfig(
     dim=4096,
@@ -46,14 +46,11 @@ HF = HFFormat(
     },
 )
 
-SPEC = ModelSpec(
+SPEC = replace(
+    llama3.SPEC,
     name="mixtral",
     flavors=FLAVORS,
-    build=qwen3_moe.Qwen3MoE,
-    tensor_plan={
-        **llama3.TENSOR_PLAN,
-        **{name: role for name, role in qwen3_moe.TENSOR_PLAN.items() if ".moe" in name},
-    },
-    stages=True,
     hf=HF,
+    build=qwen3_moe.Qwen3MoE,
+    tensor_plan=qwen3_moe.TENSOR_PLAN,
 )

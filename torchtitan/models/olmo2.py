@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import HFFormat, ModelSpec, Size, TensorRole
+from torchtitan.models.spec import HFFormat, Size, TensorRole
 
 LARGE = DecoderConfig(
     dim=4096,
@@ -56,6 +56,4 @@ HF = HFFormat(
     sizes={**llama3.SIZES, "rms_norm_eps": Size("norm_eps", float, default=1e-5)},
 )
 
-SPEC = ModelSpec(
-    name="olmo2", flavors=FLAVORS, build=llama3.Llama3, tensor_plan=TENSOR_PLAN, stages=True, hf=HF
-)
+SPEC = replace(llama3.SPEC, name="olmo2", flavors=FLAVORS, tensor_plan=TENSOR_PLAN, hf=HF)

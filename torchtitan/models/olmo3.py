@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchtitan.models import llama3, olmo2
+from torchtitan.models import gemma3, llama3, olmo2
 from torchtitan.models.sizes import RopeScaling
-from torchtitan.models.spec import HFFormat, ModelSpec, Size
+from torchtitan.models.spec import NESTED_THETA, Size
 
 LARGE = replace(
     olmo2.LARGE,
     vocab_size=100_278,
     window=4096,
     layer_pattern="LLLG",
+    local_rope_theta=500_000.0,
     rope_scaling=RopeScaling(
         type="yarn", factor=8.0, original_max_position=8192, attention_factor=1.2079441541679836
     ),
@@ -31,31 +32,17 @@ FLAVORS = {
     "32B": replace(LARGE, dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, hidden_dim=27_648),
 }
 
-HF = HFFormat(
+HF = replace(
+    olmo2.HF,
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
-    names=olmo2.HF.names,
-    rotary=olmo2.HF.rotary,
-    fixed=olmo2.HF.fixed,
     sizes={
         "rope_theta": Size("rope_theta", float, default=500_000.0),
         **olmo2.HF.sizes,
         "sliding_window": Size("window", default=4096),
-        "layer_types": Size(
-            "layer_pattern",
-            str,
-            default="LLLG",
-            kinds={"L": "sliding_attention", "G": "full_attention"},
-        ),
-        "rope_local_base_freq": Size("local_rope_theta", float, default="rope_theta"),
+        "layer_types": Size("layer_pattern", str, default="LLLG", kinds=gemma3.KINDS),
+        NESTED_THETA: Size("local_rope_theta", float, default=500_000.0),
     },
 )
 
-SPEC = ModelSpec(
-    name="olmo3",
-    flavors=FLAVORS,
-    build=llama3.Llama3,
-    tensor_plan=olmo2.TENSOR_PLAN,
-    stages=True,
-    hf=HF,
-)
+SPEC = replace(olmo2.SPEC, name="olmo3", flavors=FLAVORS, hf=HF)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torchtitan.models import llama3
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import HFFormat, ModelSpec
+from torchtitan.models.spec import HFFormat
 
 LARGE = DecoderConfig(
     dim=3584,
@@ -64,11 +64,4 @@ HF = HFFormat(
 )
 
 
-SPEC = ModelSpec(
-    name="qwen2",
-    flavors=FLAVORS,
-    build=llama3.Llama3,
-    tensor_plan=llama3.TENSOR_PLAN,
-    stages=True,
-    hf=HF,
-)
+SPEC = replace(llama3.SPEC, name="qwen2", flavors=FLAVORS, hf=HF)

@@ -74,9 +74,13 @@ class ModelConfig:
 def given_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str, Any]:
     """Return the sizes of `of` that the settings give; None for one that they set to 0; raise
     ConfigError if an option is no size of `of`, or has the wrong type."""
-    names = [size.name for size in fields(of) if size.name != "rope_scaling"]
-    values = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
-    sizes = {n: None if repr(v) == "0" else v for n, v in values.items() if v is not None}
+    defaults = {size.name: size.default for size in fields(of) if size.name != "rope_scaling"}
+    values = {name: getattr(settings, name) for name in defaults if hasattr(settings, name)}
+    sizes = {
+        name: None if repr(value) in ("0", "0.0") and defaults[name] is None else value
+        for name, value in values.items()
+        if value is not None
+    }
     return sizes | _custom_sizes(settings, of=of)
 
 
@@ -111,8 +115,9 @@ def _with_sizes(section: type, *, of: type[DecoderConfig]) -> type:
         if annotation is None or hasattr(section, size.name) or size.metadata.get("of_family"):
             continue
         text = "In place of the flavor's."
-        if annotation is PositiveInt and plain:  # 0 takes away the flavor's
-            annotation, text = NonNegativeInt, f"{text} 0: the default."
+        if annotation in (PositiveInt, FiniteNonNegative) and plain:  # 0 takes away the flavor's
+            text = f"{text} 0: the default."
+            annotation = NonNegativeInt if annotation is PositiveInt else annotation
         key = field(default=None, metadata={"source": (of, text)})
         keys.append((size.name, annotation | None, key))
     namespace = {"__doc__": section.__doc__, "__module__": section.__module__}

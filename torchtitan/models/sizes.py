@@ -127,7 +127,7 @@ C = TypeVar("C", bound="DecoderConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes of a decoder-only transformer with GQA, RoPE, SwiGLU and RMSNorm.
+    """Sizes of a decoder-only transformer with GQA, RoPE, a gated feed-forward and RMSNorm.
 
     Layers may differ: `kind` is a layer's letter, `of_kind` are its sizes.
     """
@@ -162,7 +162,7 @@ class DecoderConfig:
     """Number of tokens that a token attends to, itself included. Default: all up to itself."""
     layer_pattern: str | None = field(default=None, metadata=OF_FILES)
     """The kind of each layer, repeated over the layers: L attends to the last `window` tokens, G to
-    all, N to all and without positions. Default: all L with a window, else all G."""
+    all, N to all and without positions. Default: all layers are alike, with the window if any."""
     local_rope_theta: float | None = field(default=None, metadata=OF_FILES)
     """Base of the rotary wavelengths in the L layers of a pattern, which are not scaled. Default:
     rope_theta."""
@@ -253,6 +253,9 @@ class DecoderConfig:
             )
 
     def _pattern_violations(self) -> Iterator[Violation]:
+        for key in ("rope_theta", "local_rope_theta"):
+            if (theta := getattr(self, key)) is not None and theta <= 1:
+                yield Violation((key,), f"must be greater than 1, got {theta:g}")
         pattern, keys = self.layer_pattern, ("layer_pattern", "num_layers", "window")
         if pattern is None:
             return

@@ -5,9 +5,11 @@ The layout is that of arXiv:2501.18795.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchtitan.models import llama3
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import HFFormat, ModelSpec, Size
+from torchtitan.models.spec import Size
 
 LARGE = DecoderConfig(
     dim=2048,
@@ -23,11 +25,10 @@ LARGE = DecoderConfig(
 )
 FLAVORS = {**llama3.small_flavors(LARGE, layer_pattern="GN"), "3B": LARGE}
 
-HF = HFFormat(
+HF = replace(
+    llama3.HF,
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
-    names=llama3.HF.names,
-    rotary=llama3.HF.rotary,
     fixed={**llama3.HF.fixed, "use_sliding_window": False},
     each_layer={"layer_types": "full_attention"},
     sizes={
@@ -44,11 +45,4 @@ HF = HFFormat(
     },
 )
 
-SPEC = ModelSpec(
-    name="smollm3",
-    flavors=FLAVORS,
-    build=llama3.Llama3,
-    tensor_plan=llama3.TENSOR_PLAN,
-    stages=True,
-    hf=HF,
-)
+SPEC = replace(llama3.SPEC, name="smollm3", flavors=FLAVORS, hf=HF)

@@ -64,6 +64,8 @@ EACH = "#"
 
 
 REQUIRED = object()
+NESTED_THETA = "rope_parameters.sliding_attention.rope_theta"
+"""Key for the rope base of layers with a window in a family that has no key beside the table."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Size:
     str: a list with one of `kinds` per layer."""
     default: object = REQUIRED
     """Value that transformers uses if the key is missing, the key that has it, or a pattern."""
-    none_as: int | None = None
+    none_as: float | None = None
     """Value in the file where the size is None here, such as `n_group: 1`."""
     kinds: Mapping[str, object] | None = None
     """Values in the file of the letters of `layer_pattern`."""
@@ -104,12 +106,14 @@ class HFFormat:
     in another order there."""
     fixed: Mapping[str, object]
     """Keys of config.json that must have this value if present, as `Decoder` supports no other."""
+    required: frozenset[str] = frozenset()
+    """Those of `fixed` that must be present, because another value is transformers' default."""
     each_layer: Mapping[str, object] = field(default_factory=dict)
     """Like `fixed`, for keys with a list of one value per layer."""
     sizes: Mapping[str, Size] = field(default_factory=dict)
     """Sizes by their keys in config.json, except the sizes of the rotary embedding."""
     implied: Mapping[str, object] = field(default_factory=dict)
-    """Sizes that all models of the family share and config.json does not state."""
+    """Sizes that all models of the family share. A config.json does not state another one."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of a key that some versions of transformers write."""
     float32: frozenset[str] = frozenset()
