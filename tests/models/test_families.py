@@ -270,7 +270,7 @@ def test_sizes_that_do_not_fit(name: str, sizes: dict[str, Any]) -> None:
         find_model(ModelSection(name=name, flavor="tiny", **sizes))
 
 
-def test_layers_with_experts_have_a_kind_too() -> None:
+def test_layers_with_experts_follow_the_pattern_too() -> None:
     spec = MODELS["mixtral"]
     model = spec.build_meta(replace(spec.flavors["tiny"], layer_pattern="LG", window=5))
     assert [block.attention.window for block in model.layers.values()] == [5, None]

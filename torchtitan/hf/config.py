@@ -38,6 +38,7 @@ CARRIED = (
 MAX_COUNT, MAX_LAYERS = 10**8, 10**4
 """Limits of counts in a file, because the model is built before its weights are read."""
 ORIGINAL, ROPE = "original_max_position_embeddings", "rope_parameters"
+RENAMED = {ORIGINAL: "original_max_position", "type": "rope_type"}
 ROPE_REQUIRED = ("factor", "original_max_position", "low_freq_factor", "high_freq_factor")
 ROPE_NUMBERS = {
     "rope_theta",
@@ -148,8 +149,8 @@ def _local_theta_key(format: HFFormat) -> str | None:
 
 def _read(content: StoredJSON, key: str, size: Size) -> Any:
     """Return the size under a key, checked."""
-    if size.kinds is not None:
-        return _read_pattern(content, key, size, size.kinds)
+    if size.layer_types is not None:
+        return _read_pattern(content, key, size, size.layer_types)
     default = size.default
     if isinstance(default, str):
         default = content[default]
@@ -175,11 +176,17 @@ def _read(content: StoredJSON, key: str, size: Size) -> Any:
     return None if value == size.none_as else size.type(value)
 
 
-def _read_pattern(content: StoredJSON, key: str, size: Size, kinds: Mapping[str, object]) -> str:
-    """Return the shortest pattern of a list with one of `kinds` per layer."""
-    num_layers, letters, values = content["num_hidden_layers"], [*kinds], [*kinds.values()]
-    kind_of_layer = content.get(key)
-    if kind_of_layer is None:
+def _read_pattern(
+    content: StoredJSON, key: str, size: Size, layer_types: Mapping[str, object]
+) -> str:
+    """Return the shortest pattern of a list with one of `layer_types` per layer."""
+    num_layers, letters, values = (
+        content["num_hidden_layers"],
+        [*layer_types],
+        [*layer_types.values()],
+    )
+    of_layers = content.get(key)
+    if of_layers is None:
         pattern = str(size.default)
         if (length := content.get(size.interval)) is not None:
             if type(length) is not int or length < 1:
@@ -188,14 +195,14 @@ def _read_pattern(content: StoredJSON, key: str, size: Size, kinds: Mapping[str,
             pattern = pattern[0] * min(length - 1, num_layers) + pattern[-1]
         pattern = (pattern * num_layers)[:num_layers]
     elif (
-        isinstance(kind_of_layer, list)
-        and len(kind_of_layer) == num_layers
-        and all(kind in values for kind in kind_of_layer)
+        isinstance(of_layers, list)
+        and len(of_layers) == num_layers
+        and all(value in values for value in of_layers)
     ):
-        pattern = "".join(letters[values.index(kind)] for kind in kind_of_layer)
+        pattern = "".join(letters[values.index(value)] for value in of_layers)
     else:
         rule = f"must be {num_layers} of {', '.join(map(repr, values))}"
-        raise CheckpointError(f"{content.path}: {key} {rule}, got {kind_of_layer!r:.80}")
+        raise CheckpointError(f"{content.path}: {key} {rule}, got {of_layers!r:.80}")
     return next(pattern[:n] for n in range(1, num_layers + 1) if pattern.startswith(pattern[n:]))
 
 
@@ -207,14 +214,14 @@ def sizes_of(architecture: DecoderConfig, format: HFFormat) -> dict[str, Any]:
     """Return the sizes of a model as its config.json stores them."""
     resolved = _resolve(architecture)
     sizes: dict[str, Any] = {"rope_theta": architecture.rope_theta}
-    has_local = any("L" in (size.kinds or ()) for size in format.sizes.values())
+    has_local = any("L" in (size.layer_types or ()) for size in format.sizes.values())
     for key, size in format.sizes.items():
         value = resolved[size.field]
         if size.type is list:
             value = [*range(value or 0)]
-        if size.kinds is not None:
+        if size.layer_types is not None:
             layers = range(architecture.num_layers)
-            value = [size.kinds.get(architecture.kind(layer)) for layer in layers]
+            value = [size.layer_types.get(architecture.layer_type(layer)) for layer in layers]
         elif size.field == "window" and value is None and has_local:
             value = size.default  # of no layer, but transformers needs one
         if size.power != 1:
@@ -235,11 +242,11 @@ def _resolve(architecture: DecoderConfig) -> dict[str, Any]:
 
 def _facts(architecture: DecoderConfig) -> dict[str, Any]:
     """Return all that a model computes with, by a size that it depends on."""
-    kinds = [architecture.kind(layer) for layer in range(architecture.num_layers)]
-    layers = [architecture.of_kind(kind) for kind in kinds]
+    types = [architecture.layer_type(layer) for layer in range(architecture.num_layers)]
+    layers = [architecture.of_layer_type(name) for name in types]
     return _resolve(architecture) | {
         "rope_scaling": scaling_table(architecture.rope_scaling),
-        "layer_pattern": [kind == "N" for kind in kinds],
+        "layer_pattern": [name == "N" for name in types],
         "window": [layer.window for layer in layers],
         "local_rope_theta": [
             (layer.rope_theta, scaling_table(layer.rope_scaling)) for layer in layers
@@ -418,7 +425,7 @@ def rope_table(config: StoredJSON, *, format: HFFormat) -> StoredJSON:
 
 def _parse_rope(path: Path, table: Any) -> StoredJSON:
     """Return one table of a rotary embedding with our names of its numbers."""
-    if not isinstance(table, dict):
+    if not isinstance(table, Mapping):
         raise CheckpointError(f"{path}: a rope must be an object, got {table!r:.60}")
     rope = StoredJSON(path, {"rope_type": "default"})
     has_new_name = table.get("rope_type") is not None
@@ -428,7 +435,7 @@ def _parse_rope(path: Path, table: Any) -> StoredJSON:
         if key == "attn_factor":  # of DeepSeek-R1-0528-Qwen3-8B
             logger.info("%s: %s has no effect, as in transformers", path, key)
             continue
-        name: str = {ORIGINAL: "original_max_position", "type": "rope_type"}.get(key, key)
+        name = str(RENAMED.get(key, key))
         is_number = name in ROPE_NUMBERS and key != "original_max_position"
         is_supported = name == "rope_type" or (is_number and _is_positive(value))
         # yarn's ramp starts and ends at full pairs only

@@ -117,7 +117,9 @@ class Decoder(LanguageModel):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        sizes = [config.of_kind(config.kind(layer)) for layer in range(config.num_layers)]
+        sizes = [
+            config.of_layer_type(config.layer_type(layer)) for layer in range(config.num_layers)
+        ]
         blocks = {str(layer): self.build_block(layer, own) for layer, own in enumerate(sizes)}
         self.layers = nn.ModuleDict(blocks)
         self.norm = build_norm(config)
@@ -164,11 +166,11 @@ class Decoder(LanguageModel):
                 x_BSC = x_BSC * x_BSC.new_full((), factor)  # rounded like the rows
         ropes: dict[str, Rope] = {}
         for name, block in self.layers.items():
-            kind = self.config.kind(int(name))
-            if kind not in ropes:
-                ropes[kind] = self._build_rope(positions, kind)
+            layer_type = self.config.layer_type(int(name))
+            if layer_type not in ropes:
+                ropes[layer_type] = self._build_rope(positions, layer_type)
             layer_cache = None if cache is None else cache.layers[name]
-            x_BSC = block(x_BSC, ropes[kind], documents, layer_cache)
+            x_BSC = block(x_BSC, ropes[layer_type], documents, layer_cache)
         if self.norm is None or self.output is None:
             return x_BSC
         x_BSC = self.norm(x_BSC if cache is None else x_BSC[:, cache.ends])
@@ -176,10 +178,10 @@ class Decoder(LanguageModel):
             x_BSC = x_BSC / self.config.logits_divisor
         return self.head(x_BSC, labels)
 
-    def _build_rope(self, positions: Tensor, kind: str) -> Rope:
-        sizes = self.config.of_kind(kind)
+    def _build_rope(self, positions: Tensor, layer_type: str) -> Rope:
+        sizes = self.config.of_layer_type(layer_type)
         return build_rope(
-            positions if kind != "N" else torch.zeros_like(positions),
+            positions if layer_type != "N" else torch.zeros_like(positions),
             head_dim=sizes.rotary_dim,
             theta=sizes.rope_theta,
             scaling=sizes.rope_scaling,

@@ -66,7 +66,7 @@ NORMS = {
     "layers.*.ffn_norm.weight": "model.layers.*.pre_feedforward_layernorm.weight",
     "layers.*.post_ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
 }
-KINDS = {"L": "sliding_attention", "G": "full_attention"}
+LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 HF = HFFormat(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
@@ -88,7 +88,7 @@ HF = HFFormat(
             "layer_pattern",
             str,
             default="LLLLLG",
-            kinds=KINDS,
+            layer_types=LAYER_TYPES,
             interval="sliding_window_pattern",
         ),
         "query_pre_attn_scalar": Size("attention_scale", float, default=256.0, power=-0.5),

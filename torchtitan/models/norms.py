@@ -25,5 +25,5 @@ class OffsetRMSNorm(nn.RMSNorm, CastsWeights):
 
 def build_norm(config: DecoderConfig, width: int | None = None) -> nn.RMSNorm:
     """Return the norm of `width` channels, default dim."""
-    kind = OffsetRMSNorm if config.norm_offset else nn.RMSNorm
-    return kind(config.dim if width is None else width, eps=config.norm_eps)
+    norm = OffsetRMSNorm if config.norm_offset else nn.RMSNorm
+    return norm(config.dim if width is None else width, eps=config.norm_eps)

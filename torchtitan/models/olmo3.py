@@ -40,7 +40,7 @@ HF = replace(
         "rope_theta": Size("rope_theta", float, default=500_000.0),
         **olmo2.HF.sizes,
         "sliding_window": Size("window", default=4096),
-        "layer_types": Size("layer_pattern", str, default="LLLG", kinds=gemma3.KINDS),
+        "layer_types": Size("layer_pattern", str, default="LLLG", layer_types=gemma3.LAYER_TYPES),
         NESTED_THETA: Size("local_rope_theta", float, default=500_000.0),
     },
 )

@@ -17,7 +17,7 @@ OF_FAMILY = {"of_family": True}
 """Marks a field that the family sets and no job can change, because it changes the module."""
 OF_FILES = {"of_files": True}
 """Marks a field that a family with Hugging Face files has only if its config.json has it."""
-LAYER_KINDS = "LGN"
+LAYER_TYPES = "LGN"
 """L: attends to the last `window` tokens, G: to all of them, N: to all, without positions."""
 EXPERT_SCORES = ("softmax", "sigmoid")
 
@@ -129,7 +129,7 @@ C = TypeVar("C", bound="DecoderConfig")
 class DecoderConfig:
     """Sizes of a decoder-only transformer with GQA, RoPE, a gated feed-forward and RMSNorm.
 
-    Layers may differ: `kind` is a layer's letter, `of_kind` are its sizes.
+    Layers may differ: `layer_type` is a layer's letter, `of_layer_type` are its sizes.
     """
 
     dim: int
@@ -161,7 +161,7 @@ class DecoderConfig:
     window: int | None = field(default=None, metadata=OF_FILES)
     """Number of tokens that a token attends to, itself included. Default: all up to itself."""
     layer_pattern: str | None = field(default=None, metadata=OF_FILES)
-    """The kind of each layer, repeated over the layers: L attends to the last `window` tokens, G to
+    """The type of each layer, repeated over the layers: L attends to the last `window` tokens, G to
     all, N to all and without positions. Default: all layers are alike, with the window if any."""
     local_rope_theta: float | None = field(default=None, metadata=OF_FILES)
     """Base of the rotary wavelengths in the L layers of a pattern, which are not scaled. Default:
@@ -192,22 +192,22 @@ class DecoderConfig:
         """Factor on the embedded tokens."""
         return (self.embedding_scale or 1.0) * (self.dim**0.5 if self.scales_embedding else 1.0)
 
-    def kind(self, layer: int) -> str:
-        """Return the letter of a layer, one of `LAYER_KINDS`."""
+    def layer_type(self, layer: int) -> str:
+        """Return the letter of a layer, one of `LAYER_TYPES`."""
         pattern = self.layer_pattern or ("G" if self.window is None else "L")
         return pattern[layer % len(pattern)]
 
-    def of_kind(self: C, kind: str) -> C:
-        """Return the sizes of a layer of this kind, without a pattern."""
+    def of_layer_type(self: C, layer_type: str) -> C:
+        """Return the sizes of a layer of this type, without a pattern."""
         if self.layer_pattern is None:
             return self
-        is_local, theta = kind == "L", self.local_rope_theta or self.rope_theta
+        is_local, theta = layer_type == "L", self.local_rope_theta or self.rope_theta
         return replace(
             self,
             layer_pattern=None,
             window=self.window if is_local else None,
             rope_theta=theta if is_local else self.rope_theta,
-            rope_scaling=self.rope_scaling if kind == "G" else None,
+            rope_scaling=self.rope_scaling if layer_type == "G" else None,
         )
 
     def given(self, *, of_family: bool) -> dict[str, Any]:
@@ -259,8 +259,8 @@ class DecoderConfig:
         pattern, keys = self.layer_pattern, ("layer_pattern", "num_layers", "window")
         if pattern is None:
             return
-        if not 1 <= len(pattern) <= self.num_layers or not set(pattern) <= set(LAYER_KINDS):
-            rule = f"must be 1 to {self.num_layers} letters of {LAYER_KINDS}"
+        if not 1 <= len(pattern) <= self.num_layers or not set(pattern) <= set(LAYER_TYPES):
+            rule = f"must be 1 to {self.num_layers} letters of {LAYER_TYPES}"
             yield Violation(keys, f"{rule}, got '{pattern}'")
         elif ("L" in pattern) != (self.window is not None):
             rule = "must have an L if there is a window, and only then"

@@ -39,7 +39,7 @@ HF = replace(
             "layer_pattern",
             str,
             default="GGGN",
-            kinds={"G": 1, "N": 0},
+            layer_types={"G": 1, "N": 0},
             interval="no_rope_layer_interval",
         ),
     },

@@ -76,15 +76,15 @@ class Size:
     """Field of the family's sizes."""
     type: type = int
     """int, float, bool, or list: the numbers of the first layers, from 0, which `field` counts.
-    str: a list with one of `kinds` per layer."""
+    str: a list with one of `layer_types` per layer."""
     default: object = REQUIRED
     """Value that transformers uses if the key is missing, the key that has it, or a pattern."""
     none_as: float | None = None
     """Value in the file where the size is None here, such as `n_group: 1`."""
-    kinds: Mapping[str, object] | None = None
+    layer_types: Mapping[str, object] | None = None
     """Values in the file of the letters of `layer_pattern`."""
     interval: str = ""
-    """Key for the length of the pattern, whose last letter is another kind than the rest."""
+    """Key for the length of the pattern, whose last letter is another type than the rest."""
     power: float = 1
     """The value in the file to this power is the size: -0.5 for a scale that is 1 / sqrt(value)."""
 

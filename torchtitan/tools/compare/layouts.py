@@ -23,6 +23,7 @@ from torchtitan.job import load_config
 from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.models.families import find_model
 from torchtitan.models.sizes import MoEConfig
+from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.compare.gaps import (
     TOLERANCES,
     compare_gradients,
@@ -107,7 +108,10 @@ def main(options: argparse.Namespace) -> int:
     steps, file = options.steps, f"--job.config_file={options.toml}"
     common = (file, *options.settings, *SHARED, *(f"--{key}={steps}" for key in LENGTHS))
     plans = make_plans(options.layouts, common=common)
-    if isinstance(find_model(load_config(common).model)[1], MoEConfig) and not options.float64:
+    if (
+        isinstance(find_model(resolve_model(load_config(common)).model)[1], MoEConfig)
+        and not options.float64
+    ):
         note("two experts with nearly equal scores are chosen by rounding; --float64 avoids it")
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as temporary:
