@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchtitan.models import llama3, qwen3
+from torchtitan.models import llama3, olmo2, qwen3
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
 from torchtitan.models.spec import HFFormat, Size, TensorRole
 
@@ -38,22 +38,14 @@ TEXT = DecoderConfig(
 LARGE = replace(
     TEXT, vocab_size=262_208, window=1024, rope_scaling=RopeScaling(type="linear", factor=8.0)
 )
+WIDE = replace(LARGE, head_dim=128, attention_scale=168**-0.5)
 FLAVORS = {
     **llama3.small_flavors(TEXT, head_dim=None, attention_scale=0.25, window=7, layer_pattern="LG"),
     "270M": replace(TEXT, dim=640, num_layers=18, hidden_dim=2048),
     "1B": TEXT,
     "4B": replace(LARGE, dim=2560, num_layers=34, num_heads=8, num_kv_heads=4, hidden_dim=10_240),
     "12B": replace(LARGE, dim=3840, num_layers=48, num_heads=16, num_kv_heads=8, hidden_dim=15_360),
-    "27B": replace(
-        LARGE,
-        dim=5376,
-        num_layers=62,
-        num_heads=32,
-        num_kv_heads=16,
-        head_dim=128,
-        hidden_dim=21_504,
-        attention_scale=168**-0.5,
-    ),
+    "27B": replace(WIDE, dim=5376, num_layers=62, num_heads=32, num_kv_heads=16, hidden_dim=21_504),
 }
 
 TENSOR_PLAN: dict[str, TensorRole] = {
@@ -62,9 +54,8 @@ TENSOR_PLAN: dict[str, TensorRole] = {
     "layers.*.post_ffn_norm": "norm",
 }
 NORMS = {
-    "layers.*.post_attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    **olmo2.POST_NORMS,
     "layers.*.ffn_norm.weight": "model.layers.*.pre_feedforward_layernorm.weight",
-    "layers.*.post_ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
 }
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 HF = HFFormat(
