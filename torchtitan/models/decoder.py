@@ -95,10 +95,17 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Apply the block. Only decoding passes a cache."""
-        attended_BSC = self.attention(self.attention_norm(x_BSC), rope, documents, cache)
-        x_BSC = torch.add(x_BSC, self.post_attention_norm(attended_BSC), alpha=self.scale)
-        transformed_BSC = self.transform(self.ffn_norm(x_BSC))
-        return torch.add(x_BSC, self.post_ffn_norm(transformed_BSC), alpha=self.scale)
+        # without names for what is added: a name would keep it in memory
+        x_BSC = torch.add(
+            x_BSC,
+            self.post_attention_norm(
+                self.attention(self.attention_norm(x_BSC), rope, documents, cache)
+            ),
+            alpha=self.scale,
+        )
+        return torch.add(
+            x_BSC, self.post_ffn_norm(self.transform(self.ffn_norm(x_BSC))), alpha=self.scale
+        )
 
     def transform(self, x_BSC: Tensor) -> Tensor:
         """Transform each token independently."""
