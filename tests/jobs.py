@@ -175,6 +175,7 @@ EXPERTS, DEEPSEEK = "--model.name=qwen3_moe", "--model.name=deepseek_v3"
 MISTRAL, MIXTRAL = "--model.name=mistral", "--model.name=mixtral"
 MUON = ("--optimizer.name=Muon", "--optimizer.lr=0.02")
 GEMMA, GLM = "--model.name=gemma3", "--model.name=glm4_moe"
+GPT_OSS = "--model.name=gpt_oss"
 GROUPS = '--optimizer.groups=[{params = ["tok*", "*.0.*"], lr = 1e-3}, {params = "*", lr = 5e-4}]'
 ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
 OF_ATTENTION = (*ADAPTER, '--lora.modules=["layers.*.attention.w*"]')
@@ -223,6 +224,10 @@ FAMILIES = {
     # windows of 7 tokens in every second layer
     "OLMo 3": Model(("--model.name=olmo3",)),
     "OLMo 3, adapters": Model(("--model.name=olmo3", *OF_ATTENTION)),
+    # sinks, windows and experts with biases
+    "GPT-OSS": Model((GPT_OSS, "--model.num_layers=2")),
+    "GPT-OSS in four layers": Model((GPT_OSS,)),
+    "GPT-OSS, documents": Model((GPT_OSS, *DOCUMENTS, "--model.num_layers=2"), reads_texts=True),
     "Gemma": Model((GEMMA,)),
     "Gemma, documents": Model((GEMMA, *DOCUMENTS), reads_texts=True),
     "OLMo 2": Model(("--model.name=olmo2",)),

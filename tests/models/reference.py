@@ -149,7 +149,7 @@ def family_name(config: DecoderConfig) -> str:
     if isinstance(config, MLAConfig):
         return "deepseek_v3" if config.expert_score == "sigmoid" else "deepseek_v2"
     if isinstance(config, MoEConfig):
-        return "qwen3_moe"
+        return "gpt_oss" if config.has_sinks else "qwen3_moe"
     if config.norm_placement == "both":
         return "gemma3"
     if config.layer_pattern is not None:

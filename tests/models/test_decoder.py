@@ -63,7 +63,17 @@ def test_swiglu_equals_plain_autograd_and_keeps_only_its_factors(dtype):
 @pytest.mark.parametrize("prompt", [1, 2, 11])
 @pytest.mark.parametrize(
     "variant",
-    ["scaled", "biased", "window", "experts", "latent", "latent, wide values", "gemma3", "smollm3"],
+    [
+        "scaled",
+        "biased",
+        "window",
+        "experts",
+        "latent",
+        "latent, wide values",
+        "gemma3",
+        "gpt_oss",
+        "smollm3",
+    ],
 )
 @torch.no_grad()
 def test_the_cache_changes_no_logit(prompt, variant):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.models.test_transformers import batch, ten_steps, write_folder
 from torchtitan import load_config
@@ -44,6 +45,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 GLM = {"attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3}
 GLM |= {"moe_intermediate_size": 24, "rope_theta": 100.0}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"sliding_window": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 20, "num_hidden_layers": 7},
     "mixtral": {"sliding_window": 8, "num_local_experts": 5},
     "olmo2": {},
@@ -223,6 +225,7 @@ def test_an_export_says_what_it_cannot_store(name: str, sizes: dict[str, Any], c
         ("olmo2", change(rope_parameters={"rope_theta": 1.0}), "rope_theta"),
         ("olmo3", change(original_max_position_embeddings=8), "original_max_position"),
         ("glm4_moe", change(attention_bias=None), "attention_bias"),
+        ("gpt_oss", change(swiglu_limit=5.0), "swiglu_limit"),
         ("phi3", change(resid_pdrop=0.1), "resid_pdrop"),
         ("phi3", change(partial_rotary_factor=0.75, rope_parameters=None), "partial_rotary_factor"),
         ("phi3", change(rope_scaling={"type": "longrope"}, rope_parameters=None), "longrope"),
@@ -274,3 +277,31 @@ def test_layers_with_experts_follow_the_pattern_too() -> None:
     spec = MODELS["mixtral"]
     model = spec.build_meta(replace(spec.flavors["tiny"], layer_pattern="LG", window=5))
     assert [block.attention.window for block in model.layers.values()] == [5, None]
+
+
+@pytest.mark.promise("hf")
+def test_packed_experts_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """Sixteen bytes and an exponent for 32 numbers: MXFP4."""
+    write_folder(tmp_path, "gpt_oss", **FAMILIES["gpt_oss"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, width, rows = tensors[name].shape
+        blocks = torch.randint(256, (experts, rows, width // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 126, (experts, rows, width // 32), dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    packed = {name for name in tensors if f"{name}_blocks" in tensors}
+    kept = {n: t for n, t in tensors.items() if not n.endswith(("_blocks", "_scales"))}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = read(tmp_path)[0].state_dict()
+    small = {name: tensor for name, tensor in tensors.items() if name not in packed}
+    save_file(small, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found = read(tmp_path)[0].state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    small.pop("model.layers.1.mlp.experts.down_proj_scales")
+    save_file(small, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="down_proj_scales"):
+        read(tmp_path)

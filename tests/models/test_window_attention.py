@@ -43,6 +43,25 @@ def test_each_query_sees_its_window(
                 assert error(ours[name], exact[name]) < tolerance, name
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("window", [None, 1, 5, 29])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_a_sink_takes_its_share(
+    window: int | None, lengths: tuple[tuple[int, ...], ...] | None
+) -> None:
+    documents = None if lengths is None else Documents(lengths)
+    found = []
+    for attend, dtype in ((causal_attention, torch.float32), (in_float64, torch.float64)):
+        given = [x.to(dtype) for x in tensors()]
+        sinks_H = torch.linspace(-1, 2, given[0].shape[1], dtype=dtype, requires_grad=True)
+        of_all = results(partial(attend, window=window, sinks_H=sinks_H), given, documents)
+        assert sinks_H.grad is not None
+        found.append(of_all | {"dsinks": sinks_H.grad})
+    for name, exact in found[1].items():
+        # the terms of a sink's gradient, one per query, cancel
+        assert error(found[0][name], exact) < (5e-6 if name == "dsinks" else 1e-6), name
+
+
 @pytest.mark.parametrize("window", [30, 31, 4096])
 def test_a_window_of_the_sequence_changes_no_bit(window: int) -> None:
     for documents in (None, Documents(LENGTHS)):

@@ -75,6 +75,7 @@ def in_float64(
     documents: Documents | None = None,
     *,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention by the textbook, with its matrix of scores and its mask."""
     repeat = q.shape[1] // k.shape[1]
@@ -89,7 +90,11 @@ def in_float64(
         lengths = [torch.tensor(row) for row in documents.lengths]
         number = torch.stack([torch.arange(len(n)).repeat_interleave(n) for n in lengths])
         hidden |= (number[:, :, None] != number[:, None, :])[:, None]
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks_H is not None:
+        sinks = sinks_H[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ v
+    return scores.softmax(-1) @ v
 
 
 def error(ours: Tensor, exact: Tensor) -> float:

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.parallel.context import attention
-from torchtitan.parallel.context.attention import attend, attend_backward, merge
+from torchtitan.models import kernels as attention
+from torchtitan.models.kernels import attend, attend_backward
+from torchtitan.parallel.context.attention import merge
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"

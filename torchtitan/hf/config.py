@@ -39,6 +39,8 @@ MAX_COUNT, MAX_LAYERS = 10**8, 10**4
 """Limits of counts in a file, because the model is built before its weights are read."""
 ORIGINAL, ROPE = "original_max_position_embeddings", "rope_parameters"
 RENAMED = {ORIGINAL: "original_max_position", "type": "rope_type"}
+MXFP4 = 1, 32
+"""Rows and columns of a block of that format (OCP Microscaling Formats, 1.0)."""
 ROPE_REQUIRED = ("factor", "original_max_position", "low_freq_factor", "high_freq_factor")
 ROPE_NUMBERS = {
     "rope_theta",
@@ -234,7 +236,6 @@ def _resolve(architecture: DecoderConfig) -> dict[str, Any]:
     """Return the sizes with what None means for those that follow from others."""
     sizes, width = dict(vars(architecture)), architecture.head_width
     sizes |= {"head_dim": width, "attention_scale": architecture.attention_scale or width**-0.5}
-    sizes["local_rope_theta"] = architecture.local_rope_theta or architecture.rope_theta
     if isinstance(architecture, MoEConfig):
         sizes["expert_hidden_dim"] = architecture.expert_width
     return sizes
@@ -389,14 +390,16 @@ def find_quantization(config: StoredJSON) -> tuple[int, int] | None:
     match config.get("quantization_config"):
         case None:
             return None
+        case {"quant_method": "mxfp4"}:
+            return MXFP4
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(cols)], **more} if (
             more.get("fmt", "e4m3") == "e4m3"
             and all(type(n) is int and n > 0 for n in (rows, cols))
         ):
             return rows, cols
     raise CheckpointError(
-        f"{config.path}: quantization_config must have quant_method fp8 and a weight_block_size of "
-        f"two counts, got {config['quantization_config']!r:.80}"
+        f"{config.path}: quantization_config must have quant_method mxfp4, or fp8 and a "
+        f"weight_block_size of two counts, got {config['quantization_config']!r:.80}"
     )
 
 
@@ -438,8 +441,7 @@ def _parse_rope(path: Path, table: Any) -> StoredJSON:
         name = str(RENAMED.get(key, key))
         is_number = name in ROPE_NUMBERS and key != "original_max_position"
         is_supported = name == "rope_type" or (is_number and _is_positive(value))
-        # yarn's ramp starts and ends at full pairs only
-        if not is_supported and not (key == "truncate" and value is True):
+        if not is_supported and not (key == "truncate" and type(value) is bool):
             raise CheckpointError(f"{path}: unsupported rope setting {key} = {value!r:.60}")
         rope[name] = value
     return rope

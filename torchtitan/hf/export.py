@@ -42,6 +42,7 @@ from torchtitan.hf.names import (
     INDEX,
     WEIGHTS,
     Names,
+    any_layer,
 )
 from torchtitan.hf.peft import AdapterExport
 from torchtitan.hf.weights import add_rows
@@ -202,7 +203,7 @@ def _plan_tensors(parameter: str, entries: Entries, *, settings: HFExport) -> li
         return []
     stored = [entry for part in parts if (entry := entries[part]) is not None]
     assert len(stored) == len(parts), f"{name} is not made of parameters only"
-    shape = (sum(entry.shape[0] for entry in stored), *stored[0].shape[1:])
+    shape = (sum(entry.shape[0] for entry in stored), *stored[0].shape[1:])  # or of this size
     if parameter in VOCABULARY:
         shape = (shape[0] + settings.add_tokens, *shape[1:])
     dtype = names.stored_dtype(parameter, settings.dtype or stored[0].dtype)
@@ -225,6 +226,9 @@ def _write_file(
         dtype = entries[0].dtype
         parts = [_read(n, dtype=dtype, reader=reader, settings=settings) for n in parameters]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if any_layer(entries[0].name) in settings.names.format.alternating:
+            rows = [part.mT if part.ndim > 2 else part for part in parts]
+            weight = torch.stack(rows, -1).flatten(-2)
         for entry in entries:
             part = weight if entry.index is None else weight[entry.index]
             weights[entry.name] = part.contiguous()

@@ -23,19 +23,23 @@ from torchtitan.checkpoint.checksums import summarize
 from torchtitan.checkpoint.source import ALL, ParameterFilter
 from torchtitan.checkpoint.state import OUTPUT
 from torchtitan.hf.config import (
+    MXFP4,
     VISIBLE_IN_SHAPES,
     check_sizes,
     find_quantization,
     read_config,
     refuse_adapter,
 )
-from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names, Slot
+from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names, Slot, any_layer
 from torchtitan.hf.weights import (
     DTYPES,
+    EXPONENTS,
+    NIBBLES,
     SCALE,
     HFWeights,
     StoredTensor,
     add_once,
+    attach_exponents,
     attach_scales,
     check_match,
     open_slice,
@@ -151,11 +155,17 @@ def _read_headers(
             if names.is_extra_layer(name, num_layers=num_layers):
                 extra.add(name)
                 continue
-            if name.endswith(PACKED):
+            if name.endswith(PACKED) and any_layer(name) not in names.format.alternating:
                 raise CheckpointError(
                     f"{path}: {name} packs all experts of a layer, as transformers holds them in "
                     f"memory; save_pretrained of transformers writes one tensor per expert"
                 )
+            if block == MXFP4 and name.endswith(EXPONENTS):
+                scales[name] = StoredTensor(name=name, shape=shape, dtype=dtype, file=file)
+                continue
+            if block == MXFP4 and name.endswith(NIBBLES) and len(shape) == 4:
+                name = name.removesuffix(NIBBLES)
+                shape = (shape[0], 2 * shape[2] * shape[3], shape[1])
             slot = names.from_hf(name) or (name, None)
             heads = names.rope_heads(slot[0])
             tensor = StoredTensor(name=name, shape=shape, dtype=dtype, rope_heads=heads, file=file)
@@ -170,7 +180,9 @@ def _read_headers(
     if extra:
         text = "%s: %d tensors of extra layers are not read, e.g. %s"
         logger.info(text, path, len(extra), min(extra))
-    if block is not None:
+    if block == MXFP4:
+        stored_tensors = attach_exponents(path, stored_tensors, scales)
+    elif block is not None:
         stored_tensors = attach_scales(path, stored_tensors, scales, block=block)
     stored_tensors = split_fused(path, stored_tensors, names=names, shapes=shapes)
     return stack_parts(path, stored_tensors)

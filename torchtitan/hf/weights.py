@@ -40,6 +40,10 @@ DTYPES = {
 """Types of weights by their names in safetensors."""
 COVARIANCE_SCALE = 1e-9
 """Factor of the old rows' covariance in new rows of a vocabulary, as in transformers."""
+NIBBLES, EXPONENTS = "_blocks", "_scales"
+"""Endings of the names of MXFP4's two tensors: 32 numbers in 16 bytes, and their exponent."""
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of four bits (E2M1)."""
 FLOAT8, SCALE = "F8_E4M3", "_scale_inv"
 """Type of a matrix with scales, and the ending of their tensor's name."""
 
@@ -57,6 +61,8 @@ class StoredTensor:
     """Row of the tensor in the file where this one begins."""
     rope_heads: Heads | None = None
     """Heads if the rows are in half-split order."""
+    alternate: tuple[int, int] | None = None
+    """Number of this part and of all parts that alternate along the last dimension."""
     file: str = ""
     """Name of the file in the folder."""
     parts: tuple[StoredTensor, ...] = ()
@@ -91,8 +97,15 @@ def split_fused(
     split: dict[Slot, StoredTensor] = {}
     for slot, tensor in by_slot.items():
         parts = names.parts_of(tensor.name)
-        if len(parts) < 2:
+        if len(parts) < 2 and any_layer(tensor.name) not in names.format.alternating:
             add_once(split, slot, tensor, path=path)
+            continue
+        if any_layer(tensor.name) in names.format.alternating:
+            *outer, last = tensor.shape
+            for number, part in enumerate(parts):
+                shape = (*outer[:1], last // len(parts), *outer[1:])
+                own = replace(tensor, shape=shape, alternate=(number, len(parts)))
+                add_once(split, (part, None), own, path=path)
             continue
         ends = [*accumulate((num_rows[any_layer(part)] for part in parts), initial=0)]
         if tensor.shape[:1] != (ends[-1],):
@@ -157,6 +170,27 @@ def attach_scales(
     return scaled
 
 
+def attach_exponents(
+    path: Path, by_slot: Mapping[Slot, StoredTensor], scales: Mapping[str, StoredTensor]
+) -> dict[Slot, StoredTensor]:
+    """Return the tensors with MXFP4's packed matrices as float32 matrices; raise CheckpointError if
+    exponents are missing or have a wrong shape or type."""
+    scaled = dict(by_slot)
+    for slot, tensor in by_slot.items():
+        if tensor.dtype != "U8" or len(tensor.shape) != 3:
+            continue  # is refused by its type
+        scale, (experts, width, rows) = scales.get(tensor.name + EXPONENTS), tensor.shape
+        expected = experts, rows, width // 32
+        if width % 32 or scale is None or (scale.shape, scale.dtype) != (expected, "U8"):
+            got = "none" if scale is None else f"{scale.dtype} {[*scale.shape]}"
+            raise CheckpointError(
+                f"{path}: '{tensor.name}{EXPONENTS}' must be U8 {[*expected]}, one exponent per 32 "
+                f"numbers, got {got}"
+            )
+        scaled[slot] = replace(tensor, dtype="F32", scale=scale, block=(1, 32))
+    return scaled
+
+
 @contextmanager
 def open_slice(path: Path, stored: StoredTensor) -> Iterator[Any]:
     """Open a tensor of a folder. Slices of the result are tensors."""
@@ -211,10 +245,17 @@ class _HFReader(PieceReader):
         if is_stacked:
             stored = stored.parts[piece.offsets[0]]
         with ExitStack() as stack:
-            opened = stack.enter_context(open_slice(self.path, stored))
+            is_packed = stored.scale is not None and stored.scale.name.endswith(EXPONENTS)
+            in_file = replace(stored, name=stored.name + NIBBLES) if is_packed else stored
+            opened = stack.enter_context(open_slice(self.path, in_file))
             if stored.scale is not None:
                 scale = stack.enter_context(open_slice(self.path, stored.scale))
-                opened = ScaledMatrix(opened, scale, block=stored.block)
+                if is_packed:
+                    opened = PackedMatrices(opened, scale)
+                else:
+                    opened = ScaledMatrix(opened, scale, block=stored.block)
+            if stored.alternate is not None:
+                opened = _Alternating(opened, *stored.alternate)
             yield _StackedEntry(opened) if is_stacked else opened
 
 
@@ -241,6 +282,20 @@ class _StackedEntry:
         return part[None]
 
 
+class _Alternating:
+    """One of `count` parts that alternate along the last dimension, as rows of experts."""
+
+    def __init__(self, opened: Any, number: int, count: int) -> None:
+        self._opened, self._number, self._count = opened, number, count
+
+    def __getitem__(self, region: tuple[slice, ...]) -> Tensor:
+        experts, rows, *columns = region
+        alternating = slice(rows.start * self._count, rows.stop * self._count)
+        stored = (experts, *columns, alternating)
+        part: Tensor = self._opened[stored][..., self._number :: self._count]
+        return part.mT if columns else part
+
+
 class ScaledMatrix:
     """A float8 matrix and its scales. Slices are float32 products of both.
 
@@ -262,6 +317,27 @@ class ScaledMatrix:
             last = (number + 1) * height - rows.start
             part[first:last] *= row.repeat_interleave(width)[skipped:][: part.shape[1]]
         return part
+
+
+class PackedMatrices:
+    """MXFP4 matrices of experts (E, R, C / 32, 16) and exponents (E, R, C / 32).
+
+    Slices are of the float32 matrices (E, C, R). Only the blocks that a slice overlaps are read.
+    """
+
+    def __init__(self, nibbles: Any, exponents: Any) -> None:
+        self._nibbles, self._exponents = nibbles, exponents
+
+    def __getitem__(self, region: tuple[slice, slice, slice]) -> Tensor:
+        experts, columns, rows = region
+        first = columns.start // 32
+        blocks = slice(first, ceil(columns.stop / 32))
+        packed: Tensor = self._nibbles[experts, rows, blocks]
+        pairs = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+        exponents: Tensor = self._exponents[experts, rows, blocks]
+        numbers = torch.tensor(FLOAT4)[pairs.int()]
+        exact = torch.ldexp(numbers, exponents.int()[..., None] - 127).flatten(-2)
+        return exact[..., columns.start - 32 * first : columns.stop - 32 * first].mT
 
 
 def add_rows(weight_VD: Tensor, num_rows: int) -> Tensor:

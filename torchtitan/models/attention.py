@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from torchtitan.base.device import to_device
-from torchtitan.models.interface import AttentionModule, Documents
+from torchtitan.models.interface import AttentionModule, CastsWeights, Documents
+from torchtitan.models.kernels import Band, attend_with_sinks
 from torchtitan.models.norms import build_norm
 from torchtitan.models.rope import Rope
 from torchtitan.models.sizes import DecoderConfig
@@ -46,6 +47,18 @@ MIN_WINDOW_BLOCK = 256
 """Least number of queries per block of windowed attention."""
 
 
+class Sinks(nn.Module, CastsWeights):
+    """A score of each head that a softmax sums beside those of the keys, with the value 0."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads))
+
+    def forward(self) -> Tensor:
+        """Return the scores (H)."""
+        return self.weight
+
+
 class Attention(AttentionModule):
     """Multi-head attention with grouped queries (GQA): query heads share key/value heads."""
 
@@ -56,7 +69,7 @@ class Attention(AttentionModule):
         self.wq = nn.Linear(config.dim, q_dim, bias=config.qkv_bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
-        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        self.wo = nn.Linear(q_dim, config.dim, bias=config.wo_bias)
         self.joint_norm, has_norm = config.joint_qk_norm, config.joint_qk_norm or config.qk_norm
         self.q_norm, self.k_norm = (
             build_norm(config, width if self.joint_norm else config.head_width)
@@ -66,6 +79,7 @@ class Attention(AttentionModule):
         )
         scale = config.attention_scale
         self.q_scale = 1.0 if scale is None else scale * config.head_width**0.5
+        self.sinks = Sinks(config.num_heads) if config.has_sinks else None
         self.window = config.window
         self.attend = partial(causal_attention, window=config.window)
 
@@ -89,12 +103,13 @@ class Attention(AttentionModule):
         if self.q_scale != 1.0:
             q_BSHD = q_BSHD * self.q_scale
         q_BHSD, k, v = (x.transpose(1, 2) for x in (*rope.rotate(q_BSHD, k_BSKD), v_BSKD))
+        sinks = [] if self.sinks is None else [self.sinks()]
         if cache is None:
-            out_BHSD = self.attend(q_BHSD, k, v, documents)
+            out_BHSD = self.attend(q_BHSD, k, v, documents, *sinks)
         else:
             keys_values = cache.append(k, v)
             out_BHSD = cache.attend(
-                q_BHSD, *keys_values, attend_prompts=self.attend, window=self.window
+                q_BHSD, *keys_values, *sinks, attend_prompts=self.attend, window=self.window
             )
         return self.wo(out_BHSD.transpose(1, 2).flatten(-2))
 
@@ -109,6 +124,7 @@ def causal_attention(
     k_BKSD: Tensor,
     v_BKSD: Tensor,
     documents: Documents | None = None,
+    sinks_H: Tensor | None = None,
     *,
     window: int | None = None,
 ) -> Tensor:
@@ -117,14 +133,15 @@ def causal_attention(
     Documents do not attend to each other. `window` is the number of keys per query, itself
     included.
     """
+    if sinks_H is not None:
+        return document_attention(q_BHSD, k_BKSD, v_BKSD, documents, window, sinks_H)
     batch, _, num_queries, _ = q_BHSD.shape
     is_windowed = window is not None and window < num_queries
     if documents is None and is_windowed and can_use_varlen(q_BHSD):
         documents = Documents(((num_queries,),) * batch)  # each sequence is one document
-    if documents is None:
-        return window_attention(q_BHSD, k_BKSD, v_BKSD, window=window)
-    attend = varlen_attention if can_use_varlen(q_BHSD) else document_attention
-    return attend(q_BHSD, k_BKSD, v_BKSD, documents, window)
+    if documents is not None and can_use_varlen(q_BHSD):
+        return varlen_attention(q_BHSD, k_BKSD, v_BKSD, documents, window)
+    return document_attention(q_BHSD, k_BKSD, v_BKSD, documents, window)
 
 
 def can_use_varlen(q_BHSD: Tensor) -> bool:
@@ -137,22 +154,24 @@ def document_attention(
     q_BHSD: Tensor,
     k_BKSD: Tensor,
     v_BKSD: Tensor,
-    documents: Documents,
+    documents: Documents | None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend within each document, one after another.
 
     `window` is the number of keys per query, itself included.
     """
+    attend = partial(window_attention, window=window, sinks_H=sinks_H)
+    if documents is None:
+        return attend(q_BHSD, k_BKSD, v_BKSD)
     rows = []
     for lengths, *sequence in zip(
         documents.lengths, q_BHSD.split(1), k_BKSD.split(1), v_BKSD.split(1), strict=True
     ):
         # split, not slices: the gradient of each slice would be a tensor of the full length
         parts = zip(*(x.split(lengths, dim=2) for x in sequence), strict=True)
-        rows.append(
-            torch.cat([window_attention(q, k, v, window=window) for q, k, v in parts], dim=2)
-        )
+        rows.append(torch.cat([attend(q, k, v) for q, k, v in parts], dim=2))
     return torch.cat(rows)
 
 
@@ -192,26 +211,30 @@ def _flat_starts(documents: Documents, device: torch.device) -> Tensor:
 
 
 def window_attention(
-    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, window: int | None
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    window: int | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend from each query to the last `window` keys up to its own."""
     seq_len = q_BHSD.shape[2]
     if window is None or seq_len <= window:
-        return fused_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=seq_len > 1)
+        return fused_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=seq_len > 1, sinks_H=sinks_H)
     block = window_block(window)
     first, *blocks = q_BHSD.split(
         [window, *(min(block, seq_len - at) for at in range(window, seq_len, block))], dim=2
     )
     keys = slice(None), slice(None), slice(0, window)
-    outs = [fused_attention(first, k_BKSD[keys], v_BKSD[keys], is_causal=window > 1)]
+    attend = partial(fused_attention, sinks_H=sinks_H)
+    outs = [attend(first, k_BKSD[keys], v_BKSD[keys], is_causal=window > 1)]
     stop = window
     for q in blocks:
         start, stop = stop, stop + q.shape[2]
         keys = slice(None), slice(None), slice(start - window + 1, stop)
         # of these keys the first query sees 0 to W - 1, and each next query one further
-        shape = stop - start, stop - start + window - 1
-        mask_ST = torch.ones(shape, dtype=torch.bool, device=q.device).tril(window - 1).triu()
-        outs.append(fused_attention(q, k_BKSD[keys], v_BKSD[keys], mask_ST=mask_ST))
+        outs.append(attend(q, k_BKSD[keys], v_BKSD[keys], band=(0, window - 1)))
     return torch.cat(outs, dim=2)
 
 
@@ -226,7 +249,8 @@ def fused_attention(
     v_BKTD: Tensor,
     *,
     is_causal: bool = False,
-    mask_ST: Tensor | None = None,
+    band: Band | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Call PyTorch's attention such that a fused kernel runs.
 
@@ -234,8 +258,15 @@ def fused_attention(
     float32, has no grouped query heads. PyTorch would silently use a third kernel, with S x S
     scores. So grouped heads in float32 are repeated.
 
-    `mask_ST` has the keys that each query attends to. Default: all.
+    `band` are the keys that each query attends to. Default: all.
     """
+    if sinks_H is not None:
+        return attend_with_sinks(q_BHSD, k_BKTD, v_BKTD, sinks_H, causal=is_causal, band=band)
+    mask_ST = None
+    if band is not None:
+        shape = q_BHSD.shape[2], k_BKTD.shape[2]
+        mask_ST = torch.ones(shape, dtype=torch.bool, device=q_BHSD.device)
+        mask_ST = mask_ST.tril(band[1]).triu(band[0])
     group = q_BHSD.shape[1] // k_BKTD.shape[1]
     if group > 1 and q_BHSD.device.type == "cuda" and q_BHSD.dtype not in HALF_DTYPES:
         k_BKTD, v_BKTD = (x.repeat_interleave(group, dim=1) for x in (k_BKTD, v_BKTD))

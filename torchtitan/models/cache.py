@@ -59,17 +59,17 @@ class LayerCache:
         q_BHSD: Tensor,
         k_BKTD: Tensor,
         v_BKTD: Tensor,
-        *,
+        *sinks: Tensor,
         attend_prompts: Attend,
         window: int | None = None,
     ) -> Tensor:
         """Attend from the tokens that were appended last to those up to their own.
 
         `attend_prompts` is the layer's attention, for the prompts. `window` is the number of keys
-        per query, itself included. None: all.
+        per query, itself included. None: all. `sinks` (H) are those of a layer that has them.
         """
         if q_BHSD.shape[2] == k_BKTD.shape[2]:
-            return attend_prompts(q_BHSD, k_BKTD, v_BKTD, self._prompts)
+            return attend_prompts(q_BHSD, k_BKTD, v_BKTD, self._prompts, *sinks)
         columns = slice(-min(window or self.length, self.length), None)
         mask = self.mask_B11T
         if mask is not None:
@@ -77,9 +77,16 @@ class LayerCache:
         # heads that share keys are queries of one head: the keys are read once, by fused kernels
         # that take a mask but no grouped heads
         q_BKGD = q_BHSD.squeeze(2).unflatten(1, (k_BKTD.shape[1], -1))
-        out_BKGD = F.scaled_dot_product_attention(
-            q_BKGD, k_BKTD[:, :, columns], v_BKTD[:, :, columns], attn_mask=mask
-        )
+        k_BKTD, v_BKTD = k_BKTD[:, :, columns], v_BKTD[:, :, columns]
+        if sinks:
+            [sinks_H] = sinks
+            scores_BKGT = (q_BKGD @ k_BKTD.mT).float() * q_BKGD.shape[-1] ** -0.5
+            if mask is not None:
+                scores_BKGT = scores_BKGT.where(mask, -torch.inf)
+            sinks_BKG1 = sinks_H.float().view(*q_BKGD.shape[1:3], 1).expand(len(q_BKGD), -1, -1, 1)
+            shares_BKGT = torch.cat((scores_BKGT, sinks_BKG1), -1).softmax(-1)[..., :-1]
+            return (shares_BKGT.to(v_BKTD.dtype) @ v_BKTD).flatten(1, 2)[:, :, None]
+        out_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKTD, v_BKTD, attn_mask=mask)
         return out_BKGD.flatten(1, 2)[:, :, None]
 
 

@@ -64,6 +64,7 @@ MODELS = Families(
         "smollm3": "torchtitan.models.smollm3",
         "granite": "torchtitan.models.granite",
         "glm4_moe": "torchtitan.models.glm4_moe",
+        "gpt_oss": "torchtitan.models.gpt_oss",
     }
 )
 

@@ -89,8 +89,9 @@ class Documents:
         return result
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
-"""From q (B, H, S, D), k and v (B, K, S, D) and documents to the output, shaped like q."""
+Attend = Callable[..., Tensor]
+"""From q (B, H, S, D), k and v (B, K, S, D), documents or None, and sinks (H) of an attention that
+has them, to the output, shaped like q."""
 
 
 class AttentionModule(nn.Module):
@@ -470,7 +471,7 @@ def count_multiplied(model: LanguageModel) -> dict[str, int]:
     return {
         name: chosen.get(id(p), p.numel())
         for name, p in model.named_parameters()
-        if p.ndim > 1 and id(p) not in looked_up
+        if p.ndim > 1 + (id(p) in chosen) and id(p) not in looked_up
     }
 
 

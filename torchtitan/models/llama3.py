@@ -139,7 +139,7 @@ class Llama3(Decoder):
         match name.split("."):
             case ["tok_embeddings", "weight"]:
                 return Normal(std=(0.02 if tied else 1.0) / factor)
-            case ["layers", _, "attention", "wq" | "wk" | "wv", "weight"]:
+            case ["layers", _, "attention", "wq" | "wk" | "wv" | "sinks", "weight"]:
                 return Normal(std=0.02)
             case ["layers", _, "feed_forward", "w1", "weight"]:
                 return Normal(std=0.02)

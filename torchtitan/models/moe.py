@@ -49,20 +49,20 @@ TINY = 1e-20
 class Gate(nn.Linear, CastsWeights):
     """The router's matrix. Its product is float32 or wider, for inputs of any dtype."""
 
-    def __init__(self, dim: int, num_experts: int) -> None:
-        super().__init__(dim, num_experts, bias=False)
+    def __init__(self, dim: int, num_experts: int, *, bias: bool) -> None:
+        super().__init__(dim, num_experts, bias=bias)
         self.product = wide_product
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """Return the logits of the experts (B, S, E)."""
-        return self.product(x_BSC, self.weight)
+        return self.product(x_BSC, *self.parameters())
 
 
-def wide_product(x_BSC: Tensor, weight_EC: Tensor) -> Tensor:
-    """Return x @ weight.T, computed in float32 or wider."""
+def wide_product(x_BSC: Tensor, *weights: Tensor) -> Tensor:
+    """Return x @ weight.T, plus the bias if there is one, computed in float32 or wider."""
     wide = torch.promote_types(x_BSC.dtype, torch.float32)
     # round to the input's dtype first, as FSDP gathers it: the same numbers in every layout
-    return F.linear(x_BSC.to(wide), weight_EC.to(x_BSC.dtype).to(wide))
+    return F.linear(x_BSC.to(wide), *(w.to(x_BSC.dtype).to(wide) for w in weights))
 
 
 def best_experts(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int = 1) -> Tensor:
@@ -90,7 +90,7 @@ class Router(RouterModule):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         assert config.expert_score in ("softmax", "sigmoid")
-        self.gate = Gate(config.dim, config.num_experts)
+        self.gate = Gate(config.dim, config.num_experts, bias=config.expert_biases)
         self.is_softmax = config.expert_score == "softmax"
         self.norms, self.scale = config.norm_expert_weights, config.expert_weight_scale
         self._best = partial(
@@ -241,18 +241,36 @@ def combine(x_NC: Tensor, weights_TK: Tensor, order_N: Tensor, back_N: Tensor) -
     return rows
 
 
+SHARPNESS, LIMIT = 1.702, 7.0
+"""Of the clamped SwiGLU."""
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gate sigmoid(1.702 gate) (up + 1) of clamped values (arXiv:2508.10925)."""
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gate * torch.sigmoid(SHARPNESS * gate) * (up + 1)
+
+
 def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Apply each expert's w2(silu(w1 x) * w3 x) to its rows, expert by expert."""
+    """Apply each expert to its rows, expert by expert: w2(silu(w1 x) * w3 x), or with biases, whose
+    SwiGLU is the clamped one."""
     rows = x_NC.split(counts_E.tolist())  # the host waits for the device
     # unbind, not indexing, whose backward would allocate a full stack per expert
     experts = zip(rows, *(w.to(x_NC.dtype).unbind() for w in weights), strict=True)
     return torch.cat(
         [
-            F.linear(swiglu(F.linear(x, w1), F.linear(x, w3)), w2)
-            for i, (x, w1, w2, w3) in enumerate(experts)
+            _apply_expert(x, *matrices)
+            for i, (x, *matrices) in enumerate(experts)
             if len(x) or i == 0  # without any rows there still are gradients, of zeros
         ]
     )
+
+
+def _apply_expert(x_NC: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *biases: Tensor) -> Tensor:
+    if not biases:
+        return F.linear(swiglu(F.linear(x_NC, w1), F.linear(x_NC, w3)), w2)
+    b1, b2, b3 = biases
+    return F.linear(clamped_swiglu(F.linear(x_NC, w1, b1), F.linear(x_NC, w3, b3)), w2, b2)
 
 
 MAX_ELEMENTS = 2**31 - 1
@@ -301,12 +319,18 @@ def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) 
 
 
 def _multiply_part(x_NC: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    biases = [b.repeat_interleave(counts_E, 0, output_size=len(x_NC)) for b in weights[3:]]
+    matrices = list(weights[:3])
     if _leaves_garbage(x_NC.device):
-        empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
-        weights = [_ZeroGradient.apply(w, empty_E) for w in weights]
-    w1, w2, w3 = (w.mT for w in weights)
-    hidden_NH = swiglu(*(F.grouped_mm(x_NC, w, offs=ends_E) for w in (w1, w3)))
-    return F.grouped_mm(hidden_NH, w2, offs=ends_E)
+        matrices = [_ZeroGradient.apply(w, counts_E == 0) for w in matrices]
+    w1, w2, w3 = (w.mT for w in matrices)
+    gate_NH, up_NH = (F.grouped_mm(x_NC, w, offs=ends_E) for w in (w1, w3))
+    if not biases:
+        return F.grouped_mm(swiglu(gate_NH, up_NH), w2, offs=ends_E)
+    b1_NH, b2_NC, b3_NH = biases
+    hidden_NH = clamped_swiglu(gate_NH + b1_NH, up_NH + b3_NH)
+    return F.grouped_mm(hidden_NH, w2, offs=ends_E) + b2_NC
 
 
 class Experts(GroupedExperts, CastsWeights):
@@ -319,6 +343,10 @@ class Experts(GroupedExperts, CastsWeights):
         self.w1 = nn.Parameter(torch.empty(num, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num, hidden_dim, dim))
+        if config.expert_biases:
+            self.b1 = nn.Parameter(torch.empty(num, hidden_dim))
+            self.b2 = nn.Parameter(torch.empty(num, dim))
+            self.b3 = nn.Parameter(torch.empty(num, hidden_dim))
         self.compute: Compute = multiply_per_expert
 
     def forward(self, x_BSC: Tensor, ids_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
@@ -330,7 +358,7 @@ class Experts(GroupedExperts, CastsWeights):
         ends_E = torch.searchsorted(sorted_N, experts_E, right=True)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         x_NC = reorder(x_BSC.flatten(0, 1), order_N, back_N, num_chosen)
-        out_NC = self.exchange(self.compute, x_NC, counts_E, (self.w1, self.w2, self.w3))
+        out_NC = self.exchange(self.compute, x_NC, counts_E, tuple(self.parameters()))
         return combine(out_NC, weights_BSK.flatten(0, 1), order_N, back_N)
 
 

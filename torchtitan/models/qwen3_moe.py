@@ -99,6 +99,8 @@ class Qwen3MoE(MoEDecoder, llama3.Llama3):
     def initial(self, name: str) -> Init:
         """Return how a parameter is initialized: experts like a dense feed-forward."""
         match name.split("."):
+            case [*_, "experts", "b1" | "b2" | "b3"]:
+                return Constant(0.0)
             case ["layers", _, "moe", "router", "gate", "weight"] | [*_, "experts", "w1"]:
                 return Normal(std=0.02)
             case [*_, "shared_experts", "w1", "weight"]:

@@ -147,9 +147,11 @@ def _kept_by_yarn(freqs_P: Tensor, scaling: RopeScaling, *, theta: float) -> Ten
         wavelength = values["original_max_position"] / turns
         return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_with(values["beta_fast"])), 0)
-    last = min(math.ceil(pair_with(values["beta_slow"])), head_dim - 1)
+    first, last = (pair_with(values[beta]) for beta in ("beta_fast", "beta_slow"))
+    if values["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     # a step where the ramp is on a single pair, or outside of the existing pairs
-    width = max(last - first, 1)
+    width = max(last - first, 1 if values["truncate"] else 0.001)
     pairs_P = torch.arange(len(freqs_P), dtype=torch.float64, device=freqs_P.device)
     return 1 - ((pairs_P - first) / width).clamp(0, 1)

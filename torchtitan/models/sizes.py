@@ -30,6 +30,7 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
         "original_max_position",
         "beta_fast",
         "beta_slow",
+        "truncate",
         "attention_factor",
         "mscale",
         "mscale_all_dim",
@@ -37,6 +38,7 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Types of scaling, and the keys that each type uses."""
 DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+DEFAULTS["truncate"] = True
 
 
 def _types_using(key: str) -> tuple[str, ...]:
@@ -74,6 +76,8 @@ class RopeScaling:
     """Wavelengths with more turns than this in original_max_position stay. Default: 32."""
     beta_slow: Annotated[FinitePositive | None, Requires("type", YARN)] = None
     """Wavelengths with fewer turns than this grow by the full factor. Default: 1."""
+    truncate: Annotated[bool | None, Requires("type", YARN)] = None
+    """The ramp between them starts and ends at full pairs. Default: true."""
     attention_factor: Annotated[FinitePositive | None, Requires("type", YARN)] = None
     """Queries and keys are multiplied by this. Default: 0.1 ln(factor) + 1, unless mscale and
     mscale_all_dim are given."""
@@ -158,14 +162,16 @@ class DecoderConfig:
     """Each query and key head is normalized before it is rotated."""
     qkv_bias: bool = field(default=False, metadata=OF_FAMILY)
     """The projections to queries, keys and values have a bias."""
+    wo_bias: bool = field(default=False, metadata=OF_FAMILY)
+    """The last projection of attention has a bias."""
     window: int | None = field(default=None, metadata=OF_FILES)
     """Number of tokens that a token attends to, itself included. Default: all up to itself."""
     layer_pattern: str | None = field(default=None, metadata=OF_FILES)
     """The type of each layer, repeated over the layers: L attends to the last `window` tokens, G to
     all, N to all and without positions. Default: all layers are alike, with the window if any."""
     local_rope_theta: float | None = field(default=None, metadata=OF_FILES)
-    """Base of the rotary wavelengths in the L layers of a pattern, which are not scaled. Default:
-    rope_theta."""
+    """Base of the rotary wavelengths in the L layers of a pattern, which then are not scaled.
+    Default: the wavelengths of the other layers."""
     partial_rotary_factor: float | None = field(default=None, metadata=OF_FILES)
     """Share of a head's channels that are rotated: its first ones. Default: 1."""
     embedding_scale: float | None = field(default=None, metadata=OF_FILES)
@@ -184,6 +190,8 @@ class DecoderConfig:
     """Norms multiply by 1 + weight."""
     joint_qk_norm: bool = field(default=False, metadata=OF_FAMILY)
     """The queries of all heads are normalized as one vector before they are rotated, keys too."""
+    has_sinks: bool = field(default=False, metadata=OF_FAMILY)
+    """Each head has a score that its softmax sums beside those of the keys, with the value 0."""
     activation: Literal["silu", "gelu"] = field(default="silu", metadata=OF_FAMILY)
     """Activation of the feed-forward's gate. gelu is its tanh approximation."""
 
@@ -201,13 +209,13 @@ class DecoderConfig:
         """Return the sizes of a layer of this type, without a pattern."""
         if self.layer_pattern is None:
             return self
-        is_local, theta = layer_type == "L", self.local_rope_theta or self.rope_theta
+        is_local, theta = layer_type == "L", self.local_rope_theta
         return replace(
             self,
             layer_pattern=None,
             window=self.window if is_local else None,
-            rope_theta=theta if is_local else self.rope_theta,
-            rope_scaling=self.rope_scaling if layer_type == "G" else None,
+            rope_theta=self.rope_theta if theta is None or not is_local else theta,
+            rope_scaling=None if (is_local and theta) or layer_type == "N" else self.rope_scaling,
         )
 
     def given(self, *, of_family: bool) -> dict[str, Any]:
@@ -319,6 +327,9 @@ class MoEConfig(DecoderConfig):
     def expert_width(self) -> int:
         """Width of an expert."""
         return self.expert_hidden_dim or self.hidden_dim
+
+    expert_biases: bool = field(default=False, metadata=OF_FAMILY)
+    """The router and the experts have biases, and the SwiGLU of experts is clamped."""
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts."""

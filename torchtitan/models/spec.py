@@ -28,6 +28,7 @@ TensorRole = Literal[
     "norm",
     "head_norm",
     "joint_norm",
+    "sinks",
     "gather",
     "column",
     "gathered_column",
@@ -45,6 +46,7 @@ TensorRole = Literal[
 - norm: works on each token independently. Its weights are replicated.
 - head_norm: works on each attention head (B, S, H, D) independently. A rank has its own heads.
 - joint_norm: works on the heads of all ranks together, which it gathers.
+- sinks: returns a number per head. A rank has its own heads'.
 - gather: contains matrices, and gathers the sequence for all of them.
 - column: a matrix sharded by its output channels.
 - gathered_column: a column that gathers its own input.
@@ -120,6 +122,9 @@ class HFFormat:
     """Our names of the parameters that are always stored in float32."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The whole config.json of one model, in place of all tables above but `names`."""
+    alternating: frozenset[str] = frozenset()
+    """Hugging Face's names of tensors whose last dimension has the rows of experts, alternating
+    between the parameters that share the name. Matrices are transposed."""
     more_layers: str = ""
     """Key for the number of extra layers after the last one. They are neither read nor written:
     DeepSeek predicts further tokens with them."""

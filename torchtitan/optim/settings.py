@@ -80,6 +80,7 @@ class OptimizerConfig:
         "tok_embeddings.*",
         "output.*",
         "*.lora_?",
+        "*.experts.b?",
     )
     """Matrices (shell patterns) that AdamW updates, as it does vectors."""
     options: Options = field(default_factory=dict)

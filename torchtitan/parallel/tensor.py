@@ -201,6 +201,8 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
             return ReplicatedNorm(Shard(2))  # the matrices before it are sharded by heads
         case "joint_norm":
             return JointNorm()
+        case "sinks":
+            return ShardedSinks()
         case "gather":
             return GatherInput(stream)
         case "column":
@@ -289,6 +291,15 @@ class JointNorm(ParallelStyle):
         return module
 
 
+class ShardedSinks(ParallelStyle):
+    """Shards a module that returns a number per head by heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        shard_parameters(module, device_mesh, {"weight": Shard(0)})
+        module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
+
+
 class GatherInput(StreamStyle):
     """Gathers the first argument of a module that contains several matrices.
 
@@ -351,11 +362,9 @@ class ReplicatedGate(ParallelStyle):
         return module
 
 
-def _local_product(
-    x_BSC: Tensor, weight: DTensor, *, product: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
+def _local_product(x_BSC: Tensor, *weights: DTensor, product: Callable[..., Tensor]) -> Tensor:
     # local tensors: a DTensor would need the same number of tokens on every rank
-    return product(x_BSC, weight.to_local(grad_placements=[Partial()]))
+    return product(x_BSC, *(w.to_local(grad_placements=[Partial()]) for w in weights))
 
 
 class LocalRoute(ParallelStyle):

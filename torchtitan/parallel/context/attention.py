@@ -40,7 +40,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.base.errors import ConfigError
@@ -48,8 +47,9 @@ from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.interface import Attend, AttentionModule, Documents, LanguageModel
+from torchtitan.models.kernels import attend, attend_backward, sinks_backward
 from torchtitan.parallel.activation import keep_for_recomputation
-from torchtitan.parallel.context.layout import Band, Block, SequenceLayout, find_blocks
+from torchtitan.parallel.context.layout import Block, SequenceLayout, find_blocks
 
 Method = Literal["allgather", "ring", "alltoall", "ulysses"]
 DEGREE, METHOD = (f"parallelism.context_parallel_{name}" for name in ("degree", "rotate_method"))
@@ -218,21 +218,22 @@ class _Attention(torch.autograd.Function):
         ranks: Ranks,
         transport: Callable[[Ranks], KVTransport],
         documents: Documents | None,
+        sinks_H: Tensor | None,
         keep_output: bool,
     ) -> Tensor:
         def attend_all() -> tuple[Tensor, Tensor]:
-            return _attend_all(q_BHSD, k_BKSD, v_BKSD, ranks, transport, documents)
+            return _attend_all(q_BHSD, k_BKSD, v_BKSD, ranks, transport, documents, sinks_H)
 
         out_BHSD, lse_BHS = keep_for_recomputation(attend_all) if keep_output else attend_all()
         # autograd adds a history to the tensor that is returned, and the one that is kept has none
         out_BHSD = out_BHSD.detach()
-        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS)
+        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, sinks_H)
         ctx.ranks, ctx.transport, ctx.documents = ranks, transport, documents
         return out_BHSD
 
     @staticmethod
     def backward(ctx: Any, grad_BHSD: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS = ctx.saved_tensors
+        q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS, sinks_H = ctx.saved_tensors
         ranks: Ranks = ctx.ranks
         transport: KVTransport = ctx.transport(ranks)
         dq_BHSD = torch.zeros_like(q_BHSD, dtype=torch.float32)
@@ -257,7 +258,10 @@ class _Attention(torch.autograd.Function):
                 dv_BKSD[cols] += dv
             transport.add(source, dkv_2BKSD)
         dk_BKSD, dv_BKSD = transport.total().to(k_BKSD.dtype)
-        return dq_BHSD.to(q_BHSD.dtype), dk_BKSD, dv_BKSD, None, None, None, None
+        dsinks_H = None
+        if sinks_H is not None:
+            dsinks_H = sinks_backward(sinks_H, grad_BHSD, out_BHSD=out_BHSD, lse_BHS=lse_BHS)
+        return dq_BHSD.to(q_BHSD.dtype), dk_BKSD, dv_BKSD, None, None, None, dsinks_H, None
 
 
 def _attend_all(
@@ -267,10 +271,16 @@ def _attend_all(
     ranks: Ranks,
     transport: Callable[[Ranks], KVTransport],
     documents: Documents | None,
+    sinks_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, in q's dtype, and the log-sum-exp of the scores over all keys."""
+    """Return the output, in q's dtype, and the log-sum-exp of the scores over all keys.
+
+    Sinks are merged once, before any keys: a score with the value 0.
+    """
     out_BHSD = torch.zeros(q_BHSD.shape, dtype=torch.float32, device=q_BHSD.device)
     lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
+    if sinks_H is not None:
+        lse_BHS.copy_(sinks_H[:, None])
     for source, (k, v) in transport(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
         for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2], documents=documents):
             rows, cols = block.slices
@@ -301,6 +311,7 @@ def _attend_with_own_heads(
     *,
     ranks: Ranks,
     documents: Documents | None,
+    sinks_H: Tensor | None,
     attend: Attend,
 ) -> Tensor:
     """Attend over the full sequence with this rank's share of the heads."""
@@ -313,7 +324,8 @@ def _attend_with_own_heads(
     chunks = chunks.flatten(0, 1).unbind(0)
     sequence = torch.cat([chunks[index] for index in order], dim=2)
     q, k, v = sequence.split(sizes, dim=1)
-    out = attend(q, k, v, documents)
+    own_sinks = None if sinks_H is None else sinks_H.unflatten(0, (degree, -1))[ranks.rank]
+    out = attend(q, k, v, documents, own_sinks)
     # and back in the reverse order
     pieces = out.unflatten(2, (len(order), -1)).unbind(2)
     by_rank = torch.stack([pieces[order.index(index)] for index in range(len(order))])
@@ -336,87 +348,20 @@ def build_attention(
     """
     transport: Callable[[Ranks], KVTransport] = Gather if method == "allgather" else Ring
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         if method == "ulysses":
             return _attend_with_own_heads(
-                q, k, v, ranks=ranks, documents=documents, attend=local_attend
+                q, k, v, ranks=ranks, documents=documents, sinks_H=sinks, attend=local_attend
             )
-        return _Attention.apply(q, k, v, ranks, transport, documents, keep_output)
+        return _Attention.apply(q, k, v, ranks, transport, documents, sinks, keep_output)
 
     return attention
-
-
-aten = torch.ops.aten
-LSE_ALIGNMENT = 32
-"""The CUDA kernel for float32 pads its log-sum-exp to a multiple of this many rows."""
-MASK_ALIGNMENT = 16
-"""It needs masks whose rows are a multiple of this many elements apart."""
-
-
-def attend(
-    q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, causal: bool, band: Band | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the output, like q, and the log-sum-exp of the scores, float32 (B, H, S)."""
-    mask_BHST = None if band is None else _mask(q_BHSD, k_BKTD, band)
-    if _is_on_cpu(q_BHSD):
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSD, k_BKTD, v_BKTD, 0.0, causal, attn_mask=mask_BHST
-        )
-    if q_BHSD.dtype == torch.float32 or mask_BHST is not None:
-        k_BHTD, v_BHTD = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
-        out_BHSD, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q_BHSD, k_BHTD, v_BHTD, mask_BHST, True, 0.0, causal
-        )
-        return out_BHSD, lse[..., : q_BHSD.shape[2]]
-    out_BHSD, lse_BHS, *_ = aten._scaled_dot_product_flash_attention(
-        q_BHSD, k_BKTD, v_BKTD, 0.0, causal
-    )
-    return out_BHSD, lse_BHS
-
-
-def attend_backward(
-    grad_BHSD: Tensor,
-    q_BHSD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    *,
-    out_BHSD: Tensor,
-    lse_BHS: Tensor,
-    causal: bool,
-    band: Band | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this block's gradients of q, k and v from the merged output and log-sum-exp."""
-    grad, out, lse = grad_BHSD.contiguous(), out_BHSD.contiguous(), lse_BHS.contiguous()
-    mask_BHST = None if band is None else _mask(q_BHSD, k_BKTD, band)
-    if _is_on_cpu(q_BHSD):
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q_BHSD, k_BKTD, v_BKTD, out, lse, 0.0, causal, attn_mask=mask_BHST
-        )
-    # the 16-bit kernel groups heads too, but rounds the sums of their gradients to 16 bits
-    k, v = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
-    unused = torch.zeros((), dtype=torch.int64, device=q_BHSD.device)  # dropout state
-    if q_BHSD.dtype == torch.float32 or mask_BHST is not None:
-        # padding rows get an infinite sum, so that their probabilities are 0
-        lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=torch.inf)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q_BHSD, k, v, mask_BHST, out, lse, unused, unused, 0.0,
-            [True, True, True, False], causal,
-        )  # fmt: skip
-    else:
-        lengths = q_BHSD.shape[2], k.shape[2]
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            grad, q_BHSD, k, v, out, lse, None, None, *lengths, 0.0, causal, unused, unused
-        )
-    return dq, _sum_heads(dk, like=k_BKTD), _sum_heads(dv, like=v_BKTD)
-
-
-def _mask(q_BHSD: Tensor, k_BKTD: Tensor, band: Band) -> Tensor:
-    """Return 0 in the band and -inf outside, one (S, T) tensor for all sequences and heads."""
-    num_keys = k_BKTD.shape[2]
-    padded = num_keys + -num_keys % MASK_ALIGNMENT
-    hidden_ST = q_BHSD.new_full((q_BHSD.shape[2], padded), -torch.inf)
-    mask_ST = hidden_ST.tril(band[0] - 1) + hidden_ST.triu(band[1] + 1)
-    return mask_ST[:, :num_keys].expand(*q_BHSD.shape[:2], -1, -1)
 
 
 def merge(out_BHSD: Tensor, lse_BHS: Tensor, *, piece_BHSD: Tensor, piece_lse_BHS: Tensor) -> None:
@@ -429,17 +374,3 @@ def merge(out_BHSD: Tensor, lse_BHS: Tensor, *, piece_BHSD: Tensor, piece_lse_BH
     share_BHS1 = torch.sigmoid(piece_lse_BHS - lse_BHS)[..., None]
     out_BHSD.add_(share_BHS1 * (piece_BHSD - out_BHSD))
     torch.logaddexp(lse_BHS, piece_lse_BHS, out=lse_BHS)
-
-
-def _is_on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu"
-
-
-def _repeat_heads(x_BKTD: Tensor, *, like: Tensor) -> Tensor:
-    """Repeat each key/value head for its query heads, on this device only."""
-    return x_BKTD.repeat_interleave(like.shape[1] // x_BKTD.shape[1], dim=1)
-
-
-def _sum_heads(grad_BHTD: Tensor, *, like: Tensor) -> Tensor:
-    """Sum the gradients of each key/value head's copies, in float32."""
-    return grad_BHTD.unflatten(1, (like.shape[1], -1)).sum(2, dtype=torch.float32)

@@ -39,11 +39,10 @@ from torch import Tensor
 from torchtitan.mesh.settings import CHUNKS_A_RANK, Balancer, ParallelismConfig
 from torchtitan.models.attention import window_block
 from torchtitan.models.interface import Documents
+from torchtitan.models.kernels import Band
 
 Ranges = tuple[tuple[int, int], ...]
 """Start and end of stretches of a sequence, in ascending order."""
-Band = tuple[int, int]
-"""Lowest and highest index of a key minus that of a query that attends to it."""
 
 
 @dataclass(frozen=True, slots=True)
