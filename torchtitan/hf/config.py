@@ -39,8 +39,8 @@ MAX_COUNT, MAX_LAYERS = 10**8, 10**4
 """Limits of counts in a file, because the model is built before its weights are read."""
 ORIGINAL, ROPE = "original_max_position_embeddings", "rope_parameters"
 RENAMED = {ORIGINAL: "original_max_position", "type": "rope_type"}
-MXFP4 = 1, 32
-"""Rows and columns of a block of that format (OCP Microscaling Formats, 1.0)."""
+MXFP4 = 0, 32
+"""Stands for that format (OCP Microscaling Formats, 1.0). Blocks of float8 have rows."""
 ROPE_REQUIRED = ("factor", "original_max_position", "low_freq_factor", "high_freq_factor")
 ROPE_NUMBERS = {
     "rope_theta",

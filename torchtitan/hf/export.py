@@ -203,7 +203,10 @@ def _plan_tensors(parameter: str, entries: Entries, *, settings: HFExport) -> li
         return []
     stored = [entry for part in parts if (entry := entries[part]) is not None]
     assert len(stored) == len(parts), f"{name} is not made of parameters only"
-    shape = (sum(entry.shape[0] for entry in stored), *stored[0].shape[1:])  # or of this size
+    shape = (
+        sum(entry.shape[0] for entry in stored),
+        *stored[0].shape[1:],
+    )  # alternating ones too have this size
     if parameter in VOCABULARY:
         shape = (shape[0] + settings.add_tokens, *shape[1:])
     dtype = names.stored_dtype(parameter, settings.dtype or stored[0].dtype)

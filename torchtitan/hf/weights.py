@@ -97,15 +97,18 @@ def split_fused(
     split: dict[Slot, StoredTensor] = {}
     for slot, tensor in by_slot.items():
         parts = names.parts_of(tensor.name)
-        if len(parts) < 2 and any_layer(tensor.name) not in names.format.alternating:
-            add_once(split, slot, tensor, path=path)
-            continue
         if any_layer(tensor.name) in names.format.alternating:
-            *outer, last = tensor.shape
+            if len(tensor.shape) < 2 or tensor.shape[-1] % len(parts):
+                rule = f"must end with a multiple of {len(parts)}, got shape {[*tensor.shape]}"
+                raise CheckpointError(f"{path}: '{tensor.name}' {rule}")
+            experts, *columns, last = tensor.shape
             for number, part in enumerate(parts):
-                shape = (*outer[:1], last // len(parts), *outer[1:])
+                shape = (experts, last // len(parts), *columns)
                 own = replace(tensor, shape=shape, alternate=(number, len(parts)))
                 add_once(split, (part, None), own, path=path)
+            continue
+        if len(parts) < 2:
+            add_once(split, slot, tensor, path=path)
             continue
         ends = [*accumulate((num_rows[any_layer(part)] for part in parts), initial=0)]
         if tensor.shape[:1] != (ends[-1],):

@@ -66,7 +66,7 @@ class LayerCache:
         """Attend from the tokens that were appended last to those up to their own.
 
         `attend_prompts` is the layer's attention, for the prompts. `window` is the number of keys
-        per query, itself included. None: all. `sinks` (H) are those of a layer that has them.
+        per query, itself included. None: all. `sinks`: the layer's (H), if it has some.
         """
         if q_BHSD.shape[2] == k_BKTD.shape[2]:
             return attend_prompts(q_BHSD, k_BKTD, v_BKTD, self._prompts, *sinks)

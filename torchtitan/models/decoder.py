@@ -95,7 +95,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Apply the block. Only decoding passes a cache."""
-        # without names for what is added: a name would keep it in memory
+        # a variable would keep the summand in memory until the block returns
         x_BSC = torch.add(
             x_BSC,
             self.post_attention_norm(

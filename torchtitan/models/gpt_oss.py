@@ -54,7 +54,7 @@ HF = replace(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     names={
-        **{ours: name for ours, name in llama3.HF.names.items() if ".feed_forward." not in ours},
+        **mixtral.HF.names,
         **qwen2.BIASES,
         "layers.*.attention.wo.bias": f"{ATTENTION}.o_proj.bias",
         "layers.*.attention.sinks.weight": f"{ATTENTION}.sinks",

@@ -1,6 +1,6 @@
 """Granite 3, dense: its sizes, and where it differs from Llama: four factors.
 
-They are those of maximal update parametrization (arXiv:2203.03466). The sizes are Granite 3.3's.
+The factors come from maximal update parametrization (arXiv:2203.03466), the sizes from Granite 3.3.
 """
 
 from __future__ import annotations

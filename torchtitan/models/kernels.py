@@ -2,7 +2,7 @@
 
 PyTorch's public attention does not return it. It is what a softmax over more than one call's keys
 needs: parts of a sequence (`parallel/context/attention.py`) or a sink. Backward takes the output
-and log-sum-exp of the whole softmax.
+and log-sum-exp of the full softmax.
 
 Shapes: B batch, H query heads, K key/value heads, S queries, T keys, D head width.
 """
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Band = tuple[int, int]
-"""Lowest and highest index of a key minus that of a query that attends to it."""
+"""Lowest and highest index of a key, relative to the index of a query that attends to it."""
 aten = torch.ops.aten
 LSE_ALIGNMENT = 32
 """The CUDA kernel for float32 pads its log-sum-exp to a multiple of this many rows."""
@@ -84,7 +84,7 @@ def attend_backward(
 def sinks_backward(
     sinks_H: Tensor, grad_BHSD: Tensor, *, out_BHSD: Tensor, lse_BHS: Tensor
 ) -> Tensor:
-    """Return the gradient of scores with the value 0, one per head, from the whole softmax."""
+    """Return the gradient of scores with the value 0, one per head, from the full softmax."""
     share_BHS = (sinks_H.float()[:, None] - lse_BHS).exp()
     return -(share_BHS * (grad_BHSD * out_BHSD).sum(-1)).sum((0, 2)).to(sinks_H.dtype)
 

@@ -241,14 +241,10 @@ def combine(x_NC: Tensor, weights_TK: Tensor, order_N: Tensor, back_N: Tensor) -
     return rows
 
 
-SHARPNESS, LIMIT = 1.702, 7.0
-"""Of the clamped SwiGLU."""
-
-
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return gate sigmoid(1.702 gate) (up + 1) of clamped values (arXiv:2508.10925)."""
-    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-    return gate * torch.sigmoid(SHARPNESS * gate) * (up + 1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -319,16 +315,16 @@ def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) 
 
 
 def _multiply_part(x_NC: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    biases = [b.repeat_interleave(counts_E, 0, output_size=len(x_NC)) for b in weights[3:]]
-    matrices = list(weights[:3])
+    matrices, biases = weights[:3], weights[3:]
     if _leaves_garbage(x_NC.device):
-        matrices = [_ZeroGradient.apply(w, counts_E == 0) for w in matrices]
+        empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        matrices = [_ZeroGradient.apply(w, empty_E) for w in matrices]
     w1, w2, w3 = (w.mT for w in matrices)
     gate_NH, up_NH = (F.grouped_mm(x_NC, w, offs=ends_E) for w in (w1, w3))
     if not biases:
         return F.grouped_mm(swiglu(gate_NH, up_NH), w2, offs=ends_E)
-    b1_NH, b2_NC, b3_NH = biases
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    b1_NH, b2_NC, b3_NH = (b.repeat_interleave(counts_E, 0, output_size=len(x_NC)) for b in biases)
     hidden_NH = clamped_swiglu(gate_NH + b1_NH, up_NH + b3_NH)
     return F.grouped_mm(hidden_NH, w2, offs=ends_E) + b2_NC
 

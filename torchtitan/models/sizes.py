@@ -177,7 +177,7 @@ class DecoderConfig:
     embedding_scale: float | None = field(default=None, metadata=OF_FILES)
     """The embedded tokens are multiplied by this. Default: 1."""
     residual_scale: float | None = field(default=None, metadata=OF_FILES)
-    """What a block adds to the residual stream is multiplied by this. Default: 1."""
+    """The outputs of attention and feed-forward are multiplied by this. Default: 1."""
     attention_scale: float | None = field(default=None, metadata=OF_FILES)
     """The products of queries and keys are multiplied by this. Default: 1 / sqrt(head width)."""
     logits_divisor: float | None = field(default=None, metadata=OF_FILES)
@@ -191,7 +191,7 @@ class DecoderConfig:
     joint_qk_norm: bool = field(default=False, metadata=OF_FAMILY)
     """The queries of all heads are normalized as one vector before they are rotated, keys too."""
     has_sinks: bool = field(default=False, metadata=OF_FAMILY)
-    """Each head has a score that its softmax sums beside those of the keys, with the value 0."""
+    """Each head has a learned score in its softmax beside the keys' scores, with the value 0."""
     activation: Literal["silu", "gelu"] = field(default="silu", metadata=OF_FAMILY)
     """Activation of the feed-forward's gate. gelu is its tanh approximation."""
 

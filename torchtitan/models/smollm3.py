@@ -1,6 +1,6 @@
 """SmolLM3: its sizes, and where it differs from Llama: every fourth layer has no positions.
 
-The layout is that of arXiv:2501.18795.
+The layout follows arXiv:2501.18795.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ gaps. One rule then covers all layouts: a rank attends causally to its own part 
 stretch of its queries attends fully to all earlier tokens of their document on another rank. A list
 of rectangles takes the place of a mask. Nothing in this file knows of devices or processes.
 
-With a window, queries are cut into blocks of `window_block` tokens. Of the keys before a block, all
-queries see the nearest, and only the first queries see the rest, through a mask.
+With a window, queries are cut into blocks of `window_block` tokens. All queries of a block see the
+nearest keys before it, and only the first queries see the other keys, through a mask.
 
 **Balancing.** A token attends to the tokens of its document up to itself, so its cost is its
 position in the document, counted from 1. No fixed pattern is even for documents of mixed lengths,
