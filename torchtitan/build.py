@@ -387,6 +387,7 @@ def build_model(
         num_chunks=training.loss_chunks,
         # each loss that waits for its backward would hold a gradient as large as the weight
         recompute=in_flight > 1,
+        backend=config.compile.loss_backend,
         token_losses=find_loss(training.loss, training.loss_options),
     )
     if fill is None:

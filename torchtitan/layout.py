@@ -134,7 +134,7 @@ def _find_stages(
         training=config.training,
         frees_weights=frees_weights,
         recomputation=config.activation_checkpoint.mode,
-        compiles=config.compile.enable,
+        compiles=config.compile.blocks,
     )
 
 

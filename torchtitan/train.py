@@ -132,7 +132,7 @@ def train_job(
     cleanup.callback(trainer.close_after_failure)
     sync_before_training(stop)
     if done < steps:
-        why = f": {config.compile.backend} compiles blocks" if config.compile.enable else ""
+        why = f": {config.compile.backend} compiles" if config.compile.enable else ""
         logger.info("Starting at step %d of %d; the first is the slowest%s", done + 1, steps, why)
     log, limit = folder / "logs" / f"rank_{launch.rank}.log", config.comm.train_timeout_seconds
     with bar:

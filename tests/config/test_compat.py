@@ -188,7 +188,6 @@ def test_an_old_name_takes_part_in_overriding() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '[compile]\nenable = true\ncomponents = ["loss"]',
         "[parallelism]\ntensor_parallel_degree = 2\nenable_async_tensor_parallel = true",
         '[model]\nconverters = ["float8"]\n[quantize.linear.float8]\n'
         "enable_fsdp_float8_all_gather = true",

@@ -102,6 +102,27 @@ def test_loss_and_gradients_equal_float64(case: str, num_chunks: int, recompute:
 
 
 @pytest.mark.promise("loss")
+@pytest.mark.parametrize("case", ["some due", "none of a chunk due", "huge"])
+def test_the_compiled_loss_equals_float64(case: str) -> None:
+    tensors = inputs(case)
+    for num_chunks in (1, 5):  # one compiled for both sizes of chunks
+        found = computed(tensors, num_chunks=num_chunks, backend="inductor")
+        assert_right(found, exact(*tensors))
+
+
+@pytest.mark.promise("loss")
+def test_in_bfloat16_the_compiled_loss_reads_the_same_logits() -> None:
+    x, weight, labels = inputs(shape=LARGE)
+    halves = [x.bfloat16(), weight.bfloat16(), labels]
+    wanted, *gradients = computed(halves, num_chunks=7)
+    found, *compiled = computed(halves, num_chunks=7, backend="inductor")
+    assert found == pytest.approx(wanted, rel=1e-6, abs=0)
+    for ours, theirs in zip(compiled, gradients, strict=True):
+        error = (ours.double() - theirs).norm()
+        assert error <= 2**-9 * theirs.norm()  # an exponential that rounds differently in a few
+
+
+@pytest.mark.promise("loss")
 def test_without_valid_labels_loss_and_gradients_are_zero() -> None:
     for found in (computed(inputs("none due"), num_chunks=n) for n in (1, 5)):
         assert found[0] == 0
@@ -133,7 +154,12 @@ def together(answers: Sequence[Found]) -> Found:
 def test_parts_of_the_vocabulary_give_the_whole(case: str, world: int, ranks: RankPool) -> None:
     tensors = inputs(case)
     expected = exact(*tensors)
-    for settings in ({"num_chunks": 1}, {"num_chunks": 5}, {"num_chunks": 3, "recompute": True}):
+    for settings in (
+        {"num_chunks": 1},
+        {"num_chunks": 5},
+        {"num_chunks": 3, "recompute": True},
+        {"num_chunks": 3, "backend": "aot_eager"},
+    ):
         answers = ranks.run(on_ranks, tensors, **settings, world=world)
         assert_right(together(answers), expected)
 

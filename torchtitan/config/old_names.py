@@ -161,7 +161,6 @@ UNUSED = {
         f"activation_checkpoint.{name}": _AC
         for name in ("early_stop", "preserve_rng_state", "determinism_check", "debug")
     },
-    "compile.components": "only the blocks are compiled; the loss is one operator already",
     **{f"validation.dataset = {name}": _C4 for name in ("c4", "c4_test", "c4_validation")},
     "quantize.linear.float8.enable_fsdp_float8_all_gather": _FLOAT8,
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": _FLOAT8,

@@ -14,6 +14,10 @@ in backward would be a fourth product, and a fifth where a pipeline computes gra
 weights separately. It pays where many microbatches wait for their backward, since each would hold a
 gradient as large as the weight.)
 
+Between the products a chunk's logits are read and written by a few passes. Two of them can be
+compiled, from logits to sums of exponentials and from logits to gradients. Then nothing in float32
+is written.
+
 With tensor parallelism each rank has the logits of its own part of the vocabulary. A softmax needs
 only three numbers per token from the other ranks: the largest logit, the sum of exponentials and
 the label's logit. So the logits are never gathered, which would cost V numbers instead.
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -54,6 +59,7 @@ def build_loss(
     *,
     num_chunks: int = 0,
     recompute: bool = False,
+    backend: str | None = None,
     token_losses: TokenLosses | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return a function from the head's input (B, S, C), its weight (V, C) and labels to the loss.
@@ -62,9 +68,11 @@ def build_loss(
 
     `group` has the ranks with equal parts of the vocabulary, in their order; None: this rank has it
     all. `num_chunks` 0: see `chunk_size`. With `recompute`, gradients are computed in backward from
-    input and weight, not in forward. `token_losses` replaces the cross-entropy, without a `group`.
+    input and weight, not in forward. The compiler `backend` fuses the passes over logits.
+    `token_losses` replaces the cross-entropy, without a `group` or a compiler.
     """
     assert group is None or token_losses is None
+    fused = None if backend is None else _FusedPasses(backend)
 
     def loss(x_BSC: Tensor, weight_VC: Tensor, labels_BS: Tensor) -> Tensor:
         x_NC, labels_N = x_BSC.flatten(0, 1), labels_BS.flatten()
@@ -72,7 +80,9 @@ def build_loss(
         size = chunk_size(
             len(x_NC), len(weight_VC), device_type, width=width, num_chunks=num_chunks
         )
-        head = _Head(group, size) if token_losses is None else _OwnHead(None, size, token_losses)
+        head = _Head(group, size, fused)
+        if token_losses is not None:
+            head = _OwnHead(None, size, None, token_losses)
         if recompute:
             summed, *_ = head(x_NC, weight_VC, labels_N, (False, False))
             # two nodes: a pipeline may ask for one gradient now and for the other one later
@@ -104,12 +114,61 @@ def chunk_size(
     return min(num_tokens, max(FEWEST_TOKENS[device_type], min(ceil(num_tokens / 16), width)))
 
 
+class _Passes:
+    """What is computed from all logits of a chunk."""
+
+    def __init__(self, logits_MV: Tensor) -> None:
+        self.exact_MV = logits_MV
+        if logits_MV.dtype != torch.float32:
+            self.exact_MV = torch.empty_like(logits_MV, dtype=torch.float32)
+
+    def sum(self, logits_MV: Tensor, largest_M: Tensor) -> Tensor:
+        """Return the sums of the exponentials of the logits, relative to the largest."""
+        exact_MV, largest_M1 = self.exact_MV[: len(logits_MV)], largest_M[:, None]
+        if logits_MV.is_cuda:  # one kernel there, but slow on CPUs
+            torch.sub(logits_MV, largest_M1, out=exact_MV)
+        else:
+            exact_MV.copy_(logits_MV).sub_(largest_M1)
+        return exact_MV.exp_().sum(1)
+
+    def weigh(self, logits_MV: Tensor, largest_M: Tensor, factor_M: Tensor) -> None:
+        """After `sum`, overwrite the logits by their exponentials times the factors."""
+        exact_MV, factor_M1 = self.exact_MV[: len(logits_MV)], factor_M[:, None]
+        if logits_MV.is_cuda:
+            torch.mul(exact_MV, factor_M1, out=logits_MV)
+        else:
+            logits_MV.copy_(exact_MV.mul_(factor_M1))
+
+
+class _FusedPasses(_Passes):
+    """The same, each in one compiled kernel that reads the logits and keeps nothing else."""
+
+    def __init__(self, backend: str) -> None:
+        fuse = partial(torch.compile, backend=backend, fullgraph=True)
+        self._sum, self._weigh = fuse(_sum_exponentials), fuse(_weigh_exponentials)
+
+    def sum(self, logits_MV: Tensor, largest_M: Tensor) -> Tensor:
+        return self._sum(logits_MV, largest_M)
+
+    def weigh(self, logits_MV: Tensor, largest_M: Tensor, factor_M: Tensor) -> None:
+        self._weigh(logits_MV, largest_M, factor_M)
+
+
+def _sum_exponentials(logits_MV: Tensor, largest_M: Tensor) -> Tensor:
+    return (logits_MV.float() - largest_M[:, None]).exp().sum(1)
+
+
+def _weigh_exponentials(logits_MV: Tensor, largest_M: Tensor, factor_M: Tensor) -> None:
+    logits_MV.copy_((logits_MV.float() - largest_M[:, None]).exp() * factor_M[:, None])
+
+
 @dataclass(frozen=True)
 class _Head:
     """Computes the loss and its gradients, `size` tokens at a time."""
 
     group: dist.ProcessGroup | None
     size: int
+    fused: _FusedPasses | None
 
     @torch.no_grad()
     def __call__(
@@ -125,25 +184,20 @@ class _Head:
         loss_N = torch.empty_like(labels_N, dtype=torch.float32)
         # one buffer for all chunks: allocating each would cost more than its computation
         logits_MV = x_NC.new_empty(self.size, len(weight_VC))
-        in_place = logits_MV.dtype == torch.float32
-        exact_MV = logits_MV if in_place else torch.empty_like(logits_MV, dtype=torch.float32)
+        passes = self.fused or _Passes(logits_MV)
         for start in range(0, len(x_NC), self.size):
             chunk = slice(start, start + self.size)
             x_MC = x_NC[chunk]
-            logits_MV, exact_MV = logits_MV[: len(x_MC)], exact_MV[: len(x_MC)]
+            logits_MV = logits_MV[: len(x_MC)]
             torch.mm(x_MC, weight_VC.mT, out=logits_MV)
-            if not in_place:
-                exact_MV.copy_(logits_MV)
-            loss_N[chunk] = self._loss(exact_MV, labels_N[chunk], slope=any(is_wanted))
-            if not in_place and any(is_wanted):
-                logits_MV.copy_(exact_MV)
+            loss_N[chunk] = self._loss(logits_MV, labels_N[chunk], passes, slope=any(is_wanted))
             if dx_NC is not None:
                 torch.mm(logits_MV, weight_VC, out=dx_NC[chunk])
             if dweight_VC is not None:
                 _add_product(dweight_VC, logits_MV.mT, x_MC)
         return loss_N.sum(), dx_NC, dweight_VC
 
-    def _loss(self, logits_MV: Tensor, labels_M: Tensor, *, slope: bool) -> Tensor:
+    def _loss(self, logits_MV: Tensor, labels_M: Tensor, passes: _Passes, *, slope: bool) -> Tensor:
         """Return each token's loss. With `slope`, overwrite the logits by their gradient."""
         part = whole = logits_MV.shape[1]
         place_M = labels_M
@@ -152,22 +206,22 @@ class _Head:
             whole = part * dist.get_world_size(self.group)
         column_M1 = place_M.clamp(0, part - 1)[:, None]
         is_here_M = place_M == column_M1.squeeze(1)  # then it is due
-        largest_M = logits_MV.amax(1)
+        largest_M = logits_MV.amax(1).float()
         if self.group is not None:
             dist.all_reduce(largest_M, dist.ReduceOp.MAX, group=self.group)
         # all relative to the largest: added back, it would round small differences away
-        logits_MV.sub_(largest_M[:, None])
-        at_label_M = logits_MV.gather(1, column_M1).squeeze(1)
-        sum_M = logits_MV.exp_().sum(1)
+        here_M = at_label_M = logits_MV.gather(1, column_M1).squeeze(1) - largest_M
+        sum_M = passes.sum(logits_MV, largest_M)
         if self.group is not None:
             sums_2M = torch.stack((sum_M, at_label_M.where(is_here_M, 0.0)))
             dist.all_reduce(sums_2M, group=self.group)
             sum_M, at_label_M = sums_2M
         is_due_M = labels_M != IGNORE_INDEX
         if slope:  # softmax less one at the label
-            logits_MV.mul_((is_due_M / sum_M)[:, None])
-            slope_M1 = logits_MV.gather(1, column_M1).add_(is_here_M[:, None], alpha=-1)
-            logits_MV.scatter_(1, column_M1, slope_M1)
+            factor_M = is_due_M / sum_M
+            passes.weigh(logits_MV, largest_M, factor_M)
+            slope_M = here_M.exp() * factor_M - is_here_M.float()
+            logits_MV.scatter_(1, column_M1, slope_M.to(logits_MV.dtype)[:, None])
         is_known_M = is_here_M if whole == part else (labels_M >= 0) & (labels_M < whole)
         loss_M = sum_M.log() - at_label_M
         return loss_M.where(is_known_M, torch.nan).where(is_due_M, 0.0)
@@ -179,11 +233,11 @@ class _OwnHead(_Head):
 
     token_losses: TokenLosses
 
-    def _loss(self, logits_MV: Tensor, labels_M: Tensor, *, slope: bool) -> Tensor:
+    def _loss(self, logits_MV: Tensor, labels_M: Tensor, passes: _Passes, *, slope: bool) -> Tensor:
         is_due_M = labels_M != IGNORE_INDEX
         with torch.set_grad_enabled(slope):
             # tokens without a loss get equal logits, so that their unused loss is finite
-            leaf_MV = logits_MV.detach().where(is_due_M[:, None], 0.0).requires_grad_(slope)
+            leaf_MV = logits_MV.float().where(is_due_M[:, None], 0.0).requires_grad_(slope)
             loss_M = self.token_losses(leaf_MV, labels_M.where(is_due_M, 0))
             if loss_M.shape != labels_M.shape:  # a sum would be taken for each token's
                 rule = f"must return the loss of each of {len(labels_M)} tokens by itself"

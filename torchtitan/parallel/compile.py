@@ -4,8 +4,8 @@ Blocks with the same `forward` are compiled once: the method's function is compi
 calls it with itself as the first argument. Blocks of another class, or whose `forward` was
 replaced, are compiled separately. (With one graph for the full model the time to compile would grow
 with the number of layers, and the graph would contain FSDP, which gathers one block's weights at a
-time.) Modules stay the same objects, so parameters keep their names. Embedding, last norm, head and
-loss are not compiled.
+time.) Modules stay the same objects, so parameters keep their names. Embedding and last norm are
+not compiled. The loss compiles its own passes over the logits (`optim/loss.py`).
 
 A block is one graph, and a graph break is an error. The exceptions are attention that communicates
 with other ranks or depends on the lengths of documents, and routers with their experts, which each

@@ -72,7 +72,7 @@ def check_parallel(
     """
     mistakes = Mistakes()
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    if compilation.enable:
+    if compilation.blocks:
         from torchtitan.parallel.compile import check_recomputation
 
         with mistakes:

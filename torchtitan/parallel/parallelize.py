@@ -81,7 +81,7 @@ def parallelize(
         from torchtitan.parallel.context.attention import apply_context_parallel
 
         apply_context_parallel(model, mesh=mesh, parallelism=parallelism, keep_output=keeps)
-    if compilation.enable:
+    if compilation.blocks:
         from torchtitan.parallel.compile import apply_compile, has_opaque_attention
 
         apply_compile(

@@ -15,6 +15,8 @@ KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
 BY_OPERATOR = "op"
 """selective_ac_option that keeps the outputs of single operators."""
 BUDGET = ("memory_budget",)
+WITH_BLOCKS = ("model",), ("model", "loss"), ("loss", "model")
+"""compile.components that compile the blocks."""
 BUDGET_REMEDY = "or write mode = full or selective"
 
 
@@ -26,6 +28,7 @@ class ActivationCheckpointConfig:
         Literal["none", "full", "selective", "memory_budget"],
         Requires("compile.enable", True, BUDGET_REMEDY, of=BUDGET),
         Requires("compile.backend", KEEPS_A_BUDGET, BUDGET_REMEDY, of=BUDGET),
+        Requires("compile.components", WITH_BLOCKS, BUDGET_REMEDY, of=BUDGET),
         # torch 2.13 weighs every input of a graph, and cannot weigh a DeviceMesh
         Requires("parallelism.tensor_parallel_degree", 1, BUDGET_REMEDY, of=BUDGET),
     ] = "selective"
@@ -41,12 +44,24 @@ class ActivationCheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """torch.compile of the model's blocks."""
+    """torch.compile of the model's blocks and of the loss."""
 
     enable: bool = False
-    """Compile the blocks: the first step takes minutes, later steps are faster."""
+    """Compile: the first step takes minutes, later steps are faster."""
+    components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
+    """What is compiled: the model's blocks, and the passes of the loss over the logits."""
     backend: Text = "inductor"
     """Compiler: inductor; for debugging aot_eager or eager, which generate no code."""
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the model's blocks are compiled."""
+        return self.enable and "model" in self.components
+
+    @property
+    def loss_backend(self) -> str | None:
+        """The compiler of the loss, if any."""
+        return self.backend if self.enable and "loss" in self.components else None
 
 
 FLOAT8_NOTICE = Requires(
