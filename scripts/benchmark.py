@@ -23,6 +23,7 @@ from scripts.benchmarks import (
     checkpoint,
     generate,
     gpu,
+    layouts,
     loss,
     pairs,
     train,
@@ -36,6 +37,7 @@ COMMANDS = {
     "generate": generate,
     "loss": loss,
     "gpu": gpu,
+    "layouts": layouts,
 }
 
 
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     pairs.show(report)
     if args.out is not None:
         pairs.write_json(report, args.out)
-    return 0
+    return int(report.has_failed)
 
 
 def build_parser() -> argparse.ArgumentParser:

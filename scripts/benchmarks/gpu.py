@@ -1,14 +1,14 @@
 """All figures of one GPU in one call: whether it computes right, speed, MFU, memory, operations.
 
     kernels    errors of each kernel against float64 (kernels.py)
+    published  jobs that other projects have published figures of, which are printed beside ours
+    layouts    a small job in every layout, on the GPUs that there are (layouts.py)
+    jobs       jobs of Llama 3.2 1B, started as any job is: in float8, with experts, with 32k tokens
     CPU        largest differences of losses and gradient norms from the same jobs on the CPU, in
                float32: families, documents, chats, adapters, recomputed, compiled, offloaded ...
     resume     the same between a run and a repetition, and a resumed run: both must be 0
-    jobs       jobs of Llama 3.2 1B, started as any job is: with each policy of recomputation, in
-               float8, with experts, with 32k tokens, and with the profiler
-    1B, 3B     a step of Llama 3.2 beside a bare loop and transformers: 8192 tokens in bfloat16,
-               compiled; 3B with all blocks recomputed (the command `train --apart`)
 
+Published and other jobs are planned first (`torchtitan plan`), and have both figures.
 Each runs in a process of its own, one after the other. One that fails is reported with its error,
 and the rest continue. --out is written after each of them; called again with that file, the command
 measures what it lacks or what failed. MFU is relative to the vendor's peak
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,37 +37,63 @@ from typing import Any
 
 import torch
 
+from scripts.benchmarks import layouts
 from scripts.benchmarks.calibrate import write_constants
 from scripts.benchmarks.kernels import is_good
-from scripts.benchmarks.pairs import Comparison, Report, write_json
-from torchtitan.base.device import device_name, local_device
-from torchtitan.base.errors import ConfigError
+from scripts.benchmarks.pairs import Report, read_measured, write_json
+from torchtitan.base.device import GIB, device_name, local_device
+from torchtitan.base.errors import UserError
 from torchtitan.metrics.rows import Row, read_rows
+from torchtitan.tools.compare.layouts import FIGURES
+from torchtitan.tools.plan.account import replay
+from torchtitan.tools.plan.devices import find_device
+from torchtitan.tools.plan.job import plan_job
+from torchtitan.tools.plan.ranks import rehearse_ranks
+from torchtitan.tools.plan.step import time_step
 
 ROOT = Path(__file__).parents[2]
 SELECTIVE = "--activation_checkpoint.mode=selective"
 OPTION = "--activation_checkpoint.selective_ac_option="
 KEPT = "--activation_checkpoint.mode=none"
-BUDGET = "--activation_checkpoint.mode=memory_budget"
 COMPILED = "--compile.enable"
 FLOAT8 = "--model.converters=float8"
 EXPERTS = ("--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--model.num_layers=4")
-COMPARISONS: Mapping[str, tuple[str, ...]] = {
-    "1B": ("--flavor", "1B", "--compile"),
-    "3B": ("--flavor", "3B", "--compile", "--recompute", "full"),
+LORA = (
+    "--lora.rank=16",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=32",
+    KEPT,
+)
+BFLOAT16 = (
+    COMPILED,
+    "--training.dtype=bfloat16",
+    "--training.seq_len=4096",
+    "--training.steps=6",
+    "--metrics.log_freq=1",
+)
+PUBLISHED: Mapping[str, tuple[float, str]] = {
+    "8B LoRA": (12_473, "Automodel on an H100"),
+    "7B LoRA": (14_110, "Automodel on an H100"),
+    "8B": (10_471, "KempnerForge at 80.7 GB on an H200"),
 }
+"""Tokens/s of the same jobs, and who published them."""
 JOBS: Mapping[str, tuple[str, ...]] = {
+    "8B LoRA": (*BFLOAT16, "--model.flavor=8B", *LORA),
+    "7B LoRA": (*BFLOAT16, "--model.name=qwen2", "--model.flavor=7B", *LORA),
+    "8B": (
+        *BFLOAT16,
+        "--model.flavor=8B",
+        "--training.local_batch_size=4",
+        "--training.global_batch_size=8",
+        "--activation_checkpoint.mode=full",
+    ),
     "bfloat16": (COMPILED, KEPT),
-    "trace": (COMPILED, KEPT, "--profiling.enable_profiling=true"),
-    "not compiled": (KEPT,),
-    "float8": (COMPILED, KEPT, FLOAT8),
     "experts": (*EXPERTS, KEPT),
-    "full": (COMPILED, "--activation_checkpoint.mode=full"),
-    "every 2nd block": (COMPILED, SELECTIVE, f"{OPTION}2"),
-    "by operator": (SELECTIVE, f"{OPTION}op"),
-    "budget 0.5": (COMPILED, BUDGET, "--activation_checkpoint.memory_budget=0.5"),
     "32k tokens": (SELECTIVE, f"{OPTION}op", "--training.seq_len=32768"),
     "3B by operator": ("--model.flavor=3B", SELECTIVE, f"{OPTION}op"),
+    "float8": (COMPILED, KEPT, FLOAT8),
+    "not compiled": (KEPT,),
+    "trace": (COMPILED, KEPT, "--profiling.enable_profiling=true"),
 }
 REAL_JOB = (
     "--model.flavor=1B",
@@ -88,8 +115,6 @@ TOY_JOB = (
     "--metrics.log_freq=1",
     "--profiling.profile_freq=5",
 )
-REAL_STEP = ("--seq_len", "8192", "--batch", "1", "--steps", "5", "--dtype", "bfloat16")
-TOY_STEP = ("--seq_len", "32", "--batch", "2", "--steps", "2", "--others", "bare loop")
 SMALL_JOB = (
     "--model.flavor=debugmodel",
     "--model.tokenizer_path=byte",
@@ -161,7 +186,14 @@ EXACT = (
 )
 FEW = {"OMP_NUM_THREADS": "4"}
 """Threads of a job on the CPU, since several run at a time."""
-NAMES = ("kernels", "CPU", "resume", *JOBS, *COMPARISONS)
+NAMES = (
+    "kernels",
+    *PUBLISHED,
+    "layouts",
+    *(name for name in JOBS if name not in PUBLISHED),
+    "CPU",
+    "resume",
+)
 """What is measured, in the order of its worth."""
 NOT_COUNTED = 2
 """Rows of the first steps, which compile and allocate memory."""
@@ -203,7 +235,7 @@ def measure(args: argparse.Namespace) -> Report:
         notes = [f"{name}: {value}" for name, value in found.items()]
         return Report(about=about, comparisons=[], notes=notes, more=found)
     about["sizes"] = "toy" if args.toy else "real"
-    measured = _measured_before(args.out, about=about)
+    measured = read_measured(args.out, about=about)
     deadline = time.monotonic() + args.budget_s
     for name in args.only:
         if "failed" not in measured.get(name, {"failed": ""}):
@@ -214,7 +246,8 @@ def measure(args: argparse.Namespace) -> Report:
         sys.stderr.write(f"measuring {name}\n")
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found = _measure(name, args, folder=Path(folder), deadline=deadline)
+                before = measured.get(name, {})
+                found = _measure(name, args, before, folder=Path(folder), deadline=deadline)
             except subprocess.CalledProcessError as failed:
                 found = {"failed": _reason(failed)}
             except subprocess.TimeoutExpired:
@@ -231,43 +264,70 @@ def _reason(failed: subprocess.CalledProcessError) -> str:
     return f"code {failed.returncode}: {failed.stderr.strip()[-600:]}"
 
 
-def _measured_before(file: Path | None, *, about: Mapping[str, str]) -> dict[str, Figures]:
-    """Return what an earlier call measured on the same device and torch."""
-    if file is None or not file.exists():
-        return {}
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if any(found.get(key) != value for key, value in about.items()):
-        raise ConfigError(f"--out {file} holds figures of another device, torch or sizes")
-    measured: dict[str, Figures] = found["measured"]
-    return measured
-
-
-def _measure(name: str, args: argparse.Namespace, *, folder: Path, deadline: float) -> Figures:
+def _measure(
+    name: str, args: argparse.Namespace, before: Figures, *, folder: Path, deadline: float
+) -> Figures:
+    """Measure one of `NAMES`; `before`: its figures of an earlier call, which failed."""
     start = partial(_start, deadline=deadline)
     if name == "kernels":
         out = folder / "errors.json"
         start("-m", "scripts.benchmarks.kernels", "--out", str(out))
         return {"errors": json.loads(out.read_text(encoding="utf-8"))}
+    if name == "layouts":
+        return _train_layouts(before.get("rows", {}), is_toy=args.toy, deadline=deadline)
     if name == "CPU":
         return _compare_with_cpu(start, folder=folder, is_toy=args.toy)
     if name == "resume":
         return {"gaps": _repeat_and_resume(start, folder=folder, is_toy=args.toy)}
-    if name in COMPARISONS:
-        return _compare(start, name, args, folder=folder)
     job = (*(TOY_JOB if args.toy else REAL_JOB), *fit(JOBS[name], is_toy=args.toy))
-    figures: Figures = summarize(_rows_of(start, *job, folder=folder))
+    figures: Figures = {"planned": plan(job, product="H100" if args.toy else None)}
+    sys.stderr.write(f"planned {name}: {figures['planned']}\n")
+    try:
+        figures |= summarize(_rows_of(start, *job, folder=folder))
+    except subprocess.CalledProcessError as failed:
+        return figures | {"failed": _reason(failed)}
+    if name in PUBLISHED:
+        figures["published"] = dict(zip(("tokens_per_second", "by"), PUBLISHED[name], strict=True))
     if name == "trace":
         trace = max(folder.glob("profile_traces/step-*/rank_0.json"))
         figures["top_operations"] = top_operations(trace)
     return figures
 
 
-def _report(about: Mapping[str, str], measured: Mapping[str, Figures]) -> Report:
-    comparisons = [
-        each for name in COMPARISONS for each in _comparisons_in(measured.get(name, {}), name=name)
+def _train_layouts(rows: Mapping[str, Figures], *, is_toy: bool, deadline: float) -> Figures:
+    """Return the rows of layouts.py, and which of them failed or are missing."""
+    names = [*layouts.ROWS][: 1 if is_toy else None]
+    rows = dict(rows) | dict(layouts.train_rows(names, rows, dtype="float32", deadline=deadline))
+    bad = [
+        f"{name}: {layouts.describe(rows[name]) if name in rows else 'not trained'}"
+        for name in names
+        if rows.get(name, {}).get("verdict") != layouts.PASSED
     ]
+    return {"rows": rows, **({"failed": "; ".join(bad)} if bad else {})}
+
+
+def plan(job: Sequence[str], *, product: str | None) -> Figures:
+    """Return the planned bounds of a job's step in seconds and its memory in GiB, or the error.
+
+    `product` is the name of a GPU; None: this machine's.
+    """
+    try:
+        device = find_device(product or device_name(local_device(0)), memory_gib=None)
+        planned = plan_job(job, world_size=1, device=device, gpus_per_node=1)
+        records = rehearse_ranks(planned, validates=False)
+        step, account = time_step(planned, records), replay(records[0])
+    except (UserError, RuntimeError) as error:  # the job is trained all the same
+        return {"failed": repr(error)}
+    return {
+        "step_time_s": [step.best, step.worst],
+        "memory_peak_gib": account.active / GIB,
+        "fits": account.needed <= device.memory,
+    }
+
+
+def _report(about: Mapping[str, str], measured: Mapping[str, Figures]) -> Report:
     notes = [f"{name}: {_describe(found)}" for name, found in measured.items()]
-    return Report(about=about, comparisons=comparisons, notes=notes, more={"measured": measured})
+    return Report(about=about, comparisons=[], notes=notes, more={"measured": measured})
 
 
 def fit(words: Sequence[str], *, is_toy: bool) -> list[str]:
@@ -279,34 +339,12 @@ def fit(words: Sequence[str], *, is_toy: bool) -> list[str]:
         for word in words
         if not word.startswith("--model.num_layers=")
     ]
-    small = ["tiny" if word in COMPARISONS else word.replace("32768", "64") for word in small]
+    small = [re.sub("=(4096|32768)$", "=64", word) for word in small]
     if FLOAT8 in words:
         small.append("--quantize.linear.float8.emulate")
-    if COMPILED in words and BUDGET not in words:  # the budget is inductor's
+    if COMPILED in words:
         small.append("--compile.backend=aot_eager")
-    return [word for word in small if word != "--compile"]
-
-
-def _compare(start: Start, name: str, args: argparse.Namespace, *, folder: Path) -> Figures:
-    out = folder / "figures.json"
-    start(
-        str(ROOT / "scripts" / "benchmark.py"),
-        "train",
-        "--apart",
-        *fit(COMPARISONS[name], is_toy=args.toy),
-        *(TOY_STEP if args.toy else REAL_STEP),
-        *("--pairs", str(args.pairs), "--out", str(out)),
-    )
-    figures: Figures = json.loads(out.read_text(encoding="utf-8"))
-    return figures
-
-
-def _comparisons_in(figures: Figures, *, name: str) -> list[Comparison]:
-    keys = ("target", "ours_s", "other_s", "amount", "unit")
-    return [
-        Comparison(f"{name}: {row['name']}", *(row[key] for key in keys))
-        for row in figures.get("comparisons", ())
-    ]
+    return small
 
 
 def _rows_of(start: Start, *job: str, folder: Path, **environment: str) -> list[Row]:
@@ -387,9 +425,13 @@ def summarize(rows: Sequence[Row]) -> dict[str, float]:
 def _describe(figures: Figures) -> str:
     """Return one measurement in a line."""
     if "failed" in figures:
-        return f"failed with {figures['failed']}"
-    if "comparisons" in figures:
-        return "; ".join(figures["notes"])
+        return f"failed with {figures['failed']}{_describe_plan(figures)}"
+    if "rows" in figures:
+        largest = {
+            key: max(row.get(key, 0.0) for row in figures["rows"].values()) for key in FIGURES
+        }
+        gaps = ", ".join(f"{key} {gap:.1e}" for key, gap in largest.items())
+        return f"{len(figures['rows'])} layouts trained the same, largest differences: {gaps}"
     if "errors" in figures:
         bad = [
             f"{name} {row['error']:.1e}"
@@ -400,49 +442,40 @@ def _describe(figures: Figures) -> str:
     if "gaps" in figures:
         return ", ".join(f"{name} {gap:.1e}" for name, gap in figures["gaps"].items())
     mfu = f"MFU {figures['mfu']:.1f} %, " if "mfu" in figures else ""
-    parts = [f"{name[:60]} {part:.1%}" for name, part in figures.get("top_operations", ())]
-    return (
+    text = (
         f"{figures['tokens_per_second']:,.0f} tokens/s, step {figures['step_time_s']:.4f} s, "
-        f"{mfu}peak memory {figures['memory_peak_gib']:.2f} GiB"
-        + (f", longest operations: {'; '.join(parts)}" if parts else "")
+        f"{mfu}peak memory {figures['memory_peak_gib']:.2f} GiB{_describe_plan(figures)}"
     )
+    if published := figures.get("published"):
+        text += f"; published: {published['tokens_per_second']:,} tokens/s, {published['by']}"
+    if parts := [f"{name[:60]} {part:.1%}" for name, part in figures.get("top_operations", ())]:
+        text += f"; longest operations: {'; '.join(parts)}"
+    return text
+
+
+def _describe_plan(figures: Figures) -> str:
+    planned = figures.get("planned", {"failed": "no plan"})
+    if "failed" in planned:
+        return f"; not planned: {planned['failed']}"
+    best, worst = planned["step_time_s"]
+    verdict = "" if planned["fits"] else ", which does not fit"
+    return f"; planned {best:.3g} to {worst:.3g} s, {planned['memory_peak_gib']:.2f} GiB{verdict}"
 
 
 def top_operations(trace: Path, *, count: int = 3) -> list[tuple[str, float]]:
-    """Return the operations of a profiler trace that take longest, each with its share.
+    """Return the kernels of a profiler trace that take longest, each with its share.
 
-    On a GPU the time of an operation is that of its kernels. On a CPU operations call each other,
-    and the time of one excludes that of the operations it calls.
+    Without a GPU: the operations, whose times include those of the operations they call.
     """
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    spans = [event for event in events if event.get("ph") == "X"]
-    spent: Counter[str] = Counter()
-    for event in (event for event in spans if event.get("cat") == "kernel"):
-        spent[event["name"]] += event["dur"]
-    spent = spent or _own_times(event for event in spans if event.get("cat") == "cpu_op")
-    total = sum(spent.values())
-    return [(name, taken / total) for name, taken in spent.most_common(count)]
-
-
-def _own_times(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
-    spent: Counter[str] = Counter()
-    around: list[Mapping[str, Any]] = []
-
-    def thread(event: Mapping[str, Any]) -> Any:
-        return str(event["pid"]), str(event["tid"])
-
-    # of two events with the same start, the longer one is outside
-    for event in sorted(events, key=lambda e: (thread(e), e["ts"], -e["dur"])):
-        while around and (
-            thread(around[-1]) != thread(event)
-            or around[-1]["ts"] + around[-1]["dur"] <= event["ts"]
-        ):
-            around.pop()
-        spent[event["name"]] += event["dur"]
-        if around:
-            spent[around[-1]["name"]] -= event["dur"]
-        around.append(event)
-    return spent
+    for kind in ("kernel", "cpu_op"):
+        spent: Counter[str] = Counter()
+        for event in events:
+            if event.get("ph") == "X" and event.get("cat") == kind:
+                spent[event["name"]] += event["dur"]
+        if spent:
+            break
+    return [(name, taken / spent.total()) for name, taken in spent.most_common(count)]
 
 
 def _start(*arguments: str, deadline: float, **environment: str) -> None:

@@ -23,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from torchtitan.base.errors import UserError
+from torchtitan.base.errors import ConfigError, UserError
 
 WIDTH = 110
 ELAPSED, PROCESSOR = CLOCKS = ("elapsed", "processor")
@@ -75,6 +75,8 @@ class Report:
     """Agreement of results, memory, and peers that were skipped."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Figures other than times, for JSON."""
+    has_failed: bool = False
+    """Whether a check failed, so that the command ends with exit code 1."""
 
 
 def compare_times(
@@ -191,3 +193,15 @@ def write_json(report: Report, path: Path) -> None:
     rows = [each.figures() for each in report.comparisons]
     values = dict(report.about) | {"comparisons": rows, "notes": list(report.notes)}
     path.write_text(json.dumps(values | dict(report.more), indent=1), encoding="utf-8")
+
+
+def read_measured(file: Path | None, *, about: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what an earlier call wrote to --out under "measured"; raise ConfigError if its `about`
+    differs."""
+    if file is None or not file.exists():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if different := [key for key, value in about.items() if found.get(key) != value]:
+        raise ConfigError(f"--out {file} holds figures of another {', '.join(different)}")
+    measured: dict[str, dict[str, Any]] = found["measured"]
+    return measured

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from torchtitan.mesh.dims import resolve_dims
 from torchtitan.parallel.execution import Batch
 from torchtitan.tools.compare import command, gaps
 from torchtitan.tools.compare.layouts import make_plans
-from torchtitan.tools.compare.rank import GRADIENTS, record_gradients
+from torchtitan.tools.compare.rank import GRADIENTS, record_gradients, share_gpus
 from torchtitan.tools.compare.words import parse_layout
 from torchtitan.tools.tensors import StoredTensors
 from torchtitan.trainer import Trainer
@@ -56,6 +57,17 @@ def test_words(text: str, dims: str, dp: int) -> None:
     resolved = resolve_dims(load_config(options).parallelism, world_size=layout.world_size)
     assert str(resolved).replace(", experts dealt out to", " x") == dims
     assert layout.dp == dp
+
+
+def test_ranks_share_gpus_if_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only then is NCCL told that each is a host of its own."""
+    ranks = {"RANK": "7", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    for num_gpus, local_rank in ((0, "3"), (1, "0"), (2, "1"), (4, "3")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        monkeypatch.setattr(os, "environ", ranks.copy())
+        share_gpus()
+        assert os.environ["LOCAL_RANK"] == local_rank
+        assert os.environ.get("NCCL_HOSTID") == ("rank7" if num_gpus in (1, 2) else None)
 
 
 def test_a_layout_that_makes_no_sense_is_refused() -> None:

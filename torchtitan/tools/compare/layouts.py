@@ -108,21 +108,24 @@ def main(options: argparse.Namespace) -> int:
     steps, file = options.steps, f"--job.config_file={options.toml}"
     common = (file, *options.settings, *SHARED, *(f"--{key}={steps}" for key in LENGTHS))
     plans = make_plans(options.layouts, common=common)
-    if (
-        isinstance(find_model(resolve_model(load_config(common)).model)[1], MoEConfig)
-        and not options.float64
-    ):
+    config = resolve_model(load_config(common))
+    if {config.training.mixed_precision_param, config.training.dtype} != {"float32"}:
+        note("the tolerances are for float32, but this job may compute in bfloat16")
+    if isinstance(find_model(config.model)[1], MoEConfig) and not options.float64:
         note("two experts with nearly equal scores are chosen by rounding; --float64 avoids it")
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.out or Path(temporary)).resolve()
         for number, plan in enumerate(plans, start=1):
-            results.append(_train(plan, folder=folder / str(number), options=options))
+            note(f"{plan[0].name}, {plural(plan[0].world_size, 'rank')}: training")
+            results.append(train_layout(plan, folder=folder / str(number), options=options))
+            state = "failed" if results[-1].problem else "trained"
+            note(f"{plan[0].name}: {state}, {results[-1].seconds:.0f} s")
             if results[0].problem:
                 note("the reference failed: the other layouts are not trained")
                 break
             if number > 1 and not results[-1].problem:
-                _compare(results[-1], results[0], options=options)
+                compare_results(results[-1], results[0], options=options)
         if not results[0].problem:
             _show_reference(results[0])
     _show(results)
@@ -151,8 +154,6 @@ def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
     if batch == -1:
         batch = local * layouts[0].dp
         note(f"training.global_batch_size is not set: using {batch}, as in {layouts[0].name}")
-    if {training.mixed_precision_param, training.dtype} != {"float32"}:
-        note("the tolerances are for float32, but this job may compute in bfloat16")
     plans = []
     for layout in layouts:
         keys = [*map(option_key, layout.overrides)]
@@ -176,11 +177,11 @@ def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
     return plans
 
 
-def _train(plan: Plan, *, folder: Path, options: argparse.Namespace) -> Result:
+def train_layout(plan: Plan, *, folder: Path, options: argparse.Namespace) -> Result:
+    """Train one layout with its output in `folder`; a failure is the result's `problem`."""
     (layout, arguments), start = plan, time.monotonic()
     result = Result(layout=layout.name, num_ranks=layout.world_size, folder=folder / "run")
     folder.mkdir(parents=True, exist_ok=True)
-    note(f"{layout.name}, {plural(layout.world_size, 'rank')}: training")
     float64 = "1" if options.float64 else ""
     result.problem = run_ranks(
         [*arguments, f"--job.dump_folder={result.folder}"],
@@ -195,11 +196,10 @@ def _train(plan: Plan, *, folder: Path, options: argparse.Namespace) -> Result:
     if not result.problem and not result.rows:
         result.problem = f"trained no step{last_lines(folder / 'output.txt')}"
     result.seconds = time.monotonic() - start
-    note(f"{layout.name}: {'failed' if result.problem else 'trained'}, {result.seconds:.0f} s")
     return result
 
 
-def _compare(result: Result, reference: Result, *, options: argparse.Namespace) -> None:
+def compare_results(result: Result, reference: Result, *, options: argparse.Namespace) -> None:
     """Add figures and differences to the result of a layout that trained to its end."""
     initial = reference.weights(last=False)
     bits = compare_tensors(initial, result.weights(last=False))

@@ -24,6 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.state import Component
 from torchtitan.checkpoint.storage import write
@@ -75,8 +77,24 @@ def in_float64(settings: Any) -> Any:
     return wide
 
 
+def share_gpus() -> None:
+    """If this machine has fewer GPUs than ranks, assign the ranks to them in turn.
+
+    NCCL refuses two ranks of one host on a GPU. So each rank names a host of its own, and the ranks
+    talk over sockets (seen with NCCL 2.28).
+    """
+    num_gpus, num_ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < num_gpus < num_ranks:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % num_gpus)
+        os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
+        os.environ |= dict.fromkeys(
+            ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1"
+        )
+
+
 def main(argv: list[str]) -> None:
     """Train, and end this process."""
+    share_gpus()
     train: Any = import_module("torchtitan.train")
     build_run = train.build_run
 

@@ -1,0 +1,44 @@
+"""The command `layouts`: it finds a wrong layout, continues, and resumes killed ranks elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import benchmark
+from scripts.benchmarks import layouts
+from scripts.benchmarks.layouts import Trial
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
+
+def train(out: Path, name: str) -> tuple[int, dict[str, Any]]:
+    code = benchmark.main(["layouts", "--only", name, "--out", str(out)])
+    return code, json.loads(out.read_text())["measured"][name]
+
+
+@pytest.mark.promise("tools")
+def test_a_wrong_layout_is_found_and_only_failed_rows_are_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "layouts.json"
+    monkeypatch.setitem(layouts.ROWS, "wrong", Trial("tp2 --optimizer.lr=1e-3"))
+    code, wrong = train(out, "wrong")
+    assert code == 1
+    assert wrong["verdict"] == "DIVERGES at step 1"
+    out.write_text(out.read_text().replace(wrong["verdict"], "same"))
+    code, kept = train(out, "wrong")
+    assert code == 0
+    assert kept == wrong | {"verdict": "same"}  # with its seconds
+
+
+@pytest.mark.promise("tools")
+def test_killed_ranks_resume_in_another_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(tmp_path / "killed.json", "fsdp2 then tp2")[1]["verdict"] == "same"
+    monkeypatch.setattr(layouts, "CALLBACK", "--job.description=")
+    assert "SIGKILL" in train(tmp_path / "not.json", "fsdp2 then tp2")[1]["problem"]
