@@ -201,6 +201,7 @@ def test_a_mistake_that_every_rank_meets_is_said_once(tmp_path: Path) -> None:
     for arguments, message in (
         (["--training.stepz=3"], "--training.stepz 3"),
         (["--training.global_batch_size=6"], "must be a multiple of local_batch_size"),
+        (["--training.attention_kernel=flash"], "--training.attention_kernel flash"),
     ):
         done = train(*job, *arguments, ranks=2)
         assert done.returncode == 2, done.stderr

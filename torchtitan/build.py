@@ -50,6 +50,7 @@ from torchtitan.metrics.meter import build_meter
 from torchtitan.metrics.sinks import build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
+from torchtitan.models.kernels import set_attention_kernel
 from torchtitan.models.settings import TRANSFORMERS
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
@@ -82,8 +83,9 @@ def build_run(
 ) -> Run:
     """Build a run, resumed where there is a checkpoint. The process group must exist.
 
-    `cleanup` receives a callback that unlocks the run's folder; `callbacks` are those beside the
-    settings'. Raises UserError if degrees, sizes, files or a checkpoint do not fit this job.
+    `cleanup` receives callbacks that unlock the folder and restore torch's kernels; `callbacks` are
+    those beside the settings'. Raises UserError if degrees, sizes, files or a checkpoint do not fit
+    this job.
     """
     config, layout, precision = resolve_job(config, world_size=launch.world_size)
     folder = Path(config.job.dump_folder)
@@ -104,6 +106,7 @@ def build_run(
     start = choose_start(config, layout=layout, io=io)
 
     device = local_device(launch.local_rank)
+    set_attention_kernel(config.training.attention_kernel, device=device, cleanup=cleanup)
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())

@@ -55,6 +55,7 @@ IGNORED: Mapping[Path, str] = {
     ("training", "num_epochs"): "the length of the run, as training.steps",
     ("training", "enable_cpu_offload"): "where the same numbers are stored",
     ("training", "loss_chunks"): _ROUNDING,
+    ("training", "attention_kernel"): _ROUNDING,
     ("training", "gc_freq"): "when memory is freed",
     ("training", "callbacks"): "observers of the run",
     ("optimizer", "implementation"): _ROUNDING,

@@ -48,6 +48,7 @@ def differences(
         ["--training.local_batch_size=4"],  # the global batch is pinned
         ["--optimizer.implementation=for-loop", "--debug.deterministic"],
         ["--router.log_layers"],
+        ["--training.attention_kernel=flash"],
     ],
 )
 def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:

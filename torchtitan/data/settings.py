@@ -158,6 +158,13 @@ class TrainingConfig:
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of gathered weights and of computation. auto: bfloat16 if the devices of all ranks
     multiply it natively (or the weights are stored in it), else float32."""
+    attention_kernel: Annotated[
+        Literal["auto", "flash", "flash3", "flash4"],
+        Requires("mixed_precision_param", ("auto", "bfloat16")),
+    ] = "auto"
+    """Preferred kernel of attention on a GPU. auto: torch's, cuDNN's on Hopper and Blackwell.
+    flash: flash attention 2, which always computes sinks and sequences over several ranks. flash3,
+    flash4: newer versions in its place, from packages flash_attn_interface, flash_attn.cute."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type of gradients while they are summed across ranks."""
     enable_cpu_offload: bool = False

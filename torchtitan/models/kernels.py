@@ -1,20 +1,34 @@
-"""The fused kernels of attention that return the log-sum-exp of the scores beside the output.
+"""The fused kernels of attention: their choice, and those that return the log-sum-exp of scores.
 
 PyTorch's public attention does not return it. It is what a softmax over more than one call's keys
 needs: parts of a sequence (`parallel/context/attention.py`) or a sink. Backward takes the output
 and log-sum-exp of the full softmax.
+
+The choice holds for the process: other versions of flash attention replace the CUDA kernels of
+torch's operators, also of those called here. Read in torch 2.11 to 2.15.
 
 Shapes: B batch, H query heads, K key/value heads, S queries, T keys, D head width.
 """
 
 from __future__ import annotations
 
+import logging
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
+from torchtitan.base.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 Band = tuple[int, int]
 """Lowest and highest index of a key, relative to the index of a query that attends to it."""
 aten = torch.ops.aten
@@ -22,6 +36,52 @@ LSE_ALIGNMENT = 32
 """The CUDA kernel for float32 pads its log-sum-exp to a multiple of this many rows."""
 MASK_ALIGNMENT = 16
 """It needs masks whose rows are a multiple of this many elements apart."""
+CAPABILITIES = {"flash": (8, 12), "flash3": (9, 9), "flash4": (9, 10)}
+"""First and last major compute capability of the GPUs that run a `training.attention_kernel`."""
+FLASH_FIRST = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def set_attention_kernel(kernel: str, *, device: torch.device, cleanup: ExitStack) -> None:
+    """Let attention of this process prefer `training.attention_kernel`, until `cleanup` closes.
+
+    "auto" keeps torch's order. Where deterministic operators are required, torch does not choose
+    cuDNN's kernel, and asks the others for a deterministic backward. Raises ConfigError if the GPU
+    or the installed packages lack the kernel.
+    """
+    key, major = "training.attention_kernel", _compute_capability(device)
+    first, last = CAPABILITIES.get(kernel, (0, major))
+    if not first <= major <= last:
+        rule = f"{kernel!r} needs a GPU of compute capability {first}.x to {last}.x, got {device}"
+        raise ConfigError.at(key, f"{rule} ({major}.x)" if major else rule)
+    if major == 0:
+        return
+    # torch overwrites the order of its kernels when it chooses one for the first time
+    x_BHSD = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16, device=device)
+    torch._fused_sdp_choice(x_BHSD, x_BHSD, x_BHSD)
+    if kernel != "auto":
+        cleanup.enter_context(sdpa_kernel(FLASH_FIRST, set_priority=True))
+        # compiled graphs contain the chosen kernel, which the key of torch's cache lacks
+        tag = f"{torch.compiler.config.cache_key_tag} {kernel}"
+        cleanup.enter_context(torch.compiler.config.patch(cache_key_tag=tag))
+    if kernel in ("flash3", "flash4"):
+        try:
+            activate_flash_attention_impl("FA3" if kernel == "flash3" else "FA4")
+        except (ImportError, RuntimeError) as error:
+            rule = f"{kernel!r} needs a package that this Python cannot load: {error}"
+            raise ConfigError.at(key, rule) from error
+        cleanup.callback(restore_flash_attention_impl)
+    names = [SDPBackend(number).name for number in torch._C._get_sdp_priority_order()[:2]]
+    logger.info("Preferred kernels of attention (%s): %s", kernel, ", ".join(names))
+
+
+def _compute_capability(device: torch.device) -> int:
+    """Return the major number. 0: no GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def attend(
