@@ -180,6 +180,7 @@ GROUPS = '--optimizer.groups=[{params = ["tok*", "*.0.*"], lr = 1e-3}, {params =
 ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
 OF_ATTENTION = (*ADAPTER, '--lora.modules=["layers.*.attention.w*"]')
 ROUTED = (EXPERTS, *BALANCED, "--training.steps=4", "--training.local_batch_size=8")
+PAIRS = ("--training.dataset=synthetic_preferences", *DOCUMENTS, "--training.seq_len=240")
 PADDING = ("--training.dataset=synthetic_examples", "--training.seq_len=180")
 IN_SIXES = ("--training.global_batch_size=6", "--training.local_batch_size=2")
 ODD = "--training.seq_len=41"
@@ -192,6 +193,14 @@ FEW_EXPERTS = (
 )
 """Fewer than ranks: each is split by its width, equally over the ranks."""
 FAMILIES = {
+    "pairs": Model((*PAIRS, "--training.loss=dpo", "--training.loss_options.label_smoothing=0.1")),
+    "pairs, adapters": Model((*PAIRS, "--training.loss=ipo", *ADAPTER)),
+    "pairs, packed": Model(
+        (*PAIRS, "--training.loss=orpo", "--training.packing=packed", "--training.seq_len=512")
+    ),
+    "pairs, experts": Model(
+        (*PAIRS, "--training.loss=simpo", EXPERTS, THREE_LAYERS, "--training.loss_options.beta=1")
+    ),
     "experts": Model((EXPERTS, THREE_LAYERS)),
     "experts in four layers": Model((EXPERTS,)),
     "few experts": Model((EXPERTS, THREE_LAYERS, *FEW_EXPERTS)),

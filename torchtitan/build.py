@@ -33,7 +33,7 @@ from torchtitan.config.settings import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
 from torchtitan.data.sampler import SkippedSamples
-from torchtitan.data.settings import SUPERVISED, TrainingConfig
+from torchtitan.data.settings import OF_PAIRS, SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.job import CONFIG_FILE, Config, JobConfig, write_config
 from torchtitan.layout import find_layout
@@ -49,7 +49,7 @@ from torchtitan.metrics.events import EventLog, Hardware
 from torchtitan.metrics.meter import build_meter
 from torchtitan.metrics.sinks import build_sinks
 from torchtitan.models.families import describe_model, find_model
-from torchtitan.models.interface import LanguageModel, ModelParts
+from torchtitan.models.interface import HeadLoss, LanguageModel, ModelParts
 from torchtitan.models.kernels import set_attention_kernel
 from torchtitan.models.settings import TRANSFORMERS
 from torchtitan.optim.loss import build_loss, find_loss
@@ -113,7 +113,14 @@ def build_run(
     progress = Progress()
     samples = build_training_samples(config, layout=layout, once=OncePerMachine())
     loader = build_loader(config, samples=samples, layout=layout, mesh=mesh)
-    model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
+    loss = build_head_loss(config, layout=layout, mesh=mesh, device=device)
+    preferences = None
+    if config.training.loss in OF_PAIRS:
+        from torchtitan.finetune.preferences import PreferenceLoss
+
+        assert isinstance(loss, PreferenceLoss)
+        preferences = loss
+    model, execution = build_model(config, layout=layout, mesh=mesh, device=device, loss=loss)
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     events = EventLog(folder) if launch.rank == 0 else None
     balance = balance_experts(config, layout=layout, model=model, mesh=mesh, device=device)
@@ -142,7 +149,12 @@ def build_run(
             model=model,
             mesh=mesh,
             device=device,
+            loss=preferences,
         )
+    compared = {"preferences.training": samples}
+    if validator is not None:
+        compared["preferences.validation"] = validator.samples
+    references = {} if preferences is None else preferences.find_references(compared)
     state = RunState(
         model=model,
         optimizer=build_optimizer(
@@ -153,7 +165,8 @@ def build_run(
         lr_settings={},  # of the planned steps, below
         loader=loader,
         progress=progress,
-        more={n: t for part in (balance, spikes) if part for n, t in part.state().items()},
+        more=references
+        | {n: t for part in (balance, spikes) if part for n, t in part.state().items()},
     )
     if start is not None:
         from torchtitan.checkpoint.restore import restore
@@ -168,6 +181,21 @@ def build_run(
     }
     state = replace(state, lr_settings=lr_settings)
     execution.after_update()  # a checkpoint may have changed the weights
+    if preferences is not None:
+        from torchtitan.validate import evaluate_once
+
+        preferences.compute_references(
+            step=progress.step,
+            evaluate=partial(
+                evaluate_once,
+                local_batch_size=config.training.local_batch_size,
+                model=model,
+                execution=execution,
+                shard=shard,
+                mesh=mesh,
+                device=device,
+            ),
+        )
     is_chat = config.training.dataset in SUPERVISED
     if is_chat and config.lora.rank and start and not config.lora.train_embeddings:
         from torchtitan.finetune.lora import check_special_rows
@@ -228,6 +256,7 @@ def build_run(
         sequence_shard=shard,
         optimizer=state.optimizer,
         balance=balance,
+        loss=preferences,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
         ),
@@ -370,12 +399,42 @@ def plan_training(config: Config, *, layout: Layout, loader: Loader, step: int) 
 # -- model and optimizer -----------------------------------------------------------------------
 
 
+def build_head_loss(
+    config: Config, *, layout: Layout, mesh: Mesh, device: torch.device
+) -> HeadLoss:
+    """Build the loss of the model's head."""
+    training = config.training
+    splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
+    in_flight = 1 if layout.pipeline is None else layout.pipeline.losses_in_flight
+    build = partial(
+        build_loss,
+        mesh.params.get_group("tp") if splits_logits else None,
+        num_chunks=training.loss_chunks,
+        # each loss that waits for its backward would hold a gradient as large as the weight
+        recompute=in_flight > 1,
+        backend=config.compile.loss_backend,
+    )
+    if training.loss in OF_PAIRS:
+        from torchtitan.finetune.preferences import PreferenceLoss
+
+        group = mesh.data.get_group("cp") if mesh.dims.cp > 1 else None
+        return PreferenceLoss(
+            training.loss,
+            training.loss_options,
+            log_loss=build(per_token=True),
+            group=group,
+            device=device,
+        )
+    return build(token_losses=find_loss(training.loss, training.loss_options))
+
+
 def build_model(
     config: Config,
     *,
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
+    loss: HeadLoss,
     fill: Callable[[LanguageModel], None] | None = None,
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model with their loss, and what runs batches through them.
@@ -383,16 +442,6 @@ def build_model(
     `fill` gives a part memory and weights. Default: the initial weights.
     """
     training = config.training
-    splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
-    in_flight = 1 if layout.pipeline is None else layout.pipeline.losses_in_flight
-    loss = build_loss(
-        mesh.params.get_group("tp") if splits_logits else None,
-        num_chunks=training.loss_chunks,
-        # each loss that waits for its backward would hold a gradient as large as the weight
-        recompute=in_flight > 1,
-        backend=config.compile.loss_backend,
-        token_losses=find_loss(training.loss, training.loss_options),
-    )
     if fill is None:
         offloads, seed = training.enable_cpu_offload, config.debug.seed
         fill = partial(materialize, device=device, offloads=offloads, seed=seed)

@@ -14,6 +14,7 @@ from torchtitan.base.errors import Mistakes
 from torchtitan.checkpoint.settings import check_excluded
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.data.loader import accumulation_steps
+from torchtitan.data.settings import OF_PAIRS
 from torchtitan.job import Config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.families import find_model
@@ -46,6 +47,10 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     with mistakes:
         find_decay(scheduler.decay_type, scheduler.decay_options)
     with mistakes:
+        if training.loss in OF_PAIRS:
+            from torchtitan.finetune.preferences import find_function
+
+            find_function(training.loss, training.loss_options)
         find_loss(training.loss, training.loss_options)
     with mistakes:
         spec, architecture = find_model(config.model)

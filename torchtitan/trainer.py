@@ -39,7 +39,7 @@ from torchtitan.metrics.rows import Row
 from torchtitan.metrics.sinks import Sink
 from torchtitan.models.interface import ModelParts
 from torchtitan.optim.clip import clip_gradients, global_norm
-from torchtitan.optim.loss import count_valid
+from torchtitan.optim.loss import HasFigures, count_valid
 from torchtitan.optim.optimizer import optimizer_step, supports_found_inf
 from torchtitan.optim.schedule import Schedule, set_lr
 from torchtitan.parallel.context.shard import SequenceShard
@@ -69,6 +69,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     balance: Balance | None
     """Balance of the experts. None for a model without experts."""
+    loss: HasFigures | None
+    """The loss, if it has figures of its own: that of pairs of answers."""
     schedule: Schedule
     spikes: SpikeDetector | None
     loader: Loader
@@ -257,6 +259,8 @@ class Trainer:
         num_valid = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
         divisor = sync.sum_valid(num_valid).clamp(min=1)
 
+        if run.loss is not None:
+            run.loss.begin()
         if run.balance is not None:
             run.balance.begin(divisor, is_text=[batch.is_text() for batch in batches])
         loss_sum = run.execution.forward_backward(batches, divisor=divisor)
@@ -293,6 +297,9 @@ class Trainer:
         dp_losses, dp_valid = (
             sums.view(run.mesh.data.shape).sum((0, 2, 3)) for sums in (loss_sums, num_valid)
         )
+        # ranks along tp hold equal tokens
+        fraction = num_valid.sum() / run.mesh.dims.tp / run.tokens_per_step
+        of_loss = {"valid_token_fraction": fraction} if run.loss is None else run.loss.figures()
         self.last_row = run.meter.report(
             step,
             figures={
@@ -302,8 +309,7 @@ class Trainer:
                 "grad_norm": figures.grad_norm,
                 "lr": run.schedule(step),
                 "num_tokens": run.progress.tokens_seen,
-                # ranks along tp hold equal tokens
-                "valid_token_fraction": num_valid.sum() / run.mesh.dims.tp / run.tokens_per_step,
+                **of_loss,
                 "slowest_data_time_s": data_seconds.max(),
                 "slowest_data_rank": data_seconds.argmax(),
                 **(run.balance.figures() if run.balance is not None else {}),

@@ -25,12 +25,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import DataError, NonFiniteError
 from torchtitan.base.log import plural
 from torchtitan.data.dataset import PadToBatch, build_samples
-from torchtitan.data.loader import Loader
-from torchtitan.data.settings import TrainingConfig, ValidationConfig
+from torchtitan.data.loader import Loader, MapSamples
+from torchtitan.data.settings import DataLoaderConfig, TrainingConfig, ValidationConfig
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import (
@@ -44,7 +43,7 @@ from torchtitan.mesh.settings import CommConfig
 from torchtitan.mesh.stop import WaitInterrupted
 from torchtitan.metrics.rows import Row
 from torchtitan.models.interface import ModelParts
-from torchtitan.optim.loss import count_valid
+from torchtitan.optim.loss import HasFigures, count_valid
 from torchtitan.parallel.context.shard import SequenceShard
 from torchtitan.parallel.execution import Batch, Execution
 from torchtitan.parallel.fsdp import free_gathered
@@ -91,6 +90,7 @@ def build_validator(
     model: ModelParts,
     mesh: Mesh,
     device: torch.device,
+    loss: HasFigures | None = None,
 ) -> Validator:
     """Build what validates a run, and log how much it reads.
 
@@ -131,6 +131,8 @@ def build_validator(
     mask, reset = source.attn_mask_type, source.reset_positions
     parts = [batches.fingerprint, batches.num_drawn, mask, reset]
     return Validator(
+        samples=samples,
+        loss=loss,
         loader=loader,
         execution=execution,
         shard=shard,
@@ -141,7 +143,7 @@ def build_validator(
         freq=validation.freq,
         before_saves=before_saves,
         comm=comm,
-        reports_perplexity=not is_import_path(training.loss),
+        reports_perplexity=training.loss == "cross_entropy",
     )
 
 
@@ -154,6 +156,8 @@ def perplexity_of(loss: float) -> float:
 class Validator:
     """Computes the validation loss of the current weights."""
 
+    samples: MapSamples
+    """All samples, before any is added to fill a batch."""
     loader: Loader
     execution: Execution
     shard: SequenceShard
@@ -170,6 +174,8 @@ class Validator:
     """Timeouts. The first validation of a start may compile, so init_timeout_seconds holds."""
     reports_perplexity: bool = True
     """Whether the loss is cross-entropy."""
+    loss: HasFigures | None = None
+    """Figures of a loss of pairs."""
     has_run: bool = False
 
     def is_due(self, step: int, *, last: bool, saves: bool) -> bool:
@@ -189,6 +195,8 @@ class Validator:
         started = time.perf_counter()
         if not self.has_run:
             set_timeout(self.comm.init_timeout_seconds, groups=self.mesh.groups())
+        if self.loss is not None:
+            self.loss.begin()
         batches = self._batches(is_stopped)
         figures = evaluate(batches, model=self.model, execution=self.execution, device=self.device)
         loss_sums, counts = gather(figures).unbind(1)
@@ -210,6 +218,9 @@ class Validator:
         row: Row = {"validation_loss": loss}
         if self.reports_perplexity:
             row["validation_perplexity"] = perplexity_of(loss)
+        if self.loss is not None:
+            found = self.loss.figures().items()
+            row |= {f"validation_{name}": value.item() for name, value in found}
         return row | {"validation_time_s": time.perf_counter() - started}
 
     def _batches(self, is_stopped: Callable[[], bool]) -> Iterator[Batch]:
@@ -241,6 +252,32 @@ def evaluate(
             if execution.owns_loss:
                 num_valid += count_valid(batch.labels)
     return torch.stack([loss_sum, num_valid])
+
+
+def evaluate_once(
+    samples: MapSamples,
+    *,
+    local_batch_size: int,
+    model: ModelParts,
+    execution: Execution,
+    shard: SequenceShard,
+    mesh: Mesh,
+    device: torch.device,
+) -> None:
+    """Compute the loss of each sample once, without gradients. Collective."""
+    from torchtitan.validate import evaluate
+
+    loader = Loader(
+        PadToBatch(samples, batch=local_batch_size * mesh.dims.dp),
+        local_batch_size=local_batch_size,
+        accumulation=1,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dims.dp,
+        settings=DataLoaderConfig(),
+    )
+    batches = (shard.take(batch).to(device) for [batch] in loader)
+    evaluate(batches, model=model, execution=execution, device=device)
+    loader.close()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from itertools import pairwise
 from string import Formatter
 from typing import Annotated, Literal
 
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import Violation
 from torchtitan.config.settings import (
     ENABLED,
@@ -23,12 +24,16 @@ from torchtitan.config.settings import (
     PositiveInt,
     Range,
     Requires,
+    Rule,
     Text,
 )
 
 WORKERS = Requires("num_workers", ENABLED)
-READS_FILES = ("files", "examples")
-SUPERVISED = ("examples", "synthetic_examples")
+READS_FILES = ("files", "examples", "preferences")
+PREFERENCES = ("preferences", "synthetic_preferences")
+SUPERVISED = ("examples", "synthetic_examples", *PREFERENCES)
+OF_PAIRS = ("dpo", "ipo", "simpo", "orpo")
+"""Losses of preferences."""
 OF_EXAMPLES = Requires("dataset", SUPERVISED)
 
 
@@ -50,6 +55,8 @@ DatasetKind = Annotated[
         "files",
         "examples",
         "synthetic_examples",
+        "preferences",
+        "synthetic_preferences",
     ),
 ]
 
@@ -66,6 +73,10 @@ def _is_pair(value: tuple[int, ...]) -> None:
 
 
 SampleRange = Annotated[tuple[Annotated[int, Range(ge=0)], ...], Parse(_parse_range), _is_pair]
+HAS_OPTIONS = Rule(
+    f"= {', '.join(OF_PAIRS)} or package.module:NAME",
+    lambda value: value in OF_PAIRS or is_import_path(value),
+)
 DEFAULT_CACHE = "~/.cache/torchtitan"
 FETCHED = "fetched"
 """Folder of the cache that holds copies of objects."""
@@ -110,11 +121,17 @@ class TrainingConfig:
     tokens of its document, and no label crosses a document's end."""
     reset_positions: bool = False
     """Count positions from 0 in each document, instead of through the sample."""
-    dataset: DatasetKind = "python_stdlib"
+    dataset: Annotated[
+        DatasetKind,
+        Requires("loss", OF_PAIRS, 'set loss = "dpo"', of=PREFERENCES),
+        Requires("attn_mask_type", "block_causal", of=PREFERENCES),
+        Requires("reset_positions", True, of=PREFERENCES),
+    ] = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels per sample masked, to compare layouts; files: the files
     of dataset_path; examples: chats, or prompts and completions, of dataset_path, to fine-tune on;
-    synthetic_examples: generated examples; or a custom class: see torchtitan.data.custom."""
+    synthetic_examples: generated examples; preferences, synthetic_preferences: the same of pairs of
+    answers; or a custom class: see torchtitan.data.custom."""
     dataset_options: Annotated[Options, Requires("dataset", IMPORT_PATH)] = field(
         default_factory=dict
     )
@@ -169,11 +186,16 @@ class TrainingConfig:
     """Type of gradients while they are summed across ranks."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory, and copy layers to the GPU."""
-    loss: Annotated[Text, ImportPath("cross_entropy")] = "cross_entropy"
+    loss: Annotated[
+        Text,
+        ImportPath("cross_entropy", *OF_PAIRS),
+        Requires("dataset", PREFERENCES, 'set dataset = "preferences"', of=OF_PAIRS),
+    ] = "cross_entropy"
     """Loss per token: cross-entropy, or a custom function from float32 logits (tokens, vocabulary)
-    and labels (tokens) to losses (tokens)."""
-    loss_options: Annotated[Options, Requires("loss", IMPORT_PATH)] = field(default_factory=dict)
-    """Keyword arguments of a custom loss."""
+    and labels (tokens) to losses (tokens). Loss per pair of answers: dpo, ipo, simpo, orpo."""
+    loss_options: Annotated[Options, Requires("loss", HAS_OPTIONS)] = field(default_factory=dict)
+    """Keyword arguments of a custom loss, or numbers of a loss of pairs: beta, label_smoothing of
+    dpo, gamma of simpo."""
     callbacks: tuple[CustomObject, ...] = ()
     """Custom classes that follow the run, as {path = "package.module:NAME", ...} with their keyword
     arguments, or the path alone: see torchtitan.callbacks.Callbacks."""

@@ -39,6 +39,7 @@ from torchtitan.data.dataset import IGNORED, Dataset, has_document_lengths
 from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.prepare import cached
 from torchtitan.data.sampler import Permutation
+from torchtitan.data.settings import PREFERENCES
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, find_template
@@ -51,10 +52,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # parts of fingerprints: raise them if the same examples get other tokens or samples
-FORMAT, ORDER = "examples 6", "1"
+FORMAT, PAIRS, ORDER = "examples 6", "pairs 1", "1"
 Fate = Literal["kept", "cut", "without an answer", "without one within seq_len", "too long"]
 """Result for an example: "kept" and "cut" are trained on, the rest is left out."""
 PACKING_WINDOW = 1 << 14
+UNKNOWN = torch.iinfo(torch.int64).min
+"""Reference of an answer before it is computed."""
 
 
 class ExampleSource:
@@ -75,14 +78,12 @@ class ExampleSource:
         self.num_samples = samples.num_documents
 
     def __getitem__(self, i: int) -> Samples:
-        [examples] = self.stores
         tokens = torch.full((self._seq_len,), self._pad_id)
         labels = torch.full((self._seq_len,), IGNORED)
         lengths: list[int] = []
         start = 0
-        for index in self.samples.document(i):
-            row = examples.document(index)[: self._seq_len + 1]
-            row = torch.from_numpy(row.astype(np.int64))
+        for numbers in self._rows(i):
+            row = torch.from_numpy(numbers.astype(np.int64))
             ids, trained = row >> 1, (row & 1).bool()
             end = start + len(row) - 1
             tokens[start:end] = ids[:-1]
@@ -95,6 +96,64 @@ class ExampleSource:
         if start < self._seq_len:
             lengths.append(self._seq_len - start)
         return sample | {"document_lengths": torch.tensor(lengths)}
+
+    def _rows(self, i: int) -> Iterator[npt.NDArray[Any]]:
+        """Yield the numbers of each example of a sample."""
+        [examples] = self.stores
+        for index in self.samples.document(i):
+            yield examples.document(index)[: self._seq_len + 1]
+
+
+class PairSource(ExampleSource):
+    """Samples of one or more pairs of answers, each with its prompt.
+
+    The labels of a sample are targets, int64 (S, 4). At each token: its label, and the number of
+    the answer in the sample, a chosen one before the rejected one of its pair. At the first label
+    of an answer: its reference, see `finetune/preferences.py`, and of a chosen one the number of
+    the pair, elsewhere 0 and -100.
+
+    `examples` has two documents per pair, and `samples` the numbers of pairs.
+    """
+
+    def __init__(
+        self, examples: TokenStore, samples: TokenStore, training: TrainingConfig, *, pad_id: int
+    ) -> None:
+        super().__init__(examples, samples, training, pad_id=pad_id)
+        self.references = torch.full((examples.num_documents,), UNKNOWN)
+        """Of each document of `examples`. They may be set in place."""
+
+    def __getitem__(self, i: int) -> Samples:
+        sample = super().__getitem__(i)
+        lengths, labels = sample["document_lengths"], sample["labels"]
+        answers = torch.arange(len(lengths)).repeat_interleave(lengths)
+        references, pairs = torch.zeros_like(labels), torch.full_like(labels, IGNORED)
+        start = 0
+        for number, length in zip(self._answers(i), lengths.tolist(), strict=False):
+            first = start + int((labels[start : start + length] != IGNORED).nonzero()[0])
+            references[first] = self.references[number]
+            if number % 2 == 0:
+                pairs[first] = number // 2
+            start += length
+        return sample | {"labels": torch.stack([labels, answers, references, pairs], dim=-1)}
+
+    def _answers(self, i: int) -> list[int]:
+        return [2 * int(pair) + j for pair in self.samples.document(i) for j in range(2)]
+
+    def _rows(self, i: int) -> Iterator[npt.NDArray[Any]]:
+        [examples] = self.stores
+        for chosen, rejected in zip(*[map(examples.document, self._answers(i))] * 2, strict=True):
+            yield from cut_pair(chosen, rejected, seq_len=self._seq_len)
+
+
+def cut_pair(
+    chosen: npt.NDArray[Any], rejected: npt.NDArray[Any], *, seq_len: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the numbers of a pair without the beginning of its prompt, so that both fit into
+    `seq_len`. Of the prompt at least a token stays, so they may still not fit."""
+    excess = len(chosen) + len(rejected) - 2 - seq_len
+    length = int(min((row & 1).argmax() for row in (chosen, rejected)))  # of the prompt
+    cut = max(0, min(-(-excess // 2), length - 1))
+    return chosen[cut:], rejected[cut:]
 
 
 def build_examples(
@@ -114,15 +173,16 @@ def build_examples(
     encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=tokenizer_path)
     source = find_examples(training, holdout=holdout, once=once)
     template_hash, special = _hash(encoder.template), training.special_tokens_in_examples
-    decides = [FORMAT, tokenizer.fingerprint, template_hash, special]
+    pairs = training.dataset in PREFERENCES
+    decides = [PAIRS if pairs else FORMAT, tokenizer.fingerprint, template_hash, special]
 
     def encode(folder: Path) -> Mapping[str, Any]:
         with open_writer(folder / "tokens", vocab_size=2 * tokenizer.vocab_size) as writer:
-            return _encode(source, encoder, writer=writer)
+            return _encode(source, encoder, pairs=pairs, writer=writer)
 
     def plan(folder: Path) -> Mapping[str, Any]:
         with open_writer(folder / "samples", vocab_size=examples.num_documents) as writer:
-            return _plan(examples, training, seed=seed, holdout=holdout, writer=writer)
+            return _plan(examples, training, pairs=pairs, seed=seed, holdout=holdout, writer=writer)
 
     folder, encoded = cached(
         [*decides, source.name, once(source.identity)], cache=training.dataset_cache, build=encode
@@ -132,14 +192,15 @@ def build_examples(
     part = holdout.fingerprint()
     seq_len, packing, long_examples = training.seq_len, training.packing, training.long_examples
     folder, planned = cached(
-        [FORMAT, ORDER, content, seq_len, seed, packing, long_examples, *part.items()],
+        [decides[0], ORDER, content, seq_len, seed, packing, long_examples, *part.items()],
         cache=training.dataset_cache,
         build=plan,
     )
     samples = TokenStore(folder / "samples")
     _log(encoded, planned, training, holdout=holdout)
+    build_source = PairSource if pairs else ExampleSource
     return Dataset(
-        [ExampleSource(examples, samples, training, pad_id=tokenizer.eos_id)],
+        [build_source(examples, samples, training, pad_id=tokenizer.eos_id)],
         seed=seed,
         num_epochs=training.num_epochs,
         fingerprint={
@@ -178,6 +239,19 @@ def fate_of(row: npt.NDArray[Any], training: TrainingConfig) -> Fate:
     return "cut" if is_long else "kept"
 
 
+def fate_of_pair(
+    chosen: npt.NDArray[Any], rejected: npt.NDArray[Any], training: TrainingConfig
+) -> Fate:
+    """Return the same of a pair, of which only the prompt may be cut."""
+    if len(chosen) + len(rejected) - 2 <= training.seq_len:
+        return "kept"
+    if training.long_examples == "skip":
+        return "too long"
+    rows = cut_pair(chosen, rejected, seq_len=training.seq_len)
+    fits = sum(len(row) - 1 for row in rows) <= training.seq_len
+    return "cut" if fits else "without one within seq_len"
+
+
 def _hash(template: ChatTemplate | None) -> str:
     if template is None:
         return "none"
@@ -187,12 +261,16 @@ def _hash(template: ChatTemplate | None) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _encode(source: Corpus, encoder: Encoder, *, writer: StoreWriter) -> dict[str, Any]:
+def _encode(
+    source: Corpus, encoder: Encoder, *, pairs: bool, writer: StoreWriter
+) -> dict[str, Any]:
     """Write the numbers of all examples with an answer; return notes about them."""
-    num_skipped = 0
-    for _, row in label_all(source, encoder):
-        if is_answered(row):
-            writer.add(row, ends_document=True)
+    num_skipped, size = 0, 1 + pairs
+    rows = (row for _, row in label_all(source, encoder, pairs=pairs))
+    for group in zip(*[rows] * size, strict=True):
+        if all(map(is_answered, group)):
+            for row in group:
+                writer.add(row, ends_document=True)
         else:
             num_skipped += 1
     if not writer.num_documents:
@@ -203,7 +281,7 @@ def _encode(source: Corpus, encoder: Encoder, *, writer: StoreWriter) -> dict[st
         )
     return {
         "source": source.name,
-        "num_examples": writer.num_documents + num_skipped,
+        "num_examples": writer.num_documents // size + num_skipped,
         "without_answer": num_skipped,
         "notes": encoder.notes,
     }
@@ -213,6 +291,7 @@ def _plan(
     examples: TokenStore,
     training: TrainingConfig,
     *,
+    pairs: bool,
     seed: int,
     holdout: Holdout,
     writer: StoreWriter,
@@ -220,27 +299,28 @@ def _plan(
     """Write the indices of the examples of each sample; return notes about them."""
     seq_len = training.seq_len
     # shuffled, as neighbors in a file are alike; source 0 is the order of the samples
-    order = Permutation(examples.num_documents, seed=seed, epoch=0, source=1)
+    num_examples = examples.num_documents // (1 + pairs)
+    order = Permutation(num_examples, seed=seed, epoch=0, source=1)
     counts = Counter(other_side=0, too_long=0, answer_cut_off=0, num_labels=0)
     indices: list[int] = []
     lengths: list[int] = []
-    for index in (order[i] for i in range(examples.num_documents)):
-        row = examples.document(index)
-        if not holdout.selects(row):
+    for index in (order[i] for i in range(num_examples)):
+        rows = [examples.document((1 + pairs) * index + j) for j in range(1 + pairs)]
+        if not holdout.selects(rows[0]):
             counts["other_side"] += 1
             continue
-        fate = fate_of(row, training)
-        counts["too_long"] += len(row) > seq_len + 1
+        counts["too_long"] += sum(len(row) - 1 for row in rows) > seq_len
+        fate = fate_of_pair(rows[0], rows[1], training) if pairs else fate_of(rows[0], training)
         counts["answer_cut_off"] += fate == "without one within seq_len"
         if fate not in ("kept", "cut"):
             continue
-        row = row[: seq_len + 1]
-        counts["num_labels"] += int((row[1:] & 1).sum())
+        rows = [*cut_pair(rows[0], rows[1], seq_len=seq_len)] if pairs else [rows[0][: seq_len + 1]]
+        counts["num_labels"] += sum(int((row[1:] & 1).sum()) for row in rows)
         indices.append(index)
-        lengths.append(len(row) - 1)
-    num_selected = examples.num_documents - counts["other_side"]
+        lengths.append(sum(len(row) - 1 for row in rows))
+    num_selected = num_examples - counts["other_side"]
     if not num_selected:
-        raise holdout.too_small(f"none of {examples.num_documents} examples")
+        raise holdout.too_small(f"none of {num_examples} examples")
     if not indices:
         rule = (
             f"an example must have an answer in its first {seq_len} tokens, got none in "

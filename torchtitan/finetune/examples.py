@@ -13,7 +13,7 @@ value.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -36,6 +36,7 @@ SPEAKERS: Mapping[str, str] = {
     "observation": "tool",
 }
 """Roles by ShareGPT's names of speakers."""
+TURN = "\n\nAssistant:"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Completion:
 
 
 Example = Conversation | Completion
+Pair = tuple[Example, Example]
+"""A prompt with the chosen answer, and with the rejected one."""
 Row = dict[str, Any]
 
 
@@ -68,6 +71,48 @@ def parse_example(row: object, *, where: str) -> Example:
         f"{where} must have the key messages, or prompt and completion, or conversations, got "
         f"keys {', '.join(map(repr, row)) or 'none'}"
     )
+
+
+def parse_pair(row: object, *, where: str) -> Pair:
+    """Return the pair in a row; raise DataError if it is none.
+
+    The row has `chosen` and `rejected`, and their `prompt`, all as text or all as messages. Without
+    a prompt it is what both begin with, also if they are lists of messages beside its text.
+    """
+    if not isinstance(row, dict):
+        raise DataError(f"{where} must be a JSON object, got {row!r:.60}")
+    row = _without_nulls(row)
+    if missing := [key for key in ("chosen", "rejected") if not row.get(key)]:
+        got = ", ".join(map(repr, row)) or "none"
+        raise DataError(
+            f"{where} must have the keys chosen and rejected, got keys {got}"
+            + (f", of which {missing[0]} is empty" if missing[0] in row else "")
+        )
+    chosen, rejected, prompt = row.pop("chosen"), row.pop("rejected"), row.pop("prompt", None)
+    if chosen == rejected:
+        raise DataError(f"{where}: chosen and rejected must differ, got {chosen!r:.60}")
+    if type(chosen) is not type(rejected):
+        raise DataError(f"{where}: chosen and rejected must both be text or both be messages")
+    if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
+        num = _num_shared(chosen, rejected)
+        prompt, chosen, rejected = chosen[:num], chosen[num:], rejected[num:]
+    answers = [
+        parse_example({**row, "prompt": prompt, "completion": answer}, where=where)
+        for answer in (chosen, rejected)
+    ]
+    return answers[0], answers[1]
+
+
+def _num_shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many messages, or characters, of two answers are their prompt."""
+    pairs = enumerate(zip(one, other, strict=False))
+    num = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    if not isinstance(one, str):
+        return min(num, len(one) - 1, len(other) - 1)
+    turn = one.rfind(TURN, 0, num)  # as Anthropic's HH-RLHF separates turns
+    if turn >= 0:
+        return turn + len(TURN)
+    return num - 1 if one[num - 1 : num] == " " else num
 
 
 def _completion(row: Row, where: str) -> Example:

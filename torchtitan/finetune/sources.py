@@ -14,8 +14,9 @@ from torchtitan.data.corpus import Corpus, name_of
 from torchtitan.data.files import find_all
 from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.readers import Row, find_mistakes, join_errors, read_rows
+from torchtitan.data.settings import PREFERENCES, READS_FILES
 from torchtitan.finetune.encoder import Encoder, Numbers
-from torchtitan.finetune.examples import Example, parse_example
+from torchtitan.finetune.examples import Example, parse_example, parse_pair
 from torchtitan.finetune.synthetic import synthetic_examples
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ def find_examples(
     training: TrainingConfig, *, holdout: Holdout = ALL, once: Once = alone
 ) -> Corpus:
     """Return the examples that `[training]` names, unread. Its `pieces` are rows."""
-    if training.dataset != "examples":
-        return synthetic_examples(held_out=holdout.takes_other_text)
+    if training.dataset not in READS_FILES:
+        pairs = training.dataset in PREFERENCES
+        return synthetic_examples(held_out=holdout.takes_other_text, pairs=pairs)
     groups = find_all(training.dataset_path, cache=training.dataset_cache, once=once)
     return example_files([file for files in groups for file in files])
 
@@ -45,8 +47,10 @@ def parts_of(source: Corpus) -> list[Corpus]:
     return [replace(source, name=str(file), files=(file,)) for file in source.files] or [source]
 
 
-def label_all(source: Corpus, encoder: Encoder) -> Iterator[tuple[Example, Numbers]]:
-    """Yield each example with its numbers.
+def label_all(
+    source: Corpus, encoder: Encoder, *, pairs: bool = False
+) -> Iterator[tuple[Example, Numbers]]:
+    """Yield each example with its numbers; of `pairs` the chosen and then the rejected one.
 
     Mistakes in all files and examples are raised together at the end. After the first one at most
     `MAX_CHECKED` examples are read. Raises DataError if files, examples or the template are wrong.
@@ -57,7 +61,7 @@ def label_all(source: Corpus, encoder: Encoder) -> Iterator[tuple[Example, Numbe
         rows = part.pieces()
         try:
             while num_left > 0 and (batch := [*islice(rows, ENCODED_AT_ONCE)]):
-                yield from _label(batch, encoder, mistakes)
+                yield from _label(batch, encoder, mistakes, pairs=pairs)
                 num_left -= len(batch) if mistakes else 0
         except DataError as error:  # the rest of this file cannot be read
             mistakes[str(error)] = error
@@ -66,17 +70,25 @@ def label_all(source: Corpus, encoder: Encoder) -> Iterator[tuple[Example, Numbe
 
 
 def _label(
-    batch: Sequence[Row], encoder: Encoder, mistakes: dict[str, DataError]
+    batch: Sequence[Row], encoder: Encoder, mistakes: dict[str, DataError], *, pairs: bool
 ) -> Iterator[tuple[Example, Numbers]]:
     """Yield the examples without a mistake, each with its numbers; add to `mistakes`."""
     try:
-        examples = [parse_example(row.value, where=row.where) for row in batch]
+        examples = [
+            example
+            for row in batch
+            for example in (
+                parse_pair(row.value, where=row.where)
+                if pairs
+                else [parse_example(row.value, where=row.where)]
+            )
+        ]
         numbers = encoder.encode(examples)
     except DataError as error:
         if len(batch) == 1:
             mistakes[str(error)] = error
         else:
             for row in batch:
-                yield from _label([row], encoder, mistakes)
+                yield from _label([row], encoder, mistakes, pairs=pairs)
         return
     yield from zip(examples, numbers, strict=True)

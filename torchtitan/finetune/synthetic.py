@@ -21,21 +21,33 @@ from torchtitan.data.synthetic import make_words
 NUM_EXAMPLES, NUM_HELD_OUT = 1000, 100
 
 
-def synthetic_examples(*, held_out: bool = False) -> Corpus:
-    """Return the examples to train on, or those for validation."""
-    name = "synthetic_examples, held out" if held_out else "synthetic_examples"
-    version = "synthetic examples held out 1" if held_out else "synthetic examples 1"
-    return Corpus(name, partial(_rows, name, held_out), key=[version])
+def synthetic_examples(*, held_out: bool = False, pairs: bool = False) -> Corpus:
+    """Return the examples to train on, or those for validation. Of `pairs` the rejected answer is
+    about another word."""
+    kind, part = "preferences" if pairs else "examples", " held out" if held_out else ""
+    name = f"synthetic_{kind}{',' if held_out else ''}{part}"
+    return Corpus(name, partial(_rows, name, held_out, pairs), key=[f"synthetic {kind}{part} 1"])
 
 
-def _rows(name: str, held_out: bool) -> Iterator[Row]:
+def _rows(name: str, held_out: bool, pairs: bool) -> Iterator[Row]:
     values = _draw(random.Random(21), num=NUM_EXAMPLES)
     if held_out:
         trained = [*values]
         drawn = _draw(random.Random(23), num=2 * NUM_HELD_OUT)
         values = islice((row for row in drawn if row not in trained), NUM_HELD_OUT)
     for number, value in enumerate(values, start=1):
-        yield Row(value, f"{name} {number}")
+        yield Row(_pair(value) if pairs else value, f"{name} {number}")
+
+
+def _pair(example: dict[str, Any]) -> dict[str, Any]:
+    """Return an example with a wrong answer beside its last one."""
+    if "completion" in example:
+        right = example.pop("completion")
+        return {**example, "chosen": right, "rejected": " ".join(["", *reversed(right.split())])}
+    *prompt, right = example["messages"]
+    words = right["content"].split()
+    wrong = {**right, "content": " ".join(reversed(words))}
+    return {"prompt": prompt, "chosen": [right], "rejected": [wrong]}
 
 
 def _draw(generator: random.Random, *, num: int) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from torch import Tensor
 
 from torchtitan.base.custom import convert_errors, is_import_path, load_object
 from torchtitan.base.errors import ConfigError
+from torchtitan.models.interface import HeadLoss
 
 LOSS = "training.loss"
 IGNORE_INDEX = -100
@@ -49,6 +50,19 @@ FEWEST_TOKENS = {"cpu": 512, "cuda": 2048}
 """Least number of tokens per chunk. With fewer, products are bound by the weight's memory."""
 PRODUCT = 2**22
 """Elements of a gradient that are added at a time, if the addition is not part of the product."""
+
+
+class HasFigures(Protocol):
+    """A loss with figures beside its sum."""
+
+    def begin(self) -> None:
+        """Forget them."""
+        ...
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return those of what was computed since, equal on all ranks. Collective."""
+        ...
+
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
 """From logits (M, V) in float32 and labels (M) to the loss of each token (M)."""
@@ -61,15 +75,18 @@ def build_loss(
     recompute: bool = False,
     backend: str | None = None,
     token_losses: TokenLosses | None = None,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    per_token: bool = False,
+) -> HeadLoss:
     """Return a function from the head's input (B, S, C), its weight (V, C) and labels to the loss.
 
-    The loss is a sum, and NaN if a label is outside the vocabulary.
+    The loss is a sum, or with `per_token` that of each token (B, S), 0 where none is due. It is NaN
+    if a label is outside the vocabulary.
 
     `group` has the ranks with equal parts of the vocabulary, in their order; None: this rank has it
-    all. `num_chunks` 0: see `chunk_size`. With `recompute`, gradients are computed in backward from
-    input and weight, not in forward. The compiler `backend` fuses the passes over logits.
-    `token_losses` replaces the cross-entropy, without a `group` or a compiler.
+    all. `num_chunks` 0: see `chunk_size`. With `recompute`, and for `per_token`, gradients are
+    computed in backward from input and weight, not in forward; with `recompute` each by itself. The
+    compiler `backend` fuses the passes over logits. `token_losses` replaces the cross-entropy,
+    without a `group` or a compiler.
     """
     assert group is None or token_losses is None
     fused = None if backend is None else _FusedPasses(backend)
@@ -83,15 +100,19 @@ def build_loss(
         head = _Head(group, size, fused)
         if token_losses is not None:
             head = _OwnHead(None, size, None, token_losses)
-        if recompute:
-            summed, *_ = head(x_NC, weight_VC, labels_N, (False, False))
-            # two nodes: a pipeline may ask for one gradient now and for the other one later
-            summed = summed + _Recomputed.apply(x_NC, weight_VC.detach(), labels_N, head)
-            return summed + _Recomputed.apply(x_NC.detach(), weight_VC, labels_N, head)
-        ends = (x_NC, weight_VC)
-        is_wanted = [torch.is_grad_enabled() and end.requires_grad for end in ends]
-        summed, *gradients = head(x_NC, weight_VC, labels_N, is_wanted)
-        for end, gradient in zip(ends, gradients, strict=True):
+        if recompute or per_token:
+            loss_N, *_ = head(x_NC, weight_VC, labels_N)
+            ends = [(x_NC, weight_VC)]
+            if recompute:  # two nodes: a pipeline may ask for one gradient now and the other later
+                ends = [(x_NC, weight_VC.detach()), (x_NC.detach(), weight_VC)]
+            for end in ends:
+                loss_N = loss_N + _Recomputed.apply(*end, labels_N, head)
+            return loss_N.view_as(labels_BS) if per_token else loss_N.sum()
+        both = (x_NC, weight_VC)
+        is_wanted = [torch.is_grad_enabled() and end.requires_grad for end in both]
+        loss_N, *gradients = head(x_NC, weight_VC, labels_N, is_wanted)
+        summed = loss_N.sum()
+        for end, gradient in zip(both, gradients, strict=True):
             if gradient is not None:
                 summed = summed + _Held.apply(end, gradient)
         return summed
@@ -172,12 +193,19 @@ class _Head:
 
     @torch.no_grad()
     def __call__(
-        self, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, is_wanted: Sequence[bool]
+        self,
+        x_NC: Tensor,
+        weight_VC: Tensor,
+        labels_N: Tensor,
+        is_wanted: Sequence[bool] = (False, False),
+        grad_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the summed loss and the wanted gradients of input and weight.
+        """Return each token's loss and the wanted gradients of input and weight.
 
-        The gradient of the weight is float32.
+        `grad_N` are the gradients of the token losses. Default: 1, those of their sum. The gradient
+        of the weight is float32.
         """
+        grad_N = torch.ones_like(labels_N, dtype=torch.float32) if grad_N is None else grad_N
         weight_VC = weight_VC.to(x_NC.dtype)  # on one rank it has its stored dtype
         dx_NC = torch.empty_like(x_NC) if is_wanted[0] else None
         dweight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if is_wanted[1] else None
@@ -190,15 +218,19 @@ class _Head:
             x_MC = x_NC[chunk]
             logits_MV = logits_MV[: len(x_MC)]
             torch.mm(x_MC, weight_VC.mT, out=logits_MV)
-            loss_N[chunk] = self._loss(logits_MV, labels_N[chunk], passes, slope=any(is_wanted))
+            grad_M = grad_N[chunk] if any(is_wanted) else None
+            loss_N[chunk] = self._loss(logits_MV, labels_N[chunk], passes, grad_M)
             if dx_NC is not None:
                 torch.mm(logits_MV, weight_VC, out=dx_NC[chunk])
             if dweight_VC is not None:
                 _add_product(dweight_VC, logits_MV.mT, x_MC)
-        return loss_N.sum(), dx_NC, dweight_VC
+        return loss_N, dx_NC, dweight_VC
 
-    def _loss(self, logits_MV: Tensor, labels_M: Tensor, passes: _Passes, *, slope: bool) -> Tensor:
-        """Return each token's loss. With `slope`, overwrite the logits by their gradient."""
+    def _loss(
+        self, logits_MV: Tensor, labels_M: Tensor, passes: _Passes, grad_M: Tensor | None
+    ) -> Tensor:
+        """Return each token's loss. With `grad_M`, the gradients of these losses, overwrite the
+        logits by their gradient."""
         part = whole = logits_MV.shape[1]
         place_M = labels_M
         if self.group is not None:
@@ -217,10 +249,10 @@ class _Head:
             dist.all_reduce(sums_2M, group=self.group)
             sum_M, at_label_M = sums_2M
         is_due_M = labels_M != IGNORE_INDEX
-        if slope:  # softmax less one at the label
-            factor_M = is_due_M / sum_M
-            passes.weigh(logits_MV, largest_M, factor_M)
-            slope_M = here_M.exp() * factor_M - is_here_M.float()
+        if grad_M is not None:  # softmax less one at the label
+            share_M = is_due_M * grad_M / sum_M
+            passes.weigh(logits_MV, largest_M, share_M)
+            slope_M = here_M.exp() * share_M - is_here_M * grad_M
             logits_MV.scatter_(1, column_M1, slope_M.to(logits_MV.dtype)[:, None])
         is_known_M = is_here_M if whole == part else (labels_M >= 0) & (labels_M < whole)
         loss_M = sum_M.log() - at_label_M
@@ -233,19 +265,21 @@ class _OwnHead(_Head):
 
     token_losses: TokenLosses
 
-    def _loss(self, logits_MV: Tensor, labels_M: Tensor, passes: _Passes, *, slope: bool) -> Tensor:
+    def _loss(
+        self, logits_MV: Tensor, labels_M: Tensor, passes: _Passes, grad_M: Tensor | None
+    ) -> Tensor:
         is_due_M = labels_M != IGNORE_INDEX
-        with torch.set_grad_enabled(slope):
+        with torch.set_grad_enabled(grad_M is not None):
             # tokens without a loss get equal logits, so that their unused loss is finite
-            leaf_MV = logits_MV.float().where(is_due_M[:, None], 0.0).requires_grad_(slope)
+            leaf_MV = logits_MV.float().where(is_due_M[:, None], 0.0).detach()
+            leaf_MV.requires_grad_(grad_M is not None)
             loss_M = self.token_losses(leaf_MV, labels_M.where(is_due_M, 0))
             if loss_M.shape != labels_M.shape:  # a sum would be taken for each token's
                 rule = f"must return the loss of each of {len(labels_M)} tokens by itself"
                 raise ConfigError.at(LOSS, f"{rule}, got a shape of {tuple(loss_M.shape)}")
             due_M = loss_M.where(is_due_M, 0.0)
-            summed = due_M.sum()
-        if slope:
-            logits_MV.copy_(torch.autograd.grad(summed, leaf_MV)[0])
+        if grad_M is not None:
+            logits_MV.copy_(torch.autograd.grad(due_M, leaf_MV, grad_M)[0])
         return due_M.detach()
 
 
@@ -301,22 +335,25 @@ class _Held(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """A zero whose backward computes the gradients of a loss."""
+    """Zeros, one per token, whose backward computes the gradients of their losses."""
 
     @staticmethod
     def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, head: _Head) -> Tensor:
         ctx.head = head
         ctx.save_for_backward(x_NC, weight_VC, labels_N)
-        return torch.zeros((), device=x_NC.device)
+        return torch.zeros(len(x_NC), device=x_NC.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NC, weight_VC, labels_N = ctx.saved_tensors
-        _, *gradients = ctx.head(x_NC, weight_VC, labels_N, ctx.needs_input_grad[:2])
-        scaled = [None if gradient is None else gradient.mul_(*grads) for gradient in gradients]
-        return scaled[0], None if scaled[1] is None else scaled[1].to(weight_VC.dtype), None, None
+        _, dx_NC, dweight_VC = ctx.head(x_NC, weight_VC, labels_N, ctx.needs_input_grad[:2], *grads)
+        return dx_NC, None if dweight_VC is None else dweight_VC.to(weight_VC.dtype), None, None
 
 
 def count_valid(labels_BS: Tensor) -> Tensor:
-    """Return the number of labels that are valid, an int64 scalar on their device."""
-    return torch.count_nonzero(labels_BS != IGNORE_INDEX)
+    """Return what a loss is divided by: the number of valid labels, int64 on their device.
+
+    Of preferences (B, S, 4) it is the number of pairs, which the last column counts.
+    """
+    counted = labels_BS if labels_BS.ndim == 2 else labels_BS[..., -1]
+    return torch.count_nonzero(counted != IGNORE_INDEX)

@@ -90,5 +90,5 @@ def _pick(x_BS: Tensor, token_indices: Tensor) -> Tensor:
     return (
         x_BS.index_select(1, token_indices)
         if token_indices.ndim == 1
-        else x_BS.gather(1, token_indices)
+        else torch.stack([x_S[i_S] for x_S, i_S in zip(x_BS, token_indices, strict=True)])
     )

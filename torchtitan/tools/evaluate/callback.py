@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.dataset import PadToBatch
 from torchtitan.data.loader import Loader
@@ -50,7 +49,7 @@ class Perplexity:
             raise ConfigError.at(KEY, rule)
         if run.validator is None:
             raise ConfigError.at("validation.enable", f"must be true for {PATH}")
-        if is_import_path(run.training.loss):
+        if run.training.loss != "cross_entropy":
             rule = f"must be cross_entropy for a perplexity, got '{run.training.loss}'"
             raise ConfigError.at("training.loss", rule)
         cut, size = replace(run.training, dataset_weights=()), run.training.local_batch_size
@@ -66,6 +65,7 @@ class Perplexity:
                 settings=DataLoaderConfig(),
             )
             self._validators[name] = Validator(
+                samples=samples,
                 loader=loader,
                 execution=run.execution,
                 shard=run.sequence_shard,

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensors
 
-from torchtitan.build import balance_experts, build_model
+from torchtitan.build import balance_experts, build_head_loss, build_model
 from torchtitan.data.loader import Samples
-from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.settings import OF_PAIRS, TrainingConfig
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.models.init import local_part
@@ -72,7 +72,10 @@ def record_step(
         with fake:
             allocate(part, device=CPU, offloads=False)
 
-    model, execution = build_model(config, layout=layout, mesh=mesh, device=CPU, fill=fill)
+    loss = build_head_loss(config, layout=layout, mesh=mesh, device=CPU)
+    model, execution = build_model(
+        config, layout=layout, mesh=mesh, device=CPU, loss=loss, fill=fill
+    )
     dtype = getattr(torch, config.training.mixed_precision_param)
     for part in model:
         tape.watch_blocks(part)
@@ -120,7 +123,10 @@ def _batches(
     """Return `num` equal batches of this rank, whose samples are one document each."""
     tokens = torch.zeros(source.local_batch_size, source.seq_len, dtype=torch.int64)
     lengths = torch.full((source.local_batch_size,), source.seq_len)
-    samples: Samples = {"tokens": tokens, "labels": tokens.clone(), "document_lengths": lengths}
+    labels = tokens.clone()
+    if source.loss in OF_PAIRS:  # one answer in each sample, which is the first of a pair
+        labels = torch.zeros(*tokens.shape, 4, dtype=torch.int64)
+    samples: Samples = {"tokens": tokens, "labels": labels, "document_lengths": lengths}
     batches = [shard.take(samples) for _ in range(num)]
     if fakes is None:
         return batches
