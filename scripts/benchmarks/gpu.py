@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -58,19 +57,9 @@ KEPT = "--activation_checkpoint.mode=none"
 COMPILED = "--compile.enable"
 FLOAT8 = "--model.converters=float8"
 EXPERTS = ("--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--model.num_layers=4")
-LORA = (
-    "--lora.rank=16",
-    "--training.local_batch_size=2",
-    "--training.global_batch_size=32",
-    KEPT,
-)
-BFLOAT16 = (
-    COMPILED,
-    "--training.dtype=bfloat16",
-    "--training.seq_len=4096",
-    "--training.steps=6",
-    "--metrics.log_freq=1",
-)
+LORA = ("--lora.rank=16", "--training.local_batch_size=2", "--training.global_batch_size=32", KEPT)
+ALL_BFLOAT16 = (COMPILED, "--training.dtype=bfloat16", "--training.seq_len=4096")
+SHORT = ("--training.steps=6", "--metrics.log_freq=1")
 PUBLISHED: Mapping[str, tuple[float, str]] = {
     "8B LoRA": (12_473, "Automodel on an H100"),
     "7B LoRA": (14_110, "Automodel on an H100"),
@@ -78,14 +67,11 @@ PUBLISHED: Mapping[str, tuple[float, str]] = {
 }
 """Tokens/s of the same jobs, and who published them."""
 JOBS: Mapping[str, tuple[str, ...]] = {
-    "8B LoRA": (*BFLOAT16, "--model.flavor=8B", *LORA),
-    "7B LoRA": (*BFLOAT16, "--model.name=qwen2", "--model.flavor=7B", *LORA),
+    "8B LoRA": (*SHORT, *ALL_BFLOAT16, "--model.flavor=8B", *LORA),
+    "7B LoRA": (*SHORT, *ALL_BFLOAT16, "--model.name=qwen2", "--model.flavor=7B", *LORA),
     "8B": (
-        *BFLOAT16,
-        "--model.flavor=8B",
-        "--training.local_batch_size=4",
-        "--training.global_batch_size=8",
-        "--activation_checkpoint.mode=full",
+        *(*SHORT, *ALL_BFLOAT16, "--model.flavor=8B", "--activation_checkpoint.mode=full"),
+        *("--training.local_batch_size=4", "--training.global_batch_size=8"),
     ),
     "bfloat16": (COMPILED, KEPT),
     "experts": (*EXPERTS, KEPT),
@@ -93,7 +79,6 @@ JOBS: Mapping[str, tuple[str, ...]] = {
     "3B by operator": ("--model.flavor=3B", SELECTIVE, f"{OPTION}op"),
     "float8": (COMPILED, KEPT, FLOAT8),
     "not compiled": (KEPT,),
-    "trace": (COMPILED, KEPT, "--profiling.enable_profiling=true"),
 }
 REAL_JOB = (
     "--model.flavor=1B",
@@ -103,7 +88,6 @@ REAL_JOB = (
     "--training.mixed_precision_param=bfloat16",
     "--training.steps=30",
     "--metrics.log_freq=5",
-    "--profiling.profile_freq=10",
 )
 TOY_JOB = (
     "--model.flavor=tiny",
@@ -113,7 +97,6 @@ TOY_JOB = (
     "--training.mixed_precision_param=bfloat16",
     "--training.steps=5",
     "--metrics.log_freq=1",
-    "--profiling.profile_freq=5",
 )
 SMALL_JOB = (
     "--model.flavor=debugmodel",
@@ -190,7 +173,7 @@ NAMES = (
     "kernels",
     *PUBLISHED,
     "layouts",
-    *(name for name in JOBS if name not in PUBLISHED),
+    *(n for n in JOBS if n not in PUBLISHED),
     "CPU",
     "resume",
 )
@@ -288,9 +271,6 @@ def _measure(
         return figures | {"failed": _reason(failed)}
     if name in PUBLISHED:
         figures["published"] = dict(zip(("tokens_per_second", "by"), PUBLISHED[name], strict=True))
-    if name == "trace":
-        trace = max(folder.glob("profile_traces/step-*/rank_0.json"))
-        figures["top_operations"] = top_operations(trace)
     return figures
 
 
@@ -448,8 +428,6 @@ def _describe(figures: Figures) -> str:
     )
     if published := figures.get("published"):
         text += f"; published: {published['tokens_per_second']:,} tokens/s, {published['by']}"
-    if parts := [f"{name[:60]} {part:.1%}" for name, part in figures.get("top_operations", ())]:
-        text += f"; longest operations: {'; '.join(parts)}"
     return text
 
 
@@ -460,22 +438,6 @@ def _describe_plan(figures: Figures) -> str:
     best, worst = planned["step_time_s"]
     verdict = "" if planned["fits"] else ", which does not fit"
     return f"; planned {best:.3g} to {worst:.3g} s, {planned['memory_peak_gib']:.2f} GiB{verdict}"
-
-
-def top_operations(trace: Path, *, count: int = 3) -> list[tuple[str, float]]:
-    """Return the kernels of a profiler trace that take longest, each with its share.
-
-    Without a GPU: the operations, whose times include those of the operations they call.
-    """
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    for kind in ("kernel", "cpu_op"):
-        spent: Counter[str] = Counter()
-        for event in events:
-            if event.get("ph") == "X" and event.get("cat") == kind:
-                spent[event["name"]] += event["dur"]
-        if spent:
-            break
-    return [(name, taken / spent.total()) for name, taken in spent.most_common(count)]
 
 
 def _start(*arguments: str, deadline: float, **environment: str) -> None:

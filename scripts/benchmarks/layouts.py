@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +54,13 @@ LIMIT_S = 180
 CORES_PER_ROW = 4
 BOUNDS: Mapping[str, Mapping[str, float]] = {
     "float32": {"loss": 1e-5, "grad_norm": 1e-5, "gradients": 1e-4, "weights": 1e-2},
-    "bfloat16": {"loss": 2e-3, "grad_norm": 2e-2, "gradients": 1e-1, "weights": 6e-1},
+    "bfloat16": {"loss": 2e-3, "grad_norm": 5e-3, "gradients": 1.0, "weights": 1.0},
 }
+"""Allowed relative differences. In bfloat16 one operation rounds by up to 2e-3. Over the tokens of
+a batch that averages out: on a CPU at most 3e-5 in the loss and 3e-4 in the norm, and 6e-4 and
+1.2e-3 where compiled blocks round less often. Rounding also chooses other experts, so that the
+gradient of a router differs by 0.6 (other tensors: 0.02): bounds of tensors only find a wrong sign
+or a missing part."""
 MOE = ("--model.name=qwen3_moe",)
 DOCUMENTS = (
     "--training.dataset=synthetic_examples",
@@ -137,7 +142,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add, text = parser.add_argument, f"train only these of: {', '.join(ROWS)}"
     add("--only", nargs="+", choices=ROWS, default=[*ROWS], metavar="NAME", help=text)
     add("--dtype", choices=BOUNDS, default="float32", help="computation (float32)")
-    text = "start no row after that, and end those that still run"
+    text = "end then; --out keeps the rows that ended"
     add("--budget_s", type=float, default=float("inf"), metavar="SECONDS", help=text)
 
 
@@ -155,25 +160,22 @@ def measure(args: argparse.Namespace) -> Report:
         rows[name] = row
         sys.stderr.write(f"{name}: {describe(row)}\n")
         if args.out is not None:
-            write_json(_report(rows, about=about), args.out)
-    return _report(rows, about=about, missing=[name for name in args.only if name not in rows])
+            write_json(_report(rows, names=args.only, about=about), args.out)
+    return _report(rows, names=args.only, about=about)
 
 
-def _report(
-    rows: Mapping[str, Figures], *, about: Mapping[str, Any], missing: Sequence[str] = ()
-) -> Report:
-    notes = [f"{name}: {describe(row)}" for name, row in rows.items()]
-    notes += [f"{name}: not trained within --budget_s" for name in missing]
-    failed = any(row["verdict"] != PASSED for row in rows.values())
-    measured = {"measured": rows}
-    return Report(about=about, comparisons=[], notes=notes, more=measured, has_failed=failed)
+def _report(rows: Figures, *, names: Iterable[str], about: Mapping[str, Any]) -> Report:
+    notes = [f"{n}: {describe(rows[n]) if n in rows else 'not trained yet'}" for n in names]
+    failed = any(name in rows and rows[name]["verdict"] != PASSED for name in names)
+    more = {"measured": rows}
+    return Report(about=about, comparisons=[], notes=notes, more=more, has_failed=failed)
 
 
 def train_rows(
     names: Iterable[str], rows: Mapping[str, Figures], *, dtype: str, deadline: float
 ) -> Iterator[tuple[str, Figures]]:
     """Train the named rows that `rows` lacks or has as failed, several at a time on many cores, and
-    yield each when it ends. None is started after `deadline`, in seconds of `time.monotonic`."""
+    yield each when it ends. At `deadline`, in seconds of `time.monotonic`, the rest is left out."""
     names = [name for name in names if rows.get(name, {}).get("verdict") != PASSED]
     plans: dict[str, list[Plan]] = {}
     for name in names:
@@ -206,6 +208,8 @@ def train_rows(
             compare_results(result, reference.result(), options=argparse.Namespace(**settings))
         elif not result.problem:
             result.problem = f"the reference {reference.result().problem}"
+        if time.monotonic() >= deadline:  # which may have ended the ranks
+            return None
         return {
             "verdict": PASSED if result.verdict == "reference" else result.verdict,
             "seconds": time.monotonic() - begin,
@@ -235,7 +239,7 @@ def train_rows(
 
 
 def _unexpected(result: Result, end: str) -> str:
-    """Return the problem that a training did not end as it should, or ""."""
+    """Return the problem that a training ended otherwise, or ""."""
     text = result.problem or "ended with exit code 0"
     return "" if end in text else f"must end with {end}, but {text}"
 

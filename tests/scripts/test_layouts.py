@@ -11,6 +11,7 @@ import pytest
 from scripts import benchmark
 from scripts.benchmarks import layouts
 from scripts.benchmarks.layouts import Trial
+from torchtitan.tools.compare.layouts import Result
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -39,6 +40,10 @@ def test_a_wrong_layout_is_found_and_only_failed_rows_are_trained_again(
 def test_killed_ranks_resume_in_another_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train(tmp_path / "killed.json", "fsdp2 then tp2")[1]["verdict"] == "same"
-    monkeypatch.setattr(layouts, "CALLBACK", "--job.description=")
-    assert "SIGKILL" in train(tmp_path / "not.json", "fsdp2 then tp2")[1]["problem"]
+    out = tmp_path / "layouts.json"
+    assert train(out, "fsdp2 then tp2")[1]["verdict"] == "same"
+    out.unlink()
+    finished = Result(layout="fsdp2", num_ranks=2, folder=tmp_path)
+    monkeypatch.setattr(layouts, "train_layout", lambda plan, **options: finished)
+    for name, end in (("fsdp2 then tp2", "SIGKILL"), ("fsdp2, a rank stopped", "exit code 4")):
+        assert end in train(out, name)[1]["problem"]
