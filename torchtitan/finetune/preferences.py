@@ -150,7 +150,7 @@ class PreferenceLoss:
         self._function, self._has_reference = find_function(name, options), name in HAVE_REFERENCE
         self._log_loss, self._group, self._device = log_loss, group, device
         self._ranks = 1 if group is None else dist.get_world_size(group)
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
         self._recorded: list[Tensor] | None = None
         """While references are computed: of each pair its number and log-probabilities."""
         self._sources = dict[str, PairSource]()
@@ -191,15 +191,16 @@ class PreferenceLoss:
         self._sums.zero_()
 
     def figures(self) -> dict[str, Tensor]:
-        """Return the means over pairs, named as TRL names them. Collective."""
+        """Return means over pairs, named as TRL names them, and over tokens. Collective."""
         sums = self._sums.clone()
         dist.all_reduce(sums)  # ranks that hold the same pairs weigh the same
-        chosen, rejected, right, _ = (sums / sums[3]).unbind()
+        chosen, rejected, right = (sums[:3] / sums[3]).unbind()
         return {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected,
             "rewards/accuracies": right,
+            "valid_token_fraction": sums[4] / sums[5],
         }
 
     def __call__(self, x_BSC: Tensor, weight_VC: Tensor, targets_BS4: Tensor) -> Tensor:
@@ -233,16 +234,16 @@ class PreferenceLoss:
         chosen, rejected = (Answers(*(x_BH[:, i::2] for x_BH in fields_3BH)) for i in range(2))
         loss_BP, *rewards = self._function(chosen, rejected)
         summed = loss_BP.where(is_pair_BP, 0.0).sum()
-        self._note(is_pair_BP, *(reward.detach() for reward in rewards))
+        chosen_BP, rejected_BP = (reward.detach() for reward in rewards)
+        of_pairs = (chosen_BP, rejected_BP, chosen_BP > rejected_BP, is_pair_BP)
+        of_tokens = labels_BS != IGNORE_INDEX, torch.ones_like(labels_BS)
+        sums = [x_BP.where(is_pair_BP, 0).double().sum() for x_BP in of_pairs]
+        self._sums += torch.stack(sums + [x_BS.double().sum() for x_BS in of_tokens])
         if self._recorded is not None:
             found = torch.stack([number_BH[:, ::2] - 1, chosen.log_prob, rejected.log_prob])
             self._recorded.append(found.detach()[:, is_pair_BP])
         # all ranks of the group have this sum, and each the gradient of its tokens
         return summed - summed.detach() * (1 - 1 / self._ranks)
-
-    def _note(self, is_pair_BP: Tensor, chosen_BP: Tensor, rejected_BP: Tensor) -> None:
-        columns = (chosen_BP, rejected_BP, chosen_BP > rejected_BP, is_pair_BP)
-        self._sums += torch.stack([c.where(is_pair_BP, 0).double().sum() for c in columns])
 
 
 def fill_references(
