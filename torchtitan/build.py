@@ -50,7 +50,6 @@ from torchtitan.metrics.meter import build_meter
 from torchtitan.metrics.sinks import build_sinks
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import HeadLoss, LanguageModel, ModelParts
-from torchtitan.models.kernels import set_attention_kernel
 from torchtitan.models.settings import TRANSFORMERS
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
@@ -106,7 +105,10 @@ def build_run(
     start = choose_start(config, layout=layout, io=io)
 
     device = local_device(launch.local_rank)
-    set_attention_kernel(config.training.attention_kernel, device=device, cleanup=cleanup)
+    if device.type == "cuda" or config.training.attention_kernel != "auto":
+        from torchtitan.models.kernels import set_attention_kernel
+
+        set_attention_kernel(config.training.attention_kernel, device=device, cleanup=cleanup)
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
