@@ -17,9 +17,10 @@ ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"
 FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.recipe_name=rowwise")
 ROOT = Path(__file__).parents[2]
 TRAIN_CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
-TO_BE_GIVEN = {
-    "finetune_hf": ("--checkpoint.initial_load_path=base", "--training.dataset_path=chats.jsonl")
-}
+TO_BE_GIVEN = dict.fromkeys(
+    ("finetune_hf", "finetune_dpo"),
+    ("--checkpoint.initial_load_path=base", "--training.dataset_path=chats.jsonl"),
+)
 
 
 @pytest.mark.promise("settings")

@@ -16,6 +16,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.finetune.chat import ChatTemplate, Conversation, Rendered, find_template
 from torchtitan.finetune.encoder import Encoder
+from torchtitan.finetune.examples import parse_answers
 
 TOOLS = [{"type": "function", "function": {"name": "f<é>", "parameters": {}}}]
 CALL = [
@@ -114,6 +115,31 @@ def test_prefixes_find_what_marks_say(tmp_path: Path) -> None:
     ]
     assert rows[0] is not None
     assert np.array_equal(*rows)
+
+
+REASONS_LAST = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and loop.last %}"
+    "({{ m.reasoning_content }}){% endif %}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.promise("chat-masks")
+def test_a_template_that_writes_earlier_answers_differently() -> None:
+    """As Qwen3's: reasoning only of the last answer. Each answer is learnt after what the model
+    reads before it at inference."""
+    question, reasons = {"role": "user", "content": "ask"}, {"reasoning": "so"}
+    chat = [question, {"role": "assistant", "content": "yes", **reasons}] * 2
+    template = template_of(REASONS_LAST)
+    for example in parse_answers({"messages": chat}, where="here"):
+        with pytest.raises(DataError):
+            template.divide(example)
+    examples = parse_answers({"messages": chat}, where="here", train_on="each")
+    texts = [template.divide(example) for example in examples]
+    assert [(text[:begin], text[begin:end]) for text, [(begin, end)] in texts] == [
+        ("<user>ask;<assistant>", "(so)yes;"),
+        ("<user>ask;<assistant>yes;<user>ask;<assistant>", "(so)yes;"),
+    ]
 
 
 @pytest.mark.timeout(60, method="thread")  # the other method has the only timer

@@ -13,7 +13,7 @@ import pytest
 
 from tests.finetune.chats import CHAT, read_examples, write_lines
 from torchtitan.finetune.chat import Conversation
-from torchtitan.finetune.examples import Completion, parse_example
+from torchtitan.finetune.examples import Completion, parse_answers, parse_example
 
 
 def say(role: object, content: object, **more: object) -> dict[str, object]:
@@ -62,6 +62,20 @@ SHAPES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 @pytest.mark.parametrize(("value", "messages"), SHAPES)
 def test_a_shape_is_a_conversation(value: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     assert parse_example(value, where="here") == Conversation(messages, None, "here")
+
+
+@pytest.mark.promise("chat-masks")
+@pytest.mark.parametrize(("train_on", "ends"), [("all", [4]), ("last", [4]), ("each", [2, 4])])
+def test_each_answer_or_the_last(train_on: str, ends: list[int]) -> None:
+    messages = [*ASK, ASK[0], say("assistant", "last")]
+    found = parse_answers({"messages": [*messages, ASK[0]]}, where="here", train_on=train_on)
+    for example, end in zip(found, ends, strict=True):
+        assert isinstance(example, Conversation)
+        if train_on == "all":
+            assert example.messages == [*messages, ASK[0]]
+        else:
+            earlier = [{**message, "train": False} for message in messages[: end - 1]]
+            assert example.messages == [*earlier, messages[end - 1]]
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

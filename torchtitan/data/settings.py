@@ -156,6 +156,12 @@ class TrainingConfig:
     ] = "padded"
     """padded: a sample is one example. packed: a sample holds several examples, separated by
     attn_mask_type."""
+    train_on: Annotated[
+        Literal["all", "last", "each"],
+        Requires("dataset", ("examples", "synthetic_examples")),
+    ] = "all"
+    """Answers of a chat that have labels: all; the last; or each in an example of its own, which
+    has the text of inference also if a template writes earlier answers differently."""
     long_examples: Annotated[Literal["truncate", "skip"], OF_EXAMPLES] = "truncate"
     """Cut an example longer than seq_len at its end, or skip it."""
     special_tokens_in_examples: Annotated[Literal["refuse", "encode"], OF_EXAMPLES] = "refuse"

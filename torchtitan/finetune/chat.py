@@ -255,7 +255,7 @@ class ChatTemplate:
     def _cannot_find(self, where: str) -> DataError:
         return DataError(
             f"{where}: cannot find the answer in the text of the chat template {self.origin}; put "
-            f"{TAGS} around each answer in the template"
+            f'{TAGS} around each answer in the template, or write training.train_on = "each"'
         )
 
     def _render(

@@ -44,7 +44,7 @@ from torchtitan.data.store import StoreWriter, TokenStore, open_writer
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, find_template
 from torchtitan.finetune.encoder import Encoder, is_answered
-from torchtitan.finetune.sources import find_examples, label_all
+from torchtitan.finetune.sources import find_examples, label_all, parser_of
 
 if TYPE_CHECKING:
     from torchtitan.data.loader import Samples
@@ -175,10 +175,11 @@ def build_examples(
     template_hash, special = _hash(encoder.template), training.special_tokens_in_examples
     pairs = training.dataset in PREFERENCES
     decides = [PAIRS if pairs else FORMAT, tokenizer.fingerprint, template_hash, special]
+    decides += [] if training.train_on == "all" else [training.train_on]
 
     def encode(folder: Path) -> Mapping[str, Any]:
         with open_writer(folder / "tokens", vocab_size=2 * tokenizer.vocab_size) as writer:
-            return _encode(source, encoder, pairs=pairs, writer=writer)
+            return _encode(source, encoder, training, writer=writer)
 
     def plan(folder: Path) -> Mapping[str, Any]:
         with open_writer(folder / "samples", vocab_size=examples.num_documents) as writer:
@@ -262,11 +263,11 @@ def _hash(template: ChatTemplate | None) -> str:
 
 
 def _encode(
-    source: Corpus, encoder: Encoder, *, pairs: bool, writer: StoreWriter
+    source: Corpus, encoder: Encoder, training: TrainingConfig, *, writer: StoreWriter
 ) -> dict[str, Any]:
     """Write the numbers of all examples with an answer; return notes about them."""
-    num_skipped, size = 0, 1 + pairs
-    rows = (row for _, row in label_all(source, encoder, pairs=pairs))
+    num_skipped, size = 0, 1 + (training.dataset in PREFERENCES)
+    rows = (row for _, row in label_all(source, encoder, parse=parser_of(training)))
     for group in zip(*[rows] * size, strict=True):
         if all(map(is_answered, group)):
             for row in group:

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.text import check_characters
-from torchtitan.finetune.chat import REASONING_KEYS, Conversation, Message
+from torchtitan.finetune.chat import REASONING_KEYS, Conversation, Message, is_trained
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WEIGHTS = ("0", "1", "0.0", "1.0")
@@ -71,6 +71,20 @@ def parse_example(row: object, *, where: str) -> Example:
         f"{where} must have the key messages, or prompt and completion, or conversations, got "
         f"keys {', '.join(map(repr, row)) or 'none'}"
     )
+
+
+def parse_answers(row: object, *, where: str, train_on: str = "all") -> list[Example]:
+    """Return the example in a row; for `train_on` "last" without what follows the last answer, and
+    trained on that alone; for "each" so with each answer as the last one."""
+    example = parse_example(row, where=where)
+    if train_on == "all" or isinstance(example, Completion):
+        return [example]
+    messages = example.messages
+    numbers = [i for i, message in enumerate(messages) if is_trained(message)]
+    return [
+        example._replace(messages=[*({**m, "train": False} for m in messages[:i]), messages[i]])
+        for i in (numbers[-1:] if train_on == "last" else numbers)
+    ] or [example]
 
 
 def parse_pair(row: object, *, where: str) -> Pair:

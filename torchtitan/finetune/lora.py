@@ -138,7 +138,7 @@ def check_special_rows(
     """Refuse special tokens of the data whose rows of the embedding are zeros: a base pads its
     vocabulary with such rows, and adapters do not train them. Collective."""
     first = [samples[k] for k in range(min(NUM_LOOKED_AT, samples.num_samples or 1))]
-    labels = [s["labels"].view(len(s["tokens"]), -1)[:, 0] for s in first]  # also of pairs
+    labels = [s["labels"] if s["labels"].ndim == 1 else s["labels"][:, 0] for s in first]
     parts = [*(s["tokens"][: s["length"]] for s in first), *labels]
     ids = set(torch.cat(parts).tolist())
     has_number = torch.zeros(max(special_tokens.values(), default=0) + 1, dtype=torch.int64)

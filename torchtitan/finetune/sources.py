@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +17,14 @@ from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.readers import Row, find_mistakes, join_errors, read_rows
 from torchtitan.data.settings import PREFERENCES, READS_FILES
 from torchtitan.finetune.encoder import Encoder, Numbers
-from torchtitan.finetune.examples import Example, parse_example, parse_pair
+from torchtitan.finetune.examples import Example, parse_answers, parse_pair
 from torchtitan.finetune.synthetic import synthetic_examples
 
 if TYPE_CHECKING:
     from torchtitan.data.settings import TrainingConfig
 
+Parse = Callable[..., Sequence[Example]]
+"""From a row and `where` it is to its examples."""
 ENCODED_AT_ONCE = 64
 MAX_CHECKED = 10_000
 
@@ -47,10 +50,17 @@ def parts_of(source: Corpus) -> list[Corpus]:
     return [replace(source, name=str(file), files=(file,)) for file in source.files] or [source]
 
 
+def parser_of(training: TrainingConfig) -> Parse:
+    """Return what makes the examples of a row, of a pair the chosen and then the rejected one."""
+    if training.dataset in PREFERENCES:
+        return parse_pair
+    return partial(parse_answers, train_on=training.train_on)
+
+
 def label_all(
-    source: Corpus, encoder: Encoder, *, pairs: bool = False
+    source: Corpus, encoder: Encoder, *, parse: Parse = parse_answers
 ) -> Iterator[tuple[Example, Numbers]]:
-    """Yield each example with its numbers; of `pairs` the chosen and then the rejected one.
+    """Yield each example with its numbers.
 
     Mistakes in all files and examples are raised together at the end. After the first one at most
     `MAX_CHECKED` examples are read. Raises DataError if files, examples or the template are wrong.
@@ -61,7 +71,7 @@ def label_all(
         rows = part.pieces()
         try:
             while num_left > 0 and (batch := [*islice(rows, ENCODED_AT_ONCE)]):
-                yield from _label(batch, encoder, mistakes, pairs=pairs)
+                yield from _label(batch, encoder, mistakes, parse=parse)
                 num_left -= len(batch) if mistakes else 0
         except DataError as error:  # the rest of this file cannot be read
             mistakes[str(error)] = error
@@ -70,25 +80,17 @@ def label_all(
 
 
 def _label(
-    batch: Sequence[Row], encoder: Encoder, mistakes: dict[str, DataError], *, pairs: bool
+    batch: Sequence[Row], encoder: Encoder, mistakes: dict[str, DataError], *, parse: Parse
 ) -> Iterator[tuple[Example, Numbers]]:
     """Yield the examples without a mistake, each with its numbers; add to `mistakes`."""
     try:
-        examples = [
-            example
-            for row in batch
-            for example in (
-                parse_pair(row.value, where=row.where)
-                if pairs
-                else [parse_example(row.value, where=row.where)]
-            )
-        ]
+        examples = [each for row in batch for each in parse(row.value, where=row.where)]
         numbers = encoder.encode(examples)
     except DataError as error:
         if len(batch) == 1:
             mistakes[str(error)] = error
         else:
             for row in batch:
-                yield from _label([row], encoder, mistakes, pairs=pairs)
+                yield from _label([row], encoder, mistakes, parse=parse)
         return
     yield from zip(examples, numbers, strict=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import plural
 from torchtitan.data.readers import join_errors
-from torchtitan.data.settings import PREFERENCES, SUPERVISED, TrainingConfig
+from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.job import Config, load_job
 from torchtitan.tools.verbs import at_least, build_parser, report_errors
@@ -57,7 +57,7 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> Iterator[str]:
     """Yield lines about rows and counts of each file of the training data; raise UserError if the
     data are not examples, or the training would refuse them."""
     from torchtitan.finetune.data import build_encoder, fate_of
-    from torchtitan.finetune.sources import find_examples, label_all, parts_of
+    from torchtitan.finetune.sources import find_examples, label_all, parser_of, parts_of
     from torchtitan.resume_rules import resolve_model
 
     config = resolve_model(config)
@@ -76,7 +76,7 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> Iterator[str]:
         fates: list[Fate] = []
         lengths: list[int] = []
         try:
-            for example, row in label_all(part, encoder, pairs=training.dataset in PREFERENCES):
+            for example, row in label_all(part, encoder, parse=parser_of(training)):
                 fates.append(fate_of(row, training))
                 lengths.append(len(row))
                 if len(lengths) <= num_rows:

@@ -31,7 +31,7 @@ from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.finetune.data import ExampleSource, build_encoder
 from torchtitan.finetune.encoder import is_answered
-from torchtitan.finetune.sources import find_examples, label_all
+from torchtitan.finetune.sources import find_examples, label_all, parser_of
 from torchtitan.job import Config
 
 StoreKey = tuple[int, int]
@@ -185,10 +185,13 @@ class RunData:
             yield from (f"{origin.prefix} document {n}" for n in range(origin.num_documents))
         elif training.dataset not in SUPERVISED:
             yield from self._read_trained(origin)
-        elif read_notes(Path(self.dataset.stores[0].prefix).parent)["without_answer"]:
+        elif (
+            read_notes(Path(self.dataset.stores[0].prefix).parent)["without_answer"]
+            or training.train_on == "each"
+        ):
             path = self._config.model.tokenizer_path
             encoder = build_encoder(training, tokenizer=self.tokenizer, tokenizer_path=path)
-            encoded = label_all(origin, encoder)
+            encoded = label_all(origin, encoder, parse=parser_of(training))
             yield from (example.where for example, row in encoded if is_answered(row))
         else:
             yield from (row.where for row in origin.pieces())
