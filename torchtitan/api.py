@@ -239,7 +239,7 @@ def find_pretrained(
         spec, architecture = find_model(job.model)
         model, lora = spec.build_meta(architecture), job.lora
         if lora.rank:
-            apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
+            apply_lora(model, settings=lora, names=spec.hf.names)
         return Pretrained(
             spec=spec,
             model=model,

@@ -7,6 +7,7 @@ rank does the same, so that a mistake ends the job in its first second.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchtitan.base.custom import convert_errors
@@ -62,7 +63,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
             check_model(config, spec=spec, model=model)
         with mistakes:
             weights = count_multiplied(model)
-            trained, adapt = _find_trained(config, model=model)
+            trained, adapt = _find_trained(config, spec=spec, model=model)
             num_frozen = sum(n for name, n in weights.items() if not trained.includes(name))
         if dims is not None:
             with mistakes:
@@ -143,14 +144,17 @@ def _find_stages(
     )
 
 
-def _find_trained(config: Config, *, model: LanguageModel) -> tuple[TrainableParams, Adapt | None]:
+def _find_trained(
+    config: Config, *, spec: ModelSpec, model: LanguageModel
+) -> tuple[TrainableParams, Adapt | None]:
     """Return which parameters are trained, and what adds LoRA adapters; `model` gets them here."""
     adapt: Adapt | None = None
     only: tuple[str, ...] = ("*",)
     if config.lora.rank:
-        from torchtitan.finetune.lora import ADAPTERS, build_adapt
+        from torchtitan.finetune.lora import ADAPTERS, apply_lora
 
-        adapt, only = build_adapt(config.lora, model=model), ADAPTERS
+        adapt = partial(apply_lora, settings=config.lora, names=spec.hf.names)
+        only = ADAPTERS
         only += VOCABULARY if config.lora.train_embeddings else ()
         adapt(model)
     return find_trainable(model, settings=config.optimizer, only=only), adapt

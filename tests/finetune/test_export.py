@@ -19,6 +19,7 @@ from tests.models.reference import VARIANTS, family_name, random_decoder, refere
 from tests.naming import naming
 from torchtitan.api import load_generator
 from torchtitan.finetune.lora import apply_lora, is_adapter
+from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.names import Names
 from torchtitan.hf.peft import AdapterExport
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 263
 BOTH = pytest.mark.parametrize("variant", ["grouped", "normed heads, tied", "biased"])
 ALL = ("layers.*.attention.w*", "layers.1.feed_forward.w[12]")
+SETTINGS = LoRAConfig(rank=3, alpha=6.0, rank_stabilized=True, modules=ALL)
 
 
 def family(variant: str) -> ModelSpec:
@@ -39,7 +41,7 @@ def family(variant: str) -> ModelSpec:
 def adapted(variant: str) -> Decoder:
     model = random_decoder(VARIANTS[variant])
     model.initial = family(variant).build(model.config).initial
-    apply_lora(model, rank=3, alpha=6.0, patterns=ALL)
+    apply_lora(model, settings=SETTINGS, names=family(variant).hf.names)
     torch.manual_seed(0)
     for name, p in model.named_parameters():
         if is_adapter(name):
@@ -52,7 +54,7 @@ def exported(variant: str, model: Decoder, folder: Path, *, merge: bool, **more:
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     settings = HFExport(
         names=Names(family(variant).hf, model.config),
-        adapter=AdapterExport(rank=3, alpha=6.0, merge=merge, base="base"),
+        adapter=AdapterExport(settings=SETTINGS, merge=merge, base="base"),
         **more,
     )
     export(folder / "step-1", folder / "out", settings=settings, group=None)
@@ -75,7 +77,8 @@ def test_the_merged_model_says_what_the_adapted_one_says(variant: str, tmp_path:
 @pytest.mark.promise("lora")
 @BOTH
 def test_an_adapter_added_by_hand_to_the_base_says_the_same(variant: str, tmp_path: Path) -> None:
-    """By PEFT's names and formula: W + lora_alpha / r B A, for each module that it targets."""
+    """By PEFT's names and formula: W + lora_alpha / sqrt(r) B A (rsLoRA), for each module that it
+    targets."""
     model = adapted(variant)
     folder = exported(variant, model, tmp_path, merge=False, max_file_bytes=1000)
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -97,7 +100,8 @@ def test_an_adapter_added_by_hand_to_the_base_says_the_same(variant: str, tmp_pa
             a = factors.pop(f"base_model.model.{name}.lora_A.weight").double()
             b = factors.pop(f"base_model.model.{name}.lora_B.weight").double()
             assert len(a) == config["r"]
-            module.weight.data += config["lora_alpha"] / config["r"] * b @ a
+            assert config["use_rslora"]
+            module.weight.data += config["lora_alpha"] / config["r"] ** 0.5 * b @ a
             num_added += 1
     assert not factors
     assert num_added == 10

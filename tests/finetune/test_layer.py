@@ -21,6 +21,7 @@ from torchtitan.finetune.lora import (
     linear_names,
     merged,
 )
+from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
@@ -32,7 +33,8 @@ TOKENS = torch.arange(40).reshape(2, 20) * 7 % 263
 
 def adapted(model: Decoder, patterns: list[str] = ALL) -> Decoder:
     model.initial = MODELS["llama3"].build(model.config).initial
-    apply_lora(model, rank=3, alpha=6.0, patterns=patterns)
+    settings = LoRAConfig(rank=3, alpha=6.0, modules=tuple(patterns))
+    apply_lora(model, settings=settings, names=MODELS["llama3"].hf.names)
     return model
 
 
@@ -82,6 +84,26 @@ def test_loss_and_gradients_are_those_of_the_product_added_to_the_weight(variant
     for name, grad, other in zip(factors, ours, theirs, strict=True):
         assert other.norm() > 0, name
         torch.testing.assert_close(grad, other, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.promise("lora")
+@pytest.mark.parametrize(
+    ("modules", "count"),
+    [
+        (("layers.*.wq",), 2),
+        (("q_proj", "self_attn.v_proj"), 4),
+        (("q_proj", "layers.0.*.wq", "down_proj"), 4),
+        (("all-linear",), 14),
+    ],
+)
+def test_names_of_layers(modules: tuple[str, ...], count: int) -> None:
+    spec = MODELS["llama3"]
+    model = spec.build(spec.flavors["tiny"])
+    apply_lora(model, settings=LoRAConfig(rank=2, modules=modules), names=spec.hf.names)
+    assert sum(isinstance(module, LoRALinear) for module in model.modules()) == count
+    for wrong in ((), ("proj",), ("q_proj", "lm_head")):
+        with pytest.raises(ConfigError):
+            apply_lora(model, settings=LoRAConfig(rank=2, modules=wrong), names=spec.hf.names)
 
 
 def test_patterns_choose_what_is_trained() -> None:

@@ -21,6 +21,7 @@ from torchtitan import load_config
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.build import describe_export
 from torchtitan.finetune.lora import apply_lora, is_adapter
+from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.hf.config import (
     TOKEN_IDS,
     architecture_of,
@@ -129,11 +130,12 @@ def test_ten_steps(family: str, tmp_path: Path) -> None:
 def test_adapters_of_a_fused_tensor(tmp_path: Path) -> None:
     theirs = write_folder(tmp_path / "theirs", "phi3")
     ours, spec = read(tmp_path / "theirs")
-    apply_lora(ours, rank=3, alpha=6.0, patterns=["layers.*.w[qv13]"])
+    settings = LoRAConfig(rank=3, alpha=6.0, modules=("layers.*.w[qv13]",))
+    apply_lora(ours, settings=settings, names={})
     for name, parameter in ours.named_parameters():
         if is_adapter(name):
             torch.nn.init.normal_(parameter, std=0.1)
-    adapter = AdapterExport(rank=3, alpha=6.0, merge=True)
+    adapter = AdapterExport(settings=settings, merge=True)
     out = write(ours, spec, tmp_path, adapter=adapter)
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     tokens, _ = batch(0)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.models.fake_group import fake_group
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.finetune.lora import apply_lora
+from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
@@ -30,7 +31,9 @@ def built(*, adapted: bool = False) -> Decoder:
     with torch.device("meta"):
         model: Decoder = MODELS["llama3"].build(TINY)
         if adapted:
-            apply_lora(model, rank=4, alpha=8.0, patterns=["layers.0.*"])
+            apply_lora(
+                model, settings=LoRAConfig(rank=4, alpha=8.0, modules=("layers.0.*",)), names={}
+            )
     model.to_empty(device="cpu")
     initialize(model, seed=0)
     for name, parameter in model.named_parameters():

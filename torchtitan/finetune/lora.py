@@ -12,8 +12,8 @@ Shapes: I in, O out, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.models.init import Constant, Init, Normal, local_offsets, local_part
 from torchtitan.models.interface import TIED, CastsWeights, HasParameters, LanguageModel
 from torchtitan.models.spec import TensorRole
-from torchtitan.parallel.layout import Adapt
 from torchtitan.parallel.tensor import HasParallelStyle, adapter_style, low_rank
 
 DOWN, UP = "lora_a", "lora_b"
@@ -66,6 +65,8 @@ class LoRALinear(nn.Linear, CastsWeights, HasParallelStyle):
         return adapter_style(role, stream=stream)
 
 
+ALL_LINEAR = "all-linear"
+NUMBER = re.compile(r"\.[0-9]+\.")
 NUM_LOOKED_AT = 64
 """Samples in which special tokens are looked for."""
 
@@ -86,18 +87,46 @@ def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module) is nn.Linear]
 
 
-def apply_lora(model: LanguageModel, *, rank: int, alpha: float, patterns: Sequence[str]) -> None:
-    """Add adapters to the linear layers that match a shell pattern, in place.
+def find_adapted(
+    settings: LoRAConfig, *, model: LanguageModel, names: Mapping[str, str]
+) -> list[str]:
+    """Return the names of the linear layers of a model that `settings` select.
+
+    `names` are Hugging Face's by the name of a parameter, with `*` in place of a layer's number.
+    Raises ConfigError if a pattern matches no layer.
+    """
+    linears = linear_names(model)
+    theirs = {
+        linear: names.get(NUMBER.sub(".*.", f"{linear}.weight"), "").removesuffix(".weight")
+        for linear in linears
+    }
+
+    def selects(pattern: str, linear: str) -> bool:
+        is_named = matches(linear, [pattern]) or f".{theirs[linear]}".endswith(f".{pattern}")
+        return is_named or pattern == ALL_LINEAR
+
+    chosen = [linear for linear in linears if any(selects(p, linear) for p in settings.modules)]
+    # a default pattern may match nothing: experts are not linear layers
+    if not chosen or settings.modules != LoRAConfig().modules:
+        for pattern in settings.modules:
+            if not any(selects(pattern, linear) for linear in linears):
+                check_pattern(pattern, linears, key="lora.modules", noun="linear layer")
+    if not settings.modules:
+        raise ConfigError.at("lora.modules", 'must name a layer, e.g. "layers.*"')
+    return chosen
+
+
+def apply_lora(model: LanguageModel, *, settings: LoRAConfig, names: Mapping[str, str]) -> None:
+    """Add adapters to the linear layers of `find_adapted`, in place.
 
     A starts with the variance of PyTorch's default for linear layers, 1 / (3 I).
     """
-    for name in linear_names(model):
-        if matches(name, patterns):
-            parent, _, last = name.rpartition(".")
-            linear = model.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
-            adapted = LoRALinear(linear, rank=rank, scale=alpha / rank)
-            setattr(model.get_submodule(parent), last, adapted)
+    for name in find_adapted(settings, model=model, names=names):
+        parent, _, last = name.rpartition(".")
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        adapted = LoRALinear(linear, rank=settings.rank, scale=settings.scale)
+        setattr(model.get_submodule(parent), last, adapted)
     initial_of_model = model.initial
 
     def initial(name: str) -> Init:
@@ -116,20 +145,6 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Te
     """Return W + scale B A in float64, so that it is rounded once, when it is stored."""
     product_OI = torch.mm(b_OR.double(), a_RI.double())
     return weight_OI.double() + scale * product_OI
-
-
-def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt:
-    """Return a function that adds adapters to a model like `model`, in place; raise ConfigError if
-    a pattern matches no layer."""
-    linears = linear_names(model)
-    # a default pattern may match nothing: experts are not linear layers
-    is_default = settings.modules == LoRAConfig().modules
-    if not is_default or not any(matches(name, settings.modules) for name in linears):
-        for pattern in settings.modules:
-            check_pattern(pattern, linears, key="lora.modules", noun="linear layer")
-    if not settings.modules:
-        raise ConfigError.at("lora.modules", 'must name a layer, e.g. "layers.*"')
-    return partial(apply_lora, rank=settings.rank, alpha=settings.alpha, patterns=settings.modules)
 
 
 def check_special_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -16,11 +17,14 @@ class LoRAConfig:
     """Rank of the adapters. 0: no adapters, and the full model is trained."""
     alpha: Annotated[FinitePositive, Requires("rank", ENABLED)] = 16.0
     """The product of an adapter is scaled by alpha / rank."""
+    rank_stabilized: Annotated[bool, Requires("rank", ENABLED)] = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
     modules: Annotated[tuple[Text, ...], Requires("rank", ENABLED)] = (
         "layers.*.attention.w*",
         "layers.*.feed_forward.w*",
     )
-    """Shell patterns of the linear layers with an adapter."""
+    """Linear layers with an adapter: shell patterns of their names; names of Hugging Face's, such as
+    q_proj; or all-linear."""
     train_embeddings: Annotated[bool, Requires("rank", ENABLED)] = False
     """Also train token embedding and output head in full, e.g. for tokens that the base lacks. An
     exported adapter then holds both."""
@@ -31,3 +35,8 @@ class LoRAConfig:
     ] = "merged"
     """Whether checkpoint.last_save_in_hf writes the model with merged adapters, or only the
     adapters, in PEFT's format."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)

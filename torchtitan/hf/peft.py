@@ -27,8 +27,7 @@ _ENDINGS = {DOWN: "lora_A.weight", UP: "lora_B.weight"}
 class AdapterExport:
     """The adapter of a run, and how it is exported."""
 
-    rank: int
-    alpha: float
+    settings: LoRAConfig
     merge: bool
     """Whether it is merged into the weights. False: only the adapter is exported."""
     has_embeddings: bool = False
@@ -43,8 +42,7 @@ class AdapterExport:
             return None
         merge = settings.export_format == "merged"
         return cls(
-            rank=settings.rank,
-            alpha=settings.alpha,
+            settings=settings,
             merge=merge,
             has_embeddings=settings.train_embeddings and not merge,
             base=base,
@@ -57,7 +55,7 @@ class AdapterExport:
 
     def merge_into(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Return a weight plus the scaled product of A and B, in float64."""
-        return merged(weight, a, b, scale=self.alpha / self.rank)
+        return merged(weight, a, b, scale=self.settings.scale)
 
     def to_hf(self, name: str, *, names: Names) -> str:
         """Return PEFT's name of A or B, or of a parameter that is stored in full."""
@@ -77,13 +75,15 @@ class AdapterExport:
         ]
         counts = Counter(module.rpartition(".")[2] for module in modules)
         in_all_layers = {name for name, count in counts.items() if count == num_layers}
+        alpha = self.settings.alpha
         single = [module for module in modules if module.rpartition(".")[2] not in in_all_layers]
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base,
-            "r": self.rank,
-            "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha,
+            "r": self.settings.rank,
+            "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+            "use_rslora": self.settings.rank_stabilized,
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
