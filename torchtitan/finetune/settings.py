@@ -23,7 +23,7 @@ class LoRAConfig:
         "layers.*.attention.w*",
         "layers.*.feed_forward.w*",
     )
-    """Linear layers with an adapter: shell patterns of their names; names of Hugging Face's, such as
+    """Linear layers with an adapter: shell patterns of their names; Hugging Face's names, such as
     q_proj; or all-linear."""
     train_embeddings: Annotated[bool, Requires("rank", ENABLED)] = False
     """Also train token embedding and output head in full, e.g. for tokens that the base lacks. An
