@@ -123,11 +123,13 @@ class Samples(list[dict[str, Any]]):
     num_samples = 1
 
 
-def test_special_tokens_of_padded_rows_need_a_trained_embedding() -> None:
+# of preferences the other columns hold no tokens
+@pytest.mark.parametrize("labels", [[259, -100], [[259, 0, 261, 261], [-100, 261, 0, -100]]])
+def test_special_tokens_of_padded_rows_need_a_trained_embedding(labels: list[Any]) -> None:
     model = random_decoder(VARIANTS["tied"])
     model.tok_embeddings.weight.detach()[260:] = 0.0
     tokens, length = torch.tensor([5, 259, 261]), torch.tensor(2)
-    samples = Samples([{"tokens": tokens, "length": length, "labels": torch.tensor([259, -100])}])
+    samples = Samples([{"tokens": tokens, "length": length, "labels": torch.tensor(labels)}])
     with fake_group(rank=0, world_size=1):
         check_special_rows(model, samples=samples, special_tokens={"<a>": 259, "<b>": 261})
         samples[0]["length"] += 1
