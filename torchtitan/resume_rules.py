@@ -246,8 +246,13 @@ def resolve_model(config: Config) -> Config:
         model = to_settings(*find_model(config.model))
         return replace(config, model=with_model_of(model, config.model))
     assert path is not None
+    from torchtitan.hf.hub import download, is_name
 
     folder, run = find_export(pathlib.Path(path)), config.job.dump_folder
+    if is_name(path):
+        folder = download(path, key="checkpoint.initial_load_path")
+        if config.model.tokenizer_path == path:
+            config = replace(config, model=replace(config.model, tokenizer_path=str(folder)))
     initial = replace(config.checkpoint, initial_load_path=str(folder))
     config = replace(config, checkpoint=initial)
     if config.model.flavor != HF or names_all_sizes(config.model):

@@ -93,7 +93,8 @@ class CheckpointConfig:
     initial_load_model_only: bool = True
     """Load only the weights of initial_load_path; false loads all components that mode loads."""
     initial_load_in_hf: Annotated[bool, ELSEWHERE, WEIGHTS_ALONE] = False
-    """initial_load_path is a Hugging Face folder: config.json and safetensors files."""
+    """initial_load_path is a Hugging Face folder, with config.json and safetensors files, or the
+    name of a model of its Hub, such as Qwen/Qwen3-0.6B."""
     initial_load_rope: Annotated[
         Literal["auto", "interleaved", "halves"],
         ELSEWHERE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from torchtitan.models.settings import HF, AllSizes, ModelConfig, given_sizes
 from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
-HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def names_all_sizes(settings: ModelConfig) -> bool:
@@ -85,11 +83,7 @@ def with_model_of(stored_model: ModelConfig, settings: ModelConfig) -> ModelConf
 
 def missing_folder(path: Path) -> ConfigError:
     """Return the error for a Hugging Face folder that does not exist."""
-    remedy = "name a folder with config.json and safetensors files"
-    if HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
-        remedy = (
-            f'nothing is downloaded here: run "hf download {path} --local-dir DIR", and name DIR'
-        )
+    remedy = "name a folder with config.json and safetensors files, or a model of the Hub"
     return ConfigError.at("checkpoint.initial_load_path", f"folder {path} does not exist; {remedy}")
 
 
