@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from torchtitan.finetune.data import best_fit, pack
+from tests.finetune.chats import write_lines
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.finetune.data import best_fit, build_examples, pack
 
 DISTRIBUTIONS = {
     "uniform": lambda draw: 1 + int(draw() * 1024),
@@ -59,3 +63,30 @@ def test_never_more_than_eleven_ninths_of_the_fewest() -> None:
             cuts = sorted({int(draw() * 100) for _ in range(1 + int(draw() * 4))} | {0, 100})
             lengths += [b - a for a, b in pairwise(cuts)]
         assert 60 <= len(best_fit(lengths, capacity=100)) <= 60 * 11 / 9 + 1
+
+
+@pytest.mark.promise("mixtures")
+def test_files_in_the_proportion_of_their_weights(tmp_path: Path) -> None:
+    paths = []
+    for name, num in (("a", 40), ("b", 30)):
+        paths.append(str(tmp_path / f"{name}.jsonl"))
+        rows = [{"prompt": "p", "completion": name * (n + 1)} for n in range(num)]
+        write_lines(Path(paths[-1]), list(rows))
+    training = TrainingConfig(
+        dataset="examples",
+        dataset_path=tuple(paths),
+        dataset_weights=(3.0, 1.0),
+        dataset_cache=str(tmp_path / "cache"),
+        seq_len=64,
+        num_epochs=2,
+    )
+    tokenizer = build_tokenizer("byte")
+    dataset = build_examples(training, tokenizer=tokenizer, tokenizer_path="byte", seed=0)
+    assert dataset.num_samples is not None
+    samples = [dataset[k]["labels"] for k in range(dataset.num_samples)]
+    texts = [bytes(labels[labels >= 0][:-1].tolist()).decode() for labels in samples]
+    assert 80 <= sum("a" in text for text in texts) <= 81  # two epochs of a, which ends first
+    for end in range(4, len(texts), 4):
+        assert abs(sum("a" in text for text in texts[:end]) - 0.75 * end) <= 1
+    first = [len(text) for text in texts if "a" in text][:40]
+    assert sorted(first) == [*range(1, 41)]

@@ -140,7 +140,7 @@ class TrainingConfig:
     """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .parquet, .arrow), token
     stores (.bin/.idx), folders of datasets.save_to_disk; text compressed as .gz and .zst; globs and
     folders of these; or URLs, as s3://bucket/corpus/**/*.jsonl."""
-    dataset_weights: Annotated[tuple[FinitePositive, ...], Requires("dataset", "files")] = ()
+    dataset_weights: Annotated[tuple[FinitePositive, ...], Requires("dataset", READS_FILES)] = ()
     """One weight per dataset_path: samples are drawn in this proportion. Empty: one source."""
     dataset_text_key: str = "text"
     """Key of a JSON object, or column of a table, that holds the text."""
@@ -221,7 +221,7 @@ class TrainingConfig:
         if self.dataset in READS_FILES and not self.dataset_path:
             yield Violation(("dataset", "dataset_path"), "needs dataset_path")
         num_paths, num_weights = len(self.dataset_path), len(self.dataset_weights)
-        if num_weights and self.dataset == "files" and num_weights != num_paths:
+        if num_weights and self.dataset in READS_FILES and num_weights != num_paths:
             yield Violation(
                 ("dataset_weights", "dataset_path"),
                 f"must hold one weight for each dataset_path, got {num_weights} for {num_paths}",

@@ -38,13 +38,13 @@ from torchtitan.data.corpus import Corpus
 from torchtitan.data.dataset import IGNORED, Dataset, has_document_lengths
 from torchtitan.data.holdout import ALL, Holdout
 from torchtitan.data.prepare import cached
-from torchtitan.data.sampler import Permutation
+from torchtitan.data.sampler import Mixture, Permutation
 from torchtitan.data.settings import PREFERENCES
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.finetune.chat import ChatTemplate, find_template
 from torchtitan.finetune.encoder import Encoder, is_answered
-from torchtitan.finetune.sources import find_examples, label_all, parser_of
+from torchtitan.finetune.sources import find_sources, label_all, parser_of
 
 if TYPE_CHECKING:
     from torchtitan.data.loader import Samples
@@ -171,46 +171,58 @@ def build_examples(
     DataError if examples or the template are missing or wrong, or no example has an answer.
     """
     encoder = build_encoder(training, tokenizer=tokenizer, tokenizer_path=tokenizer_path)
-    source = find_examples(training, holdout=holdout, once=once)
     template_hash, special = _hash(encoder.template), training.special_tokens_in_examples
     pairs = training.dataset in PREFERENCES
     decides = [PAIRS if pairs else FORMAT, tokenizer.fingerprint, template_hash, special]
     decides += [] if training.train_on == "all" else [training.train_on]
-
-    def encode(folder: Path) -> Mapping[str, Any]:
-        with open_writer(folder / "tokens", vocab_size=2 * tokenizer.vocab_size) as writer:
-            return _encode(source, encoder, training, writer=writer)
-
-    def plan(folder: Path) -> Mapping[str, Any]:
-        with open_writer(folder / "samples", vocab_size=examples.num_documents) as writer:
-            return _plan(examples, training, pairs=pairs, seed=seed, holdout=holdout, writer=writer)
-
-    folder, encoded = cached(
-        [*decides, source.name, once(source.identity)], cache=training.dataset_cache, build=encode
-    )
-    examples = TokenStore(folder / "tokens")
-    content = examples.content_hash()
     part = holdout.fingerprint()
     seq_len, packing, long_examples = training.seq_len, training.packing, training.long_examples
-    folder, planned = cached(
-        [decides[0], ORDER, content, seq_len, seed, packing, long_examples, *part.items()],
-        cache=training.dataset_cache,
-        build=plan,
-    )
-    samples = TokenStore(folder / "samples")
-    _log(encoded, planned, training, holdout=holdout)
-    build_source = PairSource if pairs else ExampleSource
+    sources, contents = list[ExampleSource](), list[str]()
+    for corpus in find_sources(training, holdout=holdout, once=once):
+
+        def encode(folder: Path, corpus: Corpus = corpus) -> Mapping[str, Any]:
+            encoder.notes.clear()
+            with open_writer(folder / "tokens", vocab_size=2 * tokenizer.vocab_size) as writer:
+                return _encode(corpus, encoder, training, writer=writer)
+
+        folder, encoded = cached(
+            [*decides, corpus.name, once(corpus.identity)],
+            cache=training.dataset_cache,
+            build=encode,
+        )
+        examples = TokenStore(folder / "tokens")
+
+        def plan(folder: Path, examples: TokenStore = examples) -> Mapping[str, Any]:
+            with open_writer(folder / "samples", vocab_size=examples.num_documents) as writer:
+                return _plan(
+                    examples, training, pairs=pairs, seed=seed, holdout=holdout, writer=writer
+                )
+
+        contents.append(examples.content_hash())
+        folder, planned = cached(
+            [decides[0], ORDER, contents[-1], seq_len, seed, packing, long_examples, *part.items()],
+            cache=training.dataset_cache,
+            build=plan,
+        )
+        samples = TokenStore(folder / "samples")
+        _log(encoded, planned, training, holdout=holdout)
+        build_source = PairSource if pairs else ExampleSource
+        sources.append(build_source(examples, samples, training, pad_id=tokenizer.eos_id))
+    weights = training.dataset_weights if len(sources) > 1 else (1.0,)
+    weighted = {"weights": ":".join(map(str, Mixture(weights).weights))} if sources[1:] else {}
     return Dataset(
-        [build_source(examples, samples, training, pad_id=tokenizer.eos_id)],
+        sources,
+        weights=weights,
         seed=seed,
         num_epochs=training.num_epochs,
         fingerprint={
-            "data": content,
+            "data": ",".join(contents),
             "tokenizer": tokenizer.fingerprint,
             "chat template": template_hash,
             "packing": packing,
             "long examples": long_examples,
             "order": f"{ORDER} of examples",
+            **weighted,
             **part,
             "seq_len": str(seq_len),
             "seed": str(seed),

@@ -160,9 +160,9 @@ class PreferenceLoss:
         if self._has_reference:
             for name, dataset in datasets.items():
                 assert isinstance(dataset, Dataset)
-                [source] = dataset.sources
-                assert isinstance(source, PairSource)
-                self._sources[name] = source
+                for number, source in enumerate(dataset.sources):
+                    assert isinstance(source, PairSource)
+                    self._sources[f"{name}.{number}"] = source
         return {name: source.references for name, source in self._sources.items()}
 
     def compute_references(self, *, step: int, evaluate: Callable[[Dataset], None]) -> None:

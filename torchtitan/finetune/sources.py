@@ -29,15 +29,23 @@ ENCODED_AT_ONCE = 64
 MAX_CHECKED = 10_000
 
 
-def find_examples(
-    training: TrainingConfig, *, holdout: Holdout = ALL, once: Once = alone
-) -> Corpus:
+def find_examples(training: TrainingConfig) -> Corpus:
     """Return the examples that `[training]` names, unread. Its `pieces` are rows."""
+    [corpus] = find_sources(replace(training, dataset_weights=()))
+    return corpus
+
+
+def find_sources(
+    training: TrainingConfig, *, holdout: Holdout = ALL, once: Once = alone
+) -> list[Corpus]:
+    """Return the same, in a corpus for each of `dataset_weights`; held out each once, in one."""
     if training.dataset not in READS_FILES:
         pairs = training.dataset in PREFERENCES
-        return synthetic_examples(held_out=holdout.takes_other_text, pairs=pairs)
+        return [synthetic_examples(held_out=holdout.takes_other_text, pairs=pairs)]
     groups = find_all(training.dataset_path, cache=training.dataset_cache, once=once)
-    return example_files([file for files in groups for file in files])
+    if not training.dataset_weights or holdout.held_out:
+        groups = [[file for files in groups for file in files]]
+    return [*map(example_files, groups)]
 
 
 def example_files(files: Sequence[Path]) -> Corpus:

@@ -31,7 +31,7 @@ from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.finetune.data import ExampleSource, build_encoder
 from torchtitan.finetune.encoder import is_answered
-from torchtitan.finetune.sources import find_examples, label_all, parser_of
+from torchtitan.finetune.sources import find_sources, label_all, parser_of
 from torchtitan.job import Config
 
 StoreKey = tuple[int, int]
@@ -86,7 +86,8 @@ class RunData:
         assert isinstance(dataset, Dataset)
         self.dataset, self._origins = dataset, dict[StoreKey, Corpus | TokenStore]()
         if training.dataset in SUPERVISED:
-            self._origins[0, 0] = find_examples(training)
+            for source, corpus in enumerate(find_sources(training)):
+                self._origins[source, 0] = corpus
         else:
             for source, parts in enumerate(find_corpora(training)):
                 self._origins |= {(source, number): part for number, part in enumerate(parts)}
@@ -186,7 +187,7 @@ class RunData:
         elif training.dataset not in SUPERVISED:
             yield from self._read_trained(origin)
         elif (
-            read_notes(Path(self.dataset.stores[0].prefix).parent)["without_answer"]
+            read_notes(Path(self.dataset.stores[store[0]].prefix).parent)["without_answer"]
             or training.train_on == "each"
         ):
             path = self._config.model.tokenizer_path
