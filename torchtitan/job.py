@@ -30,7 +30,7 @@ from torchtitan.config.settings import (
     load,
     to_toml,
 )
-from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConfig
+from torchtitan.data.settings import PREFERENCES, READS_FILES, TrainingConfig, ValidationConfig
 from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ParallelismConfig
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
@@ -197,6 +197,9 @@ class Config:
         validation, default = self.validation, self.training.dataset
         dataset, files = validation.dataset or default, validation.dataset_path
         keys = ("validation.dataset", "validation.dataset_path", "validation.enable")
+        if (dataset in PREFERENCES) != (default in PREFERENCES):
+            rule = f'must be of pairs as training.dataset "{default}", or neither, got "{dataset}"'
+            yield Violation(("validation.dataset", "training.dataset"), rule)
         if dataset == default == "python_stdlib" or (dataset in READS_FILES and not files):
             yield Violation(
                 (*keys, "training.dataset"),

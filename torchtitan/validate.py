@@ -265,8 +265,6 @@ def evaluate_once(
     device: torch.device,
 ) -> None:
     """Compute the loss of each sample once, without gradients. Collective."""
-    from torchtitan.validate import evaluate
-
     loader = Loader(
         PadToBatch(samples, batch=local_batch_size * mesh.dims.dp),
         local_batch_size=local_batch_size,

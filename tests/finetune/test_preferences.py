@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.finetune.chat import Conversation
 from torchtitan.finetune.data import PairSource, build_examples
 from torchtitan.finetune.examples import Completion, parse_pair
-from torchtitan.finetune.preferences import UNIT, PreferenceLoss, find_function
+from torchtitan.finetune.preferences import UNIT, Answers, PreferenceLoss, find_function, orpo
 from torchtitan.optim.loss import build_loss, count_valid
 
 ANSWERS = [[5, 3, 2, 7, 4], [9, 6, 1]]
@@ -134,6 +135,19 @@ def test_each_loss_equals_its_formula(name: str, num_chunks: int, recompute: boo
         assert (mine.grad - right.grad).norm() <= 2e-6 * right.grad.norm()
 
 
+@pytest.mark.parametrize("certain", [0, 1])
+def test_orpo_is_finite_for_a_certain_answer(certain: int) -> None:
+    log_probs = torch.tensor([-3.0, -3.0], dtype=torch.float64)
+    log_probs[certain] = 0.0
+    log_probs.requires_grad_()
+    answers = (Answers(each, torch.zeros(()), torch.ones(())) for each in log_probs)
+    loss, *_ = orpo(*answers)
+    loss.backward()
+    assert loss.isfinite()
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -152,6 +166,15 @@ def test_a_wrong_option_is_refused(name: str, options: dict[str, Any]) -> None:
 
 # --- pairs
 
+PAIRS = TrainingConfig(
+    dataset="preferences",
+    loss="dpo",
+    attn_mask_type="block_causal",
+    reset_positions=True,
+    seq_len=48,
+    num_epochs=1,
+)
+
 
 def say(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
@@ -167,7 +190,10 @@ SHAPES: list[tuple[dict[str, Any], tuple[Any, Any]]] = [
     ({"prompt": [ASK], "chosen": [YES], "rejected": [NO]}, CHATS),
     ({"chosen": [ASK, YES], "rejected": [ASK, NO]}, CHATS),
     # UltraFeedback: the prompt is the first message of both
-    ({"prompt": "ask", "chosen": [ASK, YES], "rejected": [ASK, NO], "score_chosen": 8}, CHATS),
+    (
+        {"prompt": "ask", "chosen": [ASK, YES], "rejected": [ASK, NO], "messages": [ASK, YES]},
+        CHATS,
+    ),
     # Anthropic's HH-RLHF: both answers begin alike
     (
         {"chosen": f"{PREFIX} yes", "rejected": f"{PREFIX} you"},
@@ -194,6 +220,9 @@ def test_the_shapes_of_pairs(row: dict[str, Any], pair: tuple[Any, Any]) -> None
         {"prompt": "ask", "chosen": "yes", "rejected": "yes"},
         {"prompt": "ask", "chosen": "yes", "rejected": [NO]},
         {"prompt": [ASK], "chosen": "yes", "rejected": "no"},
+        {"prompt": "ask", "chosen": [YES], "rejected": [NO]},
+        {"question": "ask", "chosen": "yes", "rejected": "no"},
+        {"chosen": 5, "rejected": 6},
         "yes",
     ],
 )
@@ -212,16 +241,8 @@ def test_samples_hold_whole_pairs_and_cut_only_prompts(packing: Any, tmp_path: P
     rows.append({"prompt": "p", "chosen": "c" * 30, "rejected": "r" * 30})  # too long
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    training = TrainingConfig(
-        dataset="preferences",
-        dataset_path=(str(file),),
-        dataset_cache=str(tmp_path / "cache"),
-        loss="dpo",
-        attn_mask_type="block_causal",
-        reset_positions=True,
-        packing=packing,
-        seq_len=48,
-        num_epochs=1,
+    training = replace(
+        PAIRS, dataset_path=(str(file),), dataset_cache=str(tmp_path / "cache"), packing=packing
     )
     dataset = build_examples(
         training, tokenizer=build_tokenizer("byte"), tokenizer_path="byte", seed=0
@@ -249,6 +270,21 @@ def test_samples_hold_whole_pairs_and_cut_only_prompts(packing: Any, tmp_path: P
 
 
 # --- references
+
+
+def test_references_belong_to_their_data(tmp_path: Path) -> None:
+    file, names = tmp_path / "pairs.jsonl", set[str]()
+    for chosen in ("yes", "yea"):
+        file.write_text(json.dumps({"prompt": "ask", "chosen": chosen, "rejected": "no"}))
+        training = replace(PAIRS, dataset_path=(str(file),), dataset_cache=str(tmp_path / "cache"))
+        dataset = build_examples(
+            training, tokenizer=build_tokenizer("byte"), tokenizer_path="byte", seed=0
+        )
+        loss = PreferenceLoss("dpo", {}, log_loss=F.linear, group=None, device=torch.device("cpu"))
+        names |= {*loss.find_references({"pairs": dataset})}
+        with pytest.raises(ConfigError):
+            loss.compute_references(step=2, evaluate=lambda _: None)
+    assert len(names) == 2
 
 
 def stop_and_resume(job: list[str], *, then: list[str]) -> list[list[dict[str, Any]]]:

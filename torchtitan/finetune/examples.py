@@ -96,6 +96,7 @@ def parse_pair(row: object, *, where: str) -> Pair:
     if not isinstance(row, dict):
         raise DataError(f"{where} must be a JSON object, got {row!r:.60}")
     row = _without_nulls(row)
+    row.pop("messages", None)  # UltraFeedback repeats the chosen answer there
     if missing := [key for key in ("chosen", "rejected") if not row.get(key)]:
         got = ", ".join(map(repr, row)) or "none"
         raise DataError(
@@ -105,10 +106,12 @@ def parse_pair(row: object, *, where: str) -> Pair:
     chosen, rejected, prompt = row.pop("chosen"), row.pop("rejected"), row.pop("prompt", None)
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected must differ, got {chosen!r:.60}")
-    if type(chosen) is not type(rejected):
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise DataError(f"{where}: chosen and rejected must both be text or both be messages")
     if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
         num = _num_shared(chosen, rejected)
+        if num == 0:
+            raise DataError(f"{where} must have a prompt like its answers, or they begin alike")
         prompt, chosen, rejected = chosen[:num], chosen[num:], rejected[num:]
     answers = [
         parse_example({**row, "prompt": prompt, "completion": answer}, where=where)

@@ -17,7 +17,9 @@ Shapes: B samples, S tokens of this rank, H answers of a sample, P = H / 2 pairs
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import logging
 import math
 import time
@@ -98,7 +100,9 @@ def simpo(chosen: Answers, rejected: Answers, *, beta: float = 2.0, gamma: float
 def orpo(chosen: Answers, rejected: Answers, *, beta: float = 0.1) -> Rewarded:
     """Odds ratio preference optimization, without a reference (arXiv:2403.07691, equations 3 to 7):
     the cross-entropy per label of the chosen answer, plus beta times the ratio's loss."""
-    odds = [mean - torch.log(-torch.expm1(mean)) for mean in (chosen.mean, rejected.mean)]
+    # a probability that rounds to 1 would have infinite odds
+    means = (answers.mean.clamp(max=-UNIT) for answers in (chosen, rejected))
+    odds = [mean - torch.log(-torch.expm1(mean)) for mean in means]
     loss = -chosen.mean - beta * F.logsigmoid(odds[0] - odds[1])
     return loss, beta * chosen.mean, beta * rejected.mean
 
@@ -156,13 +160,16 @@ class PreferenceLoss:
         self._sources = dict[str, PairSource]()
 
     def find_references(self, datasets: Mapping[str, MapSamples]) -> dict[str, Tensor]:
-        """Return what a checkpoint saves: the references of the pairs of each dataset, by name."""
+        """Return what a checkpoint saves: the references of the pairs of each dataset, by its name
+        and a hash of its data, as they belong to no other data."""
         if self._has_reference:
             for name, dataset in datasets.items():
                 assert isinstance(dataset, Dataset)
+                text = json.dumps(dataset.fingerprint, sort_keys=True)
+                digest = hashlib.sha256(text.encode()).hexdigest()[:16]
                 for number, source in enumerate(dataset.sources):
                     assert isinstance(source, PairSource)
-                    self._sources[f"{name}.{number}"] = source
+                    self._sources[f"{name}.{number}.{digest}"] = source
         return {name: source.references for name, source in self._sources.items()}
 
     def compute_references(self, *, step: int, evaluate: Callable[[Dataset], None]) -> None:

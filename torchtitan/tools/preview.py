@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import plural
 from torchtitan.data.readers import join_errors
-from torchtitan.data.settings import SUPERVISED, TrainingConfig
+from torchtitan.data.settings import PREFERENCES, SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.job import Config, load_job
 from torchtitan.tools.verbs import at_least, build_parser, report_errors
@@ -62,7 +62,7 @@ def preview(config: Config, *, num_rows: int, with_ids: bool) -> Iterator[str]:
 
     config = resolve_model(config)
     training, path = config.training, config.model.tokenizer_path
-    if training.dataset not in SUPERVISED:
+    if training.dataset not in SUPERVISED or training.dataset in PREFERENCES:
         rule = f'must be "examples" to preview labels, got "{training.dataset}"'
         raise ConfigError.at("training.dataset", rule)
     tokenizer = build_tokenizer(path)

@@ -26,7 +26,7 @@ from torchtitan.data.dataset import Dataset, build_samples
 from torchtitan.data.documents import TextSource, find_corpora
 from torchtitan.data.holdout import goes_to_holdout
 from torchtitan.data.prepare import read_notes
-from torchtitan.data.settings import SUPERVISED
+from torchtitan.data.settings import PREFERENCES, SUPERVISED
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.finetune.data import ExampleSource, build_encoder
@@ -72,8 +72,10 @@ class RunData:
         """Open the data. They are tokenized again if they are no longer in the cache. Raises
         DataError if they are custom data, which do not have documents."""
         training, path = config.training, config.model.tokenizer_path
-        if is_import_path(training.dataset):
-            rule = f"of the run is custom, and its documents are unknown: '{training.dataset}'"
+        if is_import_path(training.dataset) or training.dataset in PREFERENCES:
+            rule = (
+                f"of the run is custom or of pairs, its documents are unknown: '{training.dataset}'"
+            )
             raise DataError.at("training.dataset", rule)
         self._config, self.tokenizer = config, build_tokenizer(path)
         dataset = build_samples(
