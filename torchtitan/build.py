@@ -113,9 +113,9 @@ def build_run(
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     progress = Progress()
+    loss = build_head_loss(config, layout=layout, mesh=mesh, device=device)
     samples = build_training_samples(config, layout=layout, once=OncePerMachine())
     loader = build_loader(config, samples=samples, layout=layout, mesh=mesh)
-    loss = build_head_loss(config, layout=layout, mesh=mesh, device=device)
     preferences = None
     if config.training.loss in OF_PAIRS:
         from torchtitan.finetune.preferences import PreferenceLoss

@@ -256,13 +256,17 @@ class Trainer:
         run, step, sync = self.run, self.run.progress.step, self._sync
         set_lr(run.optimizer, run.schedule(step))
         batches = [run.sequence_shard.take(samples).to(run.device) for samples in microbatches]
-        num_valid = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
-        divisor = sync.sum_valid(num_valid).clamp(min=1)
+        labels = [[batch.labels for batch in batches]]
+        if run.loss is not None:  # of pairs; the losses of experts are per label
+            labels.append([labels_BS4[..., 0] for labels_BS4 in labels[0]])
+        num_valid = torch.stack([torch.stack([*map(count_valid, each)]).sum() for each in labels])
+        divisors = sync.sum_valid(num_valid).clamp(min=1)
+        num_valid, divisor = num_valid[0], divisors[0]
 
         if run.loss is not None:
             run.loss.begin()
         if run.balance is not None:
-            run.balance.begin(divisor, is_text=[batch.is_text() for batch in batches])
+            run.balance.begin(divisors[-1], is_text=[batch.is_text() for batch in batches])
         loss_sum = run.execution.forward_backward(batches, divisor=divisor)
         sync.check_pending_norm()  # of the step before, while the device works on this one
         grad_norm = global_norm(self._parameters, loss=loss_sum)

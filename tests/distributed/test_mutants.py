@@ -37,8 +37,8 @@ ROWS = [*TABLE, *OF_FAMILIES]
 MUTANTS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     "loss per rank": (
         Trainer._train_step,
-        "divisor = sync.sum_valid(num_valid).clamp(min=1)",
-        "sync.sum_valid(num_valid); divisor = num_valid.clamp(min=1)",
+        "divisors = sync.sum_valid(num_valid).clamp(min=1)",
+        "sync.sum_valid(num_valid); divisors = num_valid.clamp(min=1)",
         "fsdp 2; few; by operator, kept",
     ),
     "microbatch dropped": (

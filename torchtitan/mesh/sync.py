@@ -46,13 +46,13 @@ class StepSync:
         self._unchecked: tuple[HostCopy, Tensor, int] | None = None
 
     def sum_valid(self, num_valid: Tensor) -> Tensor:
-        """Return the number of valid tokens in the global batch; exchange flags with it."""
+        """Return the numbers of valid tokens in the global batch; exchange flags with them."""
         failed = [int(has_failed()) for has_failed in self._failures]
         flags = to_device([*failed, *self._votes()], num_valid.device)
-        sums = torch.cat([num_valid.reshape(1), flags])
+        sums = torch.cat([num_valid.flatten(), flags])
         dist.all_reduce(sums)
-        self._flags = HostCopy(sums[1:])
-        return sums[0] // self._equal_ranks
+        self._flags = HostCopy(sums[num_valid.numel() :])
+        return sums[: num_valid.numel()].view_as(num_valid) // self._equal_ranks
 
     def read_flags(self) -> list[bool]:
         """Read the flags exchanged in this step: set `stopped`, return whether any rank has each of
