@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan.config.settings import SET, Fraction, NameOrNumber, Requires, Text
+from torchtitan.base.custom import is_import_path
+from torchtitan.config.settings import SET, Fraction, NameOrNumber, Requires, Rule, Text
 
 KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
 """Compilers that support a memory budget. The second generates no code and is for tests."""
@@ -17,6 +18,7 @@ BY_OPERATOR = "op"
 BUDGET = ("memory_budget",)
 WITH_BLOCKS = ("model",), ("model", "loss"), ("loss", "model")
 """compile.components that compile the blocks."""
+NOT_CUSTOM = Rule("of this package", lambda loss: not is_import_path(loss))
 BUDGET_REMEDY = "or write mode = full or selective"
 
 
@@ -48,7 +50,11 @@ class CompileConfig:
 
     enable: bool = False
     """Compile: the first step takes minutes, later steps are faster."""
-    components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
+    components: Annotated[
+        tuple[Literal["model", "loss"], ...],
+        Rule("not empty", bool),
+        Requires("training.loss", NOT_CUSTOM, of=(("loss",),)),
+    ] = ("model", "loss")
     """What is compiled: the model's blocks, and the passes of the loss over the logits."""
     backend: Text = "inductor"
     """Compiler: inductor; for debugging aot_eager or eager, which generate no code."""
