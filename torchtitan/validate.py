@@ -219,8 +219,8 @@ class Validator:
         if self.reports_perplexity:
             row["validation_perplexity"] = perplexity_of(loss)
         if self.loss is not None:
-            found = self.loss.figures().items()
-            row |= {f"validation_{name}": value.item() for name, value in found}
+            figures_of_loss = self.loss.figures().items()
+            row |= {f"validation_{name}": value.item() for name, value in figures_of_loss}
         return row | {"validation_time_s": time.perf_counter() - started}
 
     def _batches(self, is_stopped: Callable[[], bool]) -> Iterator[Batch]:

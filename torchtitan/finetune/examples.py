@@ -120,16 +120,16 @@ def parse_pair(row: object, *, where: str) -> Pair:
     return answers[0], answers[1]
 
 
-def _num_shared(one: Sequence[object], other: Sequence[object]) -> int:
+def _num_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
     """Return how many messages, or characters, of two answers are their prompt."""
-    pairs = enumerate(zip(one, other, strict=False))
-    num = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-    if not isinstance(one, str):
-        return min(num, len(one) - 1, len(other) - 1)
-    turn = one.rfind(TURN, 0, num)  # as Anthropic's HH-RLHF separates turns
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    num = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    if not isinstance(chosen, str):
+        return min(num, len(chosen) - 1, len(rejected) - 1)
+    turn = chosen.rfind(TURN, 0, num)  # as Anthropic's HH-RLHF separates turns
     if turn >= 0:
         return turn + len(TURN)
-    return num - 1 if one[num - 1 : num] == " " else num
+    return num - 1 if chosen[num - 1 : num] == " " else num
 
 
 def _completion(row: Row, where: str) -> Example:

@@ -121,10 +121,10 @@ HAVE_REFERENCE = ("dpo", "ipo")
 def find_function(name: str, options: Mapping[str, Any]) -> Function:
     """Return the loss of pairs with its options; raise ConfigError for one that it lacks."""
     function = FUNCTIONS[name]
-    known = [*inspect.signature(function).parameters][2:]
+    names = [*inspect.signature(function).parameters][2:]
     for key, value in options.items():
-        if key not in known:
-            rule = f"must be of {', '.join(known)} for {name}{did_you_mean(key, known)}"
+        if key not in names:
+            rule = f"must be of {', '.join(names)} for {name}{did_you_mean(key, names)}"
             raise ConfigError.at(OPTIONS, f"{rule}, got '{key}'")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value < 0 or (key == "beta" and not value):
@@ -247,8 +247,8 @@ class PreferenceLoss:
         sums = [x_BP.where(is_pair_BP, 0).double().sum() for x_BP in of_pairs]
         self._sums += torch.stack(sums + [x_BS.double().sum() for x_BS in of_tokens])
         if self._recorded is not None:
-            found = torch.stack([number_BH[:, ::2] - 1, chosen.log_prob, rejected.log_prob])
-            self._recorded.append(found.detach()[:, is_pair_BP])
+            numbered = torch.stack([number_BH[:, ::2] - 1, chosen.log_prob, rejected.log_prob])
+            self._recorded.append(numbered.detach()[:, is_pair_BP])
         # all ranks of the group have this sum, and each the gradient of its tokens
         return summed - summed.detach() * (1 - 1 / self._ranks)
 
@@ -257,10 +257,10 @@ def fill_references(
     references: Tensor, recorded: Iterable[Tensor], *, device: torch.device
 ) -> None:
     """Set the references of the answers of all ranks, two per pair, in place. Collective."""
-    found = torch.full((len(references),), -torch.inf, dtype=torch.float64, device=device)
+    log_probs = torch.full((len(references),), -torch.inf, dtype=torch.float64, device=device)
     for pairs, *answers in recorded:
         for i, log_prob in enumerate(answers):
-            found[2 * pairs.long() + i] = log_prob
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    found = found.where(found.isfinite(), 0.0)  # of pairs that no sample has
-    references.copy_((found / UNIT).round())
+            log_probs[2 * pairs.long() + i] = log_prob
+    dist.all_reduce(log_probs, dist.ReduceOp.MAX)
+    log_probs = log_probs.where(log_probs.isfinite(), 0.0)  # of pairs that no sample has
+    references.copy_((log_probs / UNIT).round())

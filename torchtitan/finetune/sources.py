@@ -92,7 +92,7 @@ def _label(
 ) -> Iterator[tuple[Example, Numbers]]:
     """Yield the examples without a mistake, each with its numbers; add to `mistakes`."""
     try:
-        examples = [each for row in batch for each in parse(row.value, where=row.where)]
+        examples = [example for row in batch for example in parse(row.value, where=row.where)]
         numbers = encoder.encode(examples)
     except DataError as error:
         if len(batch) == 1:

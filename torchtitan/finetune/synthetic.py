@@ -24,9 +24,9 @@ NUM_EXAMPLES, NUM_HELD_OUT = 1000, 100
 def synthetic_examples(*, held_out: bool = False, pairs: bool = False) -> Corpus:
     """Return the examples to train on, or those for validation. Of `pairs` the rejected answer is
     about another word."""
-    kind, part = "preferences" if pairs else "examples", " held out" if held_out else ""
-    name = f"synthetic_{kind}{',' if held_out else ''}{part}"
-    return Corpus(name, partial(_rows, name, held_out, pairs), key=[f"synthetic {kind}{part} 1"])
+    noun, part = "preferences" if pairs else "examples", " held out" if held_out else ""
+    name = f"synthetic_{noun}{',' if held_out else ''}{part}"
+    return Corpus(name, partial(_rows, name, held_out, pairs), key=[f"synthetic {noun}{part} 1"])
 
 
 def _rows(name: str, held_out: bool, pairs: bool) -> Iterator[Row]:
