@@ -163,7 +163,8 @@ class TrainingConfig:
     """Answers of a chat that have labels: all; the last; or each in an example of its own, which
     has the text of inference also if a template writes earlier answers differently."""
     long_examples: Annotated[Literal["truncate", "skip"], OF_EXAMPLES] = "truncate"
-    """Cut an example longer than seq_len at its end, or skip it."""
+    """Cut an example longer than seq_len at its end, a pair at the beginning of its prompt, or skip
+    it."""
     special_tokens_in_examples: Annotated[Literal["refuse", "encode"], OF_EXAMPLES] = "refuse"
     """Names of special tokens in the text of examples are an error, or encode: mean the tokens."""
     dataset_cache: LocalPath = DEFAULT_CACHE

@@ -44,7 +44,7 @@ from torchtitan.optim.loss import IGNORE_INDEX
 logger = logging.getLogger(__name__)
 OPTIONS = "training.loss_options"
 UNIT = 2.0**-32
-"""Of references, in nats: as integers they are sent and saved as labels are."""
+"""Of references, in nats: labels are integers, and references travel with them."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class PreferenceLoss:
         if self._recorded is not None:
             numbered = torch.stack([number_BH[:, ::2] - 1, chosen.log_prob, rejected.log_prob])
             self._recorded.append(numbered.detach()[:, is_pair_BP])
-        # all ranks of the group have this sum, and each the gradient of its tokens
+        # the trainer adds the sums of all ranks; each rank has the gradient of its own tokens
         return summed - summed.detach() * (1 - 1 / self._ranks)
 
 
