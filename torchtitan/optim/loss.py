@@ -205,7 +205,8 @@ class _Head:
         `grad_N` are the gradients of the token losses. Default: 1, those of their sum. The gradient
         of the weight is float32.
         """
-        grad_N = torch.ones_like(labels_N, dtype=torch.float32) if grad_N is None else grad_N
+        if grad_N is None and any(is_wanted):
+            grad_N = torch.ones_like(labels_N, dtype=torch.float32)
         weight_VC = weight_VC.to(x_NC.dtype)  # on one rank it has its stored dtype
         dx_NC = torch.empty_like(x_NC) if is_wanted[0] else None
         dweight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if is_wanted[1] else None
@@ -218,7 +219,7 @@ class _Head:
             x_MC = x_NC[chunk]
             logits_MV = logits_MV[: len(x_MC)]
             torch.mm(x_MC, weight_VC.mT, out=logits_MV)
-            grad_M = grad_N[chunk] if any(is_wanted) else None
+            grad_M = None if grad_N is None else grad_N[chunk]
             loss_N[chunk] = self._loss(logits_MV, labels_N[chunk], passes, grad_M)
             if dx_NC is not None:
                 torch.mm(logits_MV, weight_VC, out=dx_NC[chunk])
