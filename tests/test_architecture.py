@@ -60,7 +60,7 @@ NAMES_CONFIG = ("api", "build", "job", "layout", "resume_rules", "tools", "train
 # what `import torchtitan.train` runs; lower them whenever less is imported, and never raise them
 MAX_MODULES, MAX_LINES = 69, 10_970
 # lines of the package, of the package without tools, and of tests: lower them whenever they fall
-MAX_PACKAGE, MAX_WITHOUT_TOOLS, MAX_TESTS = 35_630, 28_610, 28_775
+MAX_PACKAGE, MAX_WITHOUT_TOOLS, MAX_TESTS = 35_630, 28_610, 28_790
 
 
 @dataclass(frozen=True)

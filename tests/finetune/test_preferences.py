@@ -306,6 +306,10 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(ranks: RankPool, tmp_pat
     # float32 rounds sums of about 500 nats, in other batches, to a few 1e-6
     assert through.rows[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert through.rows[-1]["loss"] < 0.68
+    last = through.rows[-1]
+    rewards = last["rewards/chosen"] - last["rewards/rejected"]
+    assert last["rewards/margins"] == pytest.approx(rewards, rel=1e-6)
+    assert last["rewards/margins"] > 0.02
     [[_, same]] = ranks.run(stop_and_resume, parts, then=[four], world=1)
     keys = ("loss", "grad_norm", "rewards/margins")
     for key in keys:
@@ -316,3 +320,14 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(ranks: RankPool, tmp_pat
     for key in keys:
         wanted = [row[key] for row in through.rows]
         assert [row[key] for row in answers[0][1]] == pytest.approx(wanted, rel=2e-4, abs=1e-6)
+
+
+@pytest.mark.promise("balance", "preferences")
+def test_losses_of_experts_are_per_label(ranks: RankPool, tmp_path: Path) -> None:
+    """Routers at their start choose evenly: of each token and layer the loss is the weight."""
+    options = [*MODELS["pairs, experts"].arguments, "--router.sequence_loss_weight=0.5"]
+    job = [*jobs.write_job(tmp_path, TINY), *options, "--training.steps=1"]
+    [result] = ranks.run(jobs.train, job, world=1)
+    num_layers, tokens_per_label = 2, 1 / result.rows[0]["valid_token_fraction"]
+    wanted = pytest.approx(0.5 * num_layers * tokens_per_label, rel=0.05)
+    assert result.rows[0]["router/sequence_loss"] == wanted
