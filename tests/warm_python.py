@@ -103,9 +103,9 @@ def _handle(client: socket.socket) -> dict[str, Any]:
     size, ancillary, _, _ = client.recvmsg(8, socket.CMSG_SPACE(3 * array.array("i").itemsize))
     streams = array.array("i")
     streams.frombytes(ancillary[0][2])
-    message = b""
-    while len(message) < int.from_bytes(size, "little"):
-        message += client.recv(65536)
+    message, length = b"", int.from_bytes(size, "little")
+    while len(message) < length:  # a signal may follow
+        message += client.recv(length - len(message))
     process = os.fork()
     if process == 0:
         client.close()
