@@ -70,7 +70,7 @@ class Run:
     balance: Balance | None
     """Balance of the experts. None for a model without experts."""
     loss: HasFigures | None
-    """The loss, if it has figures of its own: that of pairs of answers."""
+    """The loss, if it has figures of its own, as the loss of pairs has."""
     schedule: Schedule
     spikes: SpikeDetector | None
     loader: Loader

@@ -120,13 +120,8 @@ def build_validator(
         f"{plural(source.seq_len, 'token')} in {plural(batches.num_batches, 'batch')}, after step "
         f"1, every {plural(validation.freq, 'step')}, and after the last step"
     )
-    loader = Loader(
-        batches,
-        local_batch_size=source.local_batch_size,
-        accumulation=1,
-        dp_rank=mesh.dp_rank,
-        dp_degree=mesh.dims.dp,
-        settings=validation.dataloader,
+    loader = load_once(
+        batches, local_batch_size=source.local_batch_size, mesh=mesh, settings=validation.dataloader
     )
     mask, reset = source.attn_mask_type, source.reset_positions
     parts = [batches.fingerprint, batches.num_drawn, mask, reset]
@@ -144,6 +139,24 @@ def build_validator(
         before_saves=before_saves,
         comm=comm,
         reports_perplexity=training.loss == "cross_entropy",
+    )
+
+
+def load_once(
+    batches: PadToBatch,
+    *,
+    local_batch_size: int,
+    mesh: Mesh,
+    settings: DataLoaderConfig | None = None,
+) -> Loader:
+    """Build this rank's share of samples that are each read once."""
+    return Loader(
+        batches,
+        local_batch_size=local_batch_size,
+        accumulation=1,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dims.dp,
+        settings=settings or DataLoaderConfig(),
     )
 
 
@@ -265,14 +278,8 @@ def evaluate_once(
     device: torch.device,
 ) -> None:
     """Compute the loss of each sample once, without gradients. Collective."""
-    loader = Loader(
-        PadToBatch(samples, batch=local_batch_size * mesh.dims.dp),
-        local_batch_size=local_batch_size,
-        accumulation=1,
-        dp_rank=mesh.dp_rank,
-        dp_degree=mesh.dims.dp,
-        settings=DataLoaderConfig(),
-    )
+    padded = PadToBatch(samples, batch=local_batch_size * mesh.dims.dp)
+    loader = load_once(padded, local_batch_size=local_batch_size, mesh=mesh)
     batches = (shard.take(batch).to(device) for [batch] in loader)
     evaluate(batches, model=model, execution=execution, device=device)
     loader.close()

@@ -108,19 +108,14 @@ def orpo(chosen: Answers, rejected: Answers, *, beta: float = 0.1) -> Rewarded:
 
 
 Function = Callable[[Answers, Answers], Rewarded]
-FUNCTIONS: Mapping[str, Callable[..., Rewarded]] = {
-    "dpo": dpo,
-    "ipo": ipo,
-    "simpo": simpo,
-    "orpo": orpo,
-}
+FUNCTIONS = {function.__name__: function for function in (dpo, ipo, simpo, orpo)}
 """By `training.loss`."""
 HAVE_REFERENCE = ("dpo", "ipo")
 
 
 def find_function(name: str, options: Mapping[str, Any]) -> Function:
     """Return the loss of pairs with its options; raise ConfigError for one that it lacks."""
-    function = FUNCTIONS[name]
+    function: Callable[..., Rewarded] = FUNCTIONS[name]
     names = [*inspect.signature(function).parameters][2:]
     for key, value in options.items():
         if key not in names:

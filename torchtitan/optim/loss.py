@@ -136,7 +136,7 @@ def chunk_size(
 
 
 class _Passes:
-    """What is computed from all logits of a chunk."""
+    """The sums and the gradients that are computed from all logits of a chunk."""
 
     def __init__(self, logits_MV: Tensor) -> None:
         self.exact_MV = logits_MV
@@ -202,8 +202,8 @@ class _Head:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return each token's loss and the wanted gradients of input and weight.
 
-        `grad_N` are the gradients of the token losses. Default: 1, those of their sum. The gradient
-        of the weight is float32.
+        `grad_N` are the gradients of the token losses. Default: 1, as of their sum. The gradient of
+        the weight is float32.
         """
         if grad_N is None and any(is_wanted):
             grad_N = torch.ones_like(labels_N, dtype=torch.float32)

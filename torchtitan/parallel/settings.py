@@ -55,7 +55,7 @@ class CompileConfig:
         Rule("not empty", bool),
         Requires("training.loss", NOT_CUSTOM, of=(("loss",),)),
     ] = ("model", "loss")
-    """What is compiled: the model's blocks, and the passes of the loss over the logits."""
+    """The compiled parts: the model's blocks, and the passes of the loss over the logits."""
     backend: Text = "inductor"
     """Compiler: inductor; for debugging aot_eager or eager, which generate no code."""
 

@@ -17,14 +17,12 @@ from typing import Any
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.dataset import PadToBatch
-from torchtitan.data.loader import Loader
-from torchtitan.data.settings import DataLoaderConfig
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.mesh.settings import CommConfig
 from torchtitan.tools.evaluate.command import parse_domains
 from torchtitan.tools.evaluate.perplexity import open_domain
 from torchtitan.trainer import Run
-from torchtitan.validate import Validator
+from torchtitan.validate import Validator, load_once
 
 KEY = "training.callbacks"
 PATH = "torchtitan.tools.evaluate.callback:Perplexity"
@@ -53,17 +51,11 @@ class Perplexity:
             rule = f"must be cross_entropy for a perplexity, got '{run.training.loss}'"
             raise ConfigError.at("training.loss", rule)
         cut, size = replace(run.training, dataset_weights=()), run.training.local_batch_size
-        seconds, dims = run.train_timeout_seconds, run.mesh.dims
+        seconds = run.train_timeout_seconds
         for name, files in self._files.items():
             samples = open_domain(name, files, cut=cut, tokenizer=tokenizer, of=KEY)
-            loader = Loader(
-                PadToBatch(samples, batch=size * dims.dp),
-                local_batch_size=size,
-                accumulation=1,
-                dp_rank=run.mesh.dp_rank,
-                dp_degree=dims.dp,
-                settings=DataLoaderConfig(),
-            )
+            padded = PadToBatch(samples, batch=size * run.mesh.dims.dp)
+            loader = load_once(padded, local_batch_size=size, mesh=run.mesh)
             self._validators[name] = Validator(
                 samples=samples,
                 loader=loader,
